@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ..predict import predict
 from ..warned import require_number
 from .backend import arviz_base, xarray
-from .given import guide_of, kind_of, refuse_left, require_arguments, require_model
+from .given import guide_of, require_call
 from .groups import attributes, name_of
 from .sources import PriorSource
 
@@ -62,14 +62,13 @@ def sbc(
         ``arviz_plots.plot_ecdf_pit(tree)`` draws it.
     :raises ValueError: where the model observes nothing, or lacks an argument for its data.
     """
-    refuse_left("sbc", kwargs)
-    require_model("sbc", "then the fitting function, then the model's arguments without data: (model, fit, x)", model)
+    order = "then the fitting function, then the model's arguments without data: (model, fit, x)"
+    require_call("sbc", order, model, args, kwargs)
     if not callable(fit) or guide_of(fit) is not None:
         raise ValueError(
             "sbc's fit must be a function of the model's arguments and the data that makes and trains a new guide, got "
-            f"{kind_of(fit)}"
+            f"{type(fit).__name__}"
         )
-    require_arguments("sbc", "It is called without observations; the order is (model, fit, x).", model, args, kwargs)
     require_number("num_simulations", num_simulations)
     require_number("num_samples", num_samples)
     if (rows if isinstance(rows, int) else len(rows)) < 1:
@@ -107,7 +106,7 @@ def _ranks(
         ) from error
     guide = guide_of(result)
     if guide is None:
-        raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {kind_of(result)}")
+        raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {type(result).__name__}")
     # At the training inputs, of the model without data: latents of single rows have no draws of theirs there.
     draws = predict(source.model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
     plates = {name: {frame.name for frame in site["cond_indep_stack"]} for name, site in source.sites.items()}

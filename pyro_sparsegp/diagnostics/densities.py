@@ -165,12 +165,12 @@ class DensityReader:
         widths = [1 if plan.aligned[gp] else max(1, means[gp][0, ..., 0].numel()) for gp in plan.others]
         like = next(value for value in (*means.values(), *held.values()) if value.is_floating_point())
         nodes, weights = normal_nodes(sum(widths), like)
-        size = len(nodes) * max(value[0].numel() for value in (*means.values(), *held.values()))
+        size = len(nodes) * (_MOST_NODES if plan.inner else 1) * max(v[0].numel() for v in (*means.values(), *held.values()))
         blocks = torch.arange(len(like)).split(max(1, _NUMBERS // size))
         if len(blocks) > 1:
-            some = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]
+            parts = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]
             given = [{key: value[rows] for key, value in held.items()} for rows in blocks]
-            found = [self._site(name, *part) for part in zip(given, some)]
+            found = [self._site(name, *part) for part in zip(given, parts)]
             return torch.cat([part for part, _ in found]), torch.cat([part for _, part in found])
         stack = {key: value.expand(len(nodes), *value.shape) for key, value in {**held, **means}.items()}
         for gp, part in zip(plan.others, nodes.split(widths, -1)):
@@ -191,14 +191,13 @@ class DensityReader:
 
     def _at(self, name: str, stack: Values) -> Tensor:
         """A site's log densities at each of stacked values, by vmap where the model allows it."""
-        size = max(value[0].numel() for value in stack.values())
-        return mapped(lambda values: (self._terms(values, [name])[name],), stack, max(1, _NUMBERS // size))[0]
+        return mapped(lambda values: (self._terms(values, [name])[name],), stack)[0]
 
     def _closed(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> Moments:
         def at(values: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             return _expanded(lambda f: self._terms({**values, gp: f}, [name])[name], values[gp])
 
-        value, first, second = mapped(at, stack, max(1, _NUMBERS // h[0].numel()))
+        value, first, second = mapped(at, stack)
         # ℓ(f) = ℓ + ℓ'(f − h) − ½λ(f − h)²: log ∫ exp ℓ N(f | h, d) df = ℓ − ½ log(1 + λd) + ½ ℓ'²d/(1 + λd).
         precision = (-second).clamp(min=0)
         gain = 1 + precision * d
@@ -207,19 +206,14 @@ class DensityReader:
 
     def _adaptive(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> Moments:
         columns, weights = (part.reshape(-1, *[1] * h.dim()) for part in normal_nodes(1, h))
-        parts: list[Moments] = []
-        for rows in torch.arange(len(h)).split(max(1, _NUMBERS // (_MOST_NODES * h[0].numel()))):
-            some = {key: value[rows] for key, value in stack.items()}
 
-            def log_density(f: Tensor, some: Values = some) -> Tensor:  # (K, S, ..., N)
-                beside = {key: value.expand(len(f), *value.shape).flatten(0, 1) for key, value in some.items()}
-                return self._at(name, {**beside, gp: f.flatten(0, 1)}).reshape(f.shape)
+        def log_density(f: Tensor) -> Tensor:  # (K, S, ..., N)
+            beside = {key: value.expand(len(f), *value.shape).flatten(0, 1) for key, value in stack.items()}
+            return self._at(name, {**beside, gp: f.flatten(0, 1)}).reshape(f.shape)
 
-            mean, variance = h[rows], d[rows]
-            # log Z of p(y | f) N(f | h, d) as expectation propagation takes it; E[log p] by the bound's nodes.
-            integrated = tilted(log_density, mean, variance, mean, variance.sqrt(), num_nodes=_NODES).log_z
-            parts.append((integrated, (weights * log_density(mean + variance.sqrt() * columns)).sum(0)))
-        return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
+        # log Z of p(y | f) N(f | h, d) as expectation propagation takes it; E[log p] by the bound's nodes.
+        integrated = tilted(log_density, h, d, h, d.sqrt(), num_nodes=_NODES).log_z
+        return integrated, (weights * log_density(h + d.sqrt() * columns)).sum(0)
 
 
 def _log_density(site: Any) -> Tensor:

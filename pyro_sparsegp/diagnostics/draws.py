@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,8 +55,7 @@ class Draws:
     :param values: latent sites that are no GPs.
     :param functions: each GP site's values at the inputs, ``(..., N)``.
     :param coefficients: w of each GP site with one block after the other, ``(..., M)``; none of MCMC.
-    :param means: of each function value given the rest of the draw, where it is integrated out.
-    :param variances: of the same.
+    :param moments: mean and variance of each function value given the rest of the draw, where it is integrated out.
     :param held: all that a reading of the model's densities holds fixed.
     :param log_priors: the log prior density of each variable, summed.
     :param stats: ``log_q``, the log density of hyperparameters and coefficients under q; of MCMC ``diverging``.
@@ -68,18 +66,12 @@ class Draws:
     values: dict[str, Tensor] = field(default_factory=dict)
     functions: dict[str, Tensor] = field(default_factory=dict)
     coefficients: dict[str, Tensor] = field(default_factory=dict)
-    means: dict[str, Tensor] = field(default_factory=dict)
-    variances: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
     held: dict[str, Tensor] = field(default_factory=dict)
     log_priors: dict[str, Tensor] = field(default_factory=dict)
     stats: dict[str, Tensor] = field(default_factory=dict)
     simulated: dict[str, Tensor] = field(default_factory=dict)
     predicted: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def moments(self) -> dict[str, Moments]:
-        """Means and variances."""
-        return {name: (mean, self.variances[name]) for name, mean in self.means.items()}
 
     @property
     def log_prior(self) -> Tensor:
@@ -96,18 +88,6 @@ class Draws:
             "posterior_predictive": self.simulated,
             "predictions": self.predicted,
         }
-
-    def flat(self) -> dict[Any, Tensor]:
-        """All tensors, by field and name."""
-        return {(kind, name): value for kind, part in vars(self).items() for name, value in part.items()}
-
-    @classmethod
-    def of(cls, flat: Mapping[Any, Tensor]) -> Draws:
-        """The draws of :meth:`flat`."""
-        new = cls()
-        for (kind, name), value in flat.items():
-            getattr(new, kind)[name] = value
-        return new
 
 
 class Source(ABC):
@@ -150,18 +130,16 @@ class Source(ABC):
         :param simulates: whether observed sites are drawn.
         """
 
-        def one(item: dict[Any, Tensor]) -> dict[Any, Tensor]:
-            return self.make(item, new, simulates).flat()
+        def numbers(draw: dict[str, Any]) -> int:
+            kinds = ("functions", "coefficients", "predicted")
+            rows, size, new = (sum(value.numel() for value in draw[kind].values()) for kind in kinds)
+            joint = min(new, LARGEST_JOINT) + rows * self.joint
+            return max(rows, (max(min(rows, _ROWS) * size, joint**2) if self.apart else 0))
 
-        def numbers(draw: dict[Any, Tensor]) -> int:
-            count: Counter[str] = Counter()
-            for (kind, _), value in draw.items():
-                count[kind] += value.numel()
-            rows, new = count["functions"], min(count["predicted"], LARGEST_JOINT)
-            covariances = (rows + new) ** 2 if self.joint else new**2
-            return max(rows, (max(min(rows, _ROWS) * count["coefficients"], covariances) if self.apart else 0))
+        def one(item: dict[Any, Tensor]) -> dict[str, Any]:
+            return vars(self.make(item, new, simulates))
 
-        return map(Draws.of, in_blocks(one, self.items(num), numbers, self.most))
+        return (Draws(**parts) for parts in in_blocks(one, self.items(num), numbers, self.most))
 
     def densities(self, draws: Draws) -> Densities:
         """The draws' pointwise densities, function values integrated given the rest."""
@@ -249,13 +227,12 @@ class GuideSource(Source):
         values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
         draw.functions = {name: values[name] for name in self.posteriors}
         draw.held = {name: f for name, f in values.items() if name not in self.posteriors or name in self.drawn}
-        draw.means = {name: mean for name, mean in draw.means.items() if name not in self.drawn}
+        draw.moments = {name: moments for name, moments in draw.moments.items() if name not in self.drawn}
         latent = [name for name in values if name not in self.posteriors and not site_is_subsample(sites[name])]
         draw.values = {name: values[name] for name in latent}
-        learned = [
-            name for name in latent if priors[name]["fn"] is not posteriors[name]["fn"]
-        ]  # others are the model's
-        for name in learned:  # others are drawn from the model
+        # Others are drawn from the model.
+        learned = [name for name in latent if priors[name]["fn"] is not posteriors[name]["fn"]]
+        for name in learned:
             draw.stats["log_q"] = draw.stats["log_q"] + log_density_of(posteriors[name])
         # Those whose densities move with f have their own terms.
         own = [name for name in learned if name not in self.structure.downstream]
@@ -345,7 +322,7 @@ class _AtTrainingRows(Messenger):
             log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
             draw.log_priors[f"{name}_w"] = log_prior
             draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
-        draw.means[name], draw.variances[name] = mean, variance
+        draw.moments[name] = mean, variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
         if source.structure.dependence.get(name) != COUPLED:
             msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)

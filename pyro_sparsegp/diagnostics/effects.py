@@ -12,7 +12,6 @@ from ..kernels import Constant, White
 from ..kernels.algebra import Scaled
 from ..posterior.sparse_posterior import SparsePosterior
 from .backend import matplotlib
-from .given import guide_of, kind_of
 
 __all__ = ["plot_effects"]
 
@@ -50,9 +49,8 @@ def plot_effects(
     :raises ValueError: naming a term that cannot be shown, for several outputs, or for anything but a posterior.
     """
     if not isinstance(posterior, SparsePosterior):
-        whose = "" if guide_of(posterior) in (None, posterior) else "its "
         raise ValueError(
-            f"plot_effects needs the posterior of one GP site, got {kind_of(posterior)}: give {whose}"
+            f"plot_effects needs the posterior of one GP site, got {type(posterior).__name__}: give "
             "guide.posterior(x)['f'], x being the inputs and 'f' the site"
         )
     x, parts = posterior.process.x, posterior.components

@@ -1,4 +1,4 @@
-"""What was given in the place of a model, a result or a tree, and what to give instead."""
+"""What was given in the place of a model, a result or a tree."""
 
 from __future__ import annotations
 
@@ -10,34 +10,8 @@ import torch
 from pyro.infer import MCMC
 
 from ..guide import AutoSparseGP
-from ..posterior.sparse_posterior import SparsePosterior
 
-__all__ = [
-    "guide_of",
-    "is_tree",
-    "kind_of",
-    "nothing_unmasked",
-    "refuse_left",
-    "require_arguments",
-    "require_model",
-    "require_tree",
-    "signature_of",
-]
-
-_LEFT = {  # since 0.1.0: what took the place of arguments
-    "chunk_size": "leave it out: blocks of rows and of draws are as large as memory allows",
-    "ordered": 'classes have log scores; of pyro.deterministic("probs", ...) in the model predict gives the '
-    "probabilities that other scores are made of",
-    "processes": "join simulations of other seeds, each in a process of its own: xarray.concat([a, b], dim='draw')",
-    "sample_dims": "stack the groups, tree.map_over_datasets(lambda group: "
-    'group.stack(sample=["chain", "draw"]) if "draw" in group.dims else group)',
-}
-
-
-def refuse_left(function: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise where the model's further arguments hold one that a function had."""
-    for name in kwargs.keys() & _LEFT.keys():
-        raise ValueError(f"{function} takes no {name}=: {_LEFT[name]}")
+__all__ = ["guide_of", "is_tree", "nothing_unmasked", "require_call", "signature_of"]
 
 
 def guide_of(given: Any) -> Optional[AutoSparseGP]:
@@ -51,24 +25,6 @@ def is_tree(given: Any) -> bool:
     return isinstance(getattr(given, "children", None), Mapping)
 
 
-def kind_of(given: Any) -> str:
-    """In words, for an error."""
-    kinds = (
-        (isinstance(given, SparsePosterior), f"the posterior of GP site {getattr(given, 'name', '')!r}"),
-        (isinstance(given, AutoSparseGP), "a guide"),
-        (guide_of(given) is not None, f"a guide's {type(given).__name__} object"),
-        (is_tree(given), "a DataTree"),
-        (True, type(given).__name__),
-    )
-    return next(words for is_this, words in kinds if is_this)
-
-
-def require_model(function: str, order: str, model: Any) -> None:
-    """Raise where something else stands in the model's place; a guide can be called as a model can."""
-    if not callable(model) or guide_of(model) is not None or isinstance(model, MCMC) or is_tree(model):
-        raise ValueError(f"{function} takes the model first, {order}; got {kind_of(model)} in its place")
-
-
 def signature_of(model: Callable) -> Optional[inspect.Signature]:
     """A model's signature, if it has one."""
     try:
@@ -77,21 +33,15 @@ def signature_of(model: Callable) -> Optional[inspect.Signature]:
         return None
 
 
-def require_arguments(function: str, remedy: str, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise where the model cannot be called with these arguments."""
+def require_call(function: str, order: str, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise where something else stands in the model's place, or it cannot be called with these arguments."""
+    if not callable(model) or guide_of(model) is not None or isinstance(model, MCMC) or is_tree(model):
+        raise ValueError(f"{function} takes the model first, {order}; got {type(model).__name__} in its place")
     signature = signature_of(model)
     try:
         _ = signature and signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ValueError(f"{function} cannot call the model: {error}. {remedy}") from error
-
-
-def require_tree(function: str, given: Any) -> None:
-    """Raise where something else stands in a tree's place."""
-    if not is_tree(given):
-        raise ValueError(
-            f"{function} needs a tree, such as diagnostics.to_datatree(model, guide, x, y), got {kind_of(given)}"
-        )
+        raise ValueError(f"{function} cannot call the model: {error}. It takes {order}") from error
 
 
 def nothing_unmasked(site: str) -> ValueError:

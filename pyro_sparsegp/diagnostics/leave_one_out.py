@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from .backend import FEWEST, arviz_stats, pandas, xarray
-from .given import kind_of, nothing_unmasked, refuse_left, require_tree
+from .given import is_tree, nothing_unmasked
 from .weights import log_ratio_of, require_target, tree_of, weights_of
 
 __all__ = ["compare", "loo", "loo_large"]
@@ -67,12 +67,11 @@ def compare(
     :returns: a ``pandas.DataFrame``, best first.
     :raises ValueError: if a result is neither, or if only some results have weights.
     """
-    if not isinstance(results, Mapping):
-        raise ValueError(f"compare needs a mapping of names to trees, {{'a': tree}}, got {kind_of(results)}")
-    stock = arviz_stats.compare
-    trees = {name: result for name, result in results.items() if not hasattr(result, "elpd")}
-    for name, tree in trees.items():
-        require_tree(f"compare, for {name!r},", tree)
+    stock, given = arviz_stats.compare, results.values() if isinstance(results, Mapping) else [results]
+    wrong = next((type(one).__name__ for one in given if not (is_tree(one) or hasattr(one, "elpd"))), None)
+    if wrong:
+        raise ValueError(f"compare needs a mapping of names to trees or results of loo, {{'a': tree}}, got {wrong}")
+    trees = {name: result for name, result in results.items() if is_tree(result)}
     elpds: dict[str, Any] = {**results, **{name: loo(tree, target=target) for name, tree in trees.items()}}
     # Weighted sums of some beside plain ones of others differ by more than the models; MCMC needs no weights.
     khats = [one.khat for one in elpds.values() if getattr(one, "target", "") == "none"]
@@ -119,7 +118,6 @@ def loo_large(
     :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as in
         :func:`loo`.
     """
-    refuse_left("loo_large", kwargs)
     require_target("loo_large", target, _TARGETS)
 
     def choose(num: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from ..warned import require_number
 from .backend import arviz_base, pandas, xarray
 from .densities import DensityReader
 from .draws import Draws, seeded
-from .given import nothing_unmasked, refuse_left
+from .given import nothing_unmasked
 from .groups import attributes, plate_names
 from .sources import as_source, observed_site
 
@@ -111,7 +111,6 @@ def predictive_scores(
     """
     if not all(0 < prob < 1 for prob in probs):
         raise ValueError(f"probs must lie strictly between 0 and 1, got {list(probs)}")
-    refuse_left("predictive_scores", kwargs)
     require_number("num_samples", num_samples)
     source = as_source(model, guide, args, kwargs, marginal=True)
     site = observed_site(source, var_name)

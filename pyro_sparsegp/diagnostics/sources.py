@@ -10,7 +10,6 @@ import torch
 from pyro import poutine
 from pyro.infer import MCMC
 from pyro.infer.inspect import get_dependencies
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -20,8 +19,8 @@ from ..program.enumeration import Enumeration
 from ..program.mapping import mapped
 from ..program.traces import as_process, is_observation, sample_sites, whole_plates, without_event
 from .densities import Densities, DensityReader, Moments
-from .draws import LARGEST_JOINT, Call, Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
-from .given import guide_of, kind_of, require_arguments, require_model
+from .draws import Call, Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
+from .given import guide_of, require_call
 
 __all__ = ["PriorSource", "SampleSource", "as_source", "observed_site"]
 
@@ -38,30 +37,29 @@ def as_source(
 
     :raises ValueError: where ``result`` is none of these, or belongs to another model.
     """
-    require_model("diagnostics", "then the guide or the MCMC, then the model's arguments: (model, guide, x, y)", model)
+    has_run = isinstance(result, MCMC)
+    old = samples_and_data(result, None)[1] if has_run else (args, kwargs)
+    now = (args, kwargs) if args or marginal or not has_run else old
+    order = "then the guide or the MCMC, then the training data: (model, guide, x, y)"
+    require_call("a posterior's draws", order, model, *now)
     guide = guide_of(result)
     if guide is not None:
         if model != guide.model:
             raise ValueError(
                 "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
             )
-        require_arguments("a posterior's draws", "Give the training data, (model, guide, x, y).", model, args, kwargs)
         return GuideSource(guide, args, kwargs, exact, marginal)
-    if isinstance(result, MCMC):
-        _, old = samples_and_data(result, None)
-        now = (args, kwargs) if args or marginal else old
-        source = SampleSource(model, result.get_samples(group_by_chain=True), now, old if marginal else now, marginal)
-        for chain, numbers in enumerate(divergences(result)):
-            source.diverging[chain, numbers] = True
-        return source
-    if are_samples(result):
-        samples = {name: value[None] for name, value in result.items()}
-        return SampleSource(model, samples, (args, kwargs), (args, kwargs))
-    raise ValueError(
-        "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
-        f"pyro.infer.MCMC or a mapping of its samples, got {kind_of(result)}. The order is model, result, then the "
-        "model's arguments. A GP site's posterior lacks the other latents: give the guide that it is from."
-    )
+    if not has_run and not are_samples(result):
+        raise ValueError(
+            "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
+            f"pyro.infer.MCMC or a mapping of its samples, got {type(result).__name__}. The order is model, result, "
+            "then the model's arguments. A GP site's posterior lacks the other latents: give the guide that it is from."
+        )
+    samples = result.get_samples(group_by_chain=True) if has_run else {n: value[None] for n, value in result.items()}
+    source = SampleSource(model, samples, now, old if marginal else now, marginal and has_run)
+    for chain, numbers in enumerate(divergences(result)):
+        source.diverging[chain, numbers] = True
+    return source
 
 
 def observed_site(source: Source, var_name: Optional[str]) -> str:
@@ -130,8 +128,7 @@ class SampleSource(Source):
         draw.values = {name: value for name, value in values.items() if not site_is_subsample(sites[name])}
         if not self.elsewhere:
             self._note_training(sites, sample, trained, draw)
-        for name, moments in trained.moments.items():
-            draw.means[name], draw.variances[name] = moments
+        draw.moments = dict(trained.moments)
         if new is not None:
             with poutine.block():
                 trained.model = self.model  # discrete latents are drawn
@@ -180,7 +177,7 @@ class PriorSource(Source):
         self, model: Callable, args: tuple, kwargs: dict[str, Any], observed: Optional[Collection[str]] = None
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        with torch.no_grad(), whole_plates(), poutine.block(), _Sizes():
+        with torch.no_grad(), whole_plates(), poutine.block():
             self.sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
         unknown = sorted(set(observed or ()) - set(self.sites))
         if unknown:
@@ -208,15 +205,3 @@ class PriorSource(Source):
 
     def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
         return {}
-
-
-class _Sizes(Messenger):
-    """Refuses processes too large to be drawn from."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        process, _ = as_process(msg["fn"])
-        if process is not None and process.event_shape[0] > 2 * LARGEST_JOINT:
-            raise ValueError(
-                f"GP site {msg['name']!r} has {process.event_shape[0]} inputs: exact draws from its prior take O(N³) "
-                f"time and O(N²) memory each. Give at most {2 * LARGEST_JOINT} of the rows."
-            )

@@ -12,7 +12,7 @@ from ..program.traces import is_observation
 from ..warned import require_number
 from .backend import xarray
 from .draws import Call, Draws, Source, seeded
-from .given import refuse_left, require_arguments, require_model
+from .given import require_call
 from .groups import Table, constant_data, name_of
 from .sources import PriorSource, as_source
 
@@ -84,7 +84,6 @@ def to_datatree(
     :param kwargs: the model's further arguments.
     :raises ValueError: where the result, the arguments or the labels do not fit.
     """
-    refuse_left("to_datatree", kwargs)
     require_number("num_samples", num_samples)
     require_number("prior", prior, 0)
     results = guide if isinstance(guide, (list, tuple)) else [guide]
@@ -186,18 +185,11 @@ def prior_predictive(
     :param seed: makes the draws repeatable and leaves the global generators alone.
     :param name: the tree's name.
     :param kwargs: the model's further arguments.
-    :raises ValueError: where an argument of the model is missing, or ``observed``, ``dims`` or ``coords`` name what is
-        not there, or N is so large that joint draws are out of the question.
+    :raises ValueError: where an argument of the model is missing, or ``observed`` names what is not there.
     """
     require_number("num_samples", num_samples)
-    if isinstance(observed, str):
-        raise ValueError(f"observed must be a collection of names, got the string {observed!r}: give [{observed!r}]")
-    require_model("prior_predictive", "then its arguments: (model, x)", model)
-    remedy = (
-        "Give the observations, which are kept for comparison and drawn anew, or None in their place if the model "
-        "passes them on as obs: model(x, None)."
-    )
-    require_arguments("prior_predictive", remedy, model, args, kwargs)
+    order = "then its arguments, with observations, which are drawn anew, or None in their place: (model, x, None)"
+    require_call("prior_predictive", order, model, args, kwargs)
     table = Table((1, num_samples), dtype, dims, coords)
     _draw_prior(table, (model, args, kwargs, observed), include_f, seed)
     return xarray.DataTree.from_dict(table.datasets(model=name_of(model), name=name), name=name)

@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from .backend import FEWEST, arviz_stats, xarray
-from .given import guide_of, is_tree, kind_of
+from .given import guide_of, is_tree
 from .tree import to_datatree
 
 __all__ = ["PSIS", "psis", "require_target", "tree_of", "weights_of"]
@@ -184,13 +184,11 @@ def tree_of(
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
         if args or kwargs or num_samples is not None:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
-        if "sample" in tree_or_model["posterior"].sizes:
-            raise ValueError('this tree has all draws along "sample": give the one with chains and draws')
         return tree_or_model
     if not args or not callable(tree_or_model) or guide_of(tree_or_model) is not None:
         raise ValueError(
             f"{function} needs the model, its guide and the training data: {function}(model, guide, x, y). Or a tree: "
-            f"{function}(diagnostics.to_datatree(model, guide, x, y)). Got {kind_of(tree_or_model)} first and "
+            f"{function}(diagnostics.to_datatree(model, guide, x, y)). Got {type(tree_or_model).__name__} first and "
             f"{len(args)} more."
         )
     kwargs = {"exact": target == "exact", "posterior_predictive": False, **kwargs}

@@ -11,6 +11,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm.auto import tqdm
 
 from ..numerics.linalg import MAPPED, flags_kept
@@ -18,7 +19,7 @@ from .traces import sample_sites
 
 __all__ = ["Draw", "in_blocks", "mapped", "values_of"]
 
-Draw = dict[Any, Tensor]
+Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
 
 _AT_ONCE = 2**22  # numbers that draws made at once may hold in one place: more is slower, in new memory
 _PATIENCE = 2.0  # seconds without a bar
@@ -52,7 +53,7 @@ def in_blocks(
     num = len(next(iter(items.values())))
     with tqdm(total=num, desc="draws", delay=_PATIENCE, leave=False) as bar:
         first = one({key: value[0] for key, value in items.items()})
-        yield {key: value[None] for key, value in first.items()}
+        yield tree_map(lambda value: value[None], first)
         size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), most), False
         for start in range(1, num, size):
             block = {key: value[start : start + size] for key, value in items.items()}
@@ -62,8 +63,8 @@ def in_blocks(
                 for item in zip(*block.values()):
                     each.append(one(dict(zip(block, item))))
                     bar.update()
-                found = {key: torch.stack([draw[key] for draw in each]) for key in first}
-            bar.update(start - bar.n)
+                found = tree_map(lambda *values: torch.stack(values), *each)
+            bar.update(start + size - bar.n)
             yield found
 
 
@@ -73,7 +74,7 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
     def flagged(item: Draw) -> tuple[Draw, Tensor]:
         with flags_kept() as flags:
             found = one(item)
-        faults = [*flags, *(value.isnan() for value in found.values())]
+        faults = [*flags, *(value.isnan() for value in tree_leaves(found))]
         return found, torch.stack([fault.any() for fault in faults]).any()
 
     token = MAPPED.set(True)
