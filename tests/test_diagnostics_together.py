@@ -223,22 +223,22 @@ def test_what_stands_in_the_wrong_place_is_named():
     svi.step(x, y)
     posterior = guide.posterior(x)
     tree = diagnostics.to_datatree(gaussian, guide, x, y, num_samples=2)
-    first = "takes the model first.*got a guide in its place"
+    first = "takes the model first.*got AutoSparseGP in its place"
     for call, message in (
         (lambda: diagnostics.to_datatree(guide, gaussian, x, y), first),
         (lambda: diagnostics.predictive_scores(guide, x, y), first),
         (lambda: diagnostics.prior_predictive(guide, x), first),
         (lambda: diagnostics.sbc(guide, lambda x, y: guide, x), first),
-        (lambda: diagnostics.prior_predictive(svi, x), "got a guide's SVI object in its place"),
-        (lambda: diagnostics.sbc(gaussian, guide, x), "fit must be a function.*got a guide"),
+        (lambda: diagnostics.prior_predictive(svi, x), "got SVI in its place"),
+        (lambda: diagnostics.sbc(gaussian, guide, x), "fit must be a function.*got AutoSparseGP"),
         (lambda: diagnostics.sbc(gaussian, lambda x, y: guide), "sbc cannot call the model: missing.*'x'"),
         (lambda: diagnostics.to_datatree(gaussian, guide), "cannot call the model: missing.*'x'.*training data"),
-        (lambda: diagnostics.to_datatree(gaussian, posterior["f"], x, y), "posterior of GP site 'f'.*give the guide"),
+        (lambda: diagnostics.to_datatree(gaussian, posterior["f"], x, y), "got Site.*give the guide"),
         (lambda: diagnostics.loo_large(gaussian, posterior, x, y), "got BySite.*give the guide"),
-        (lambda: diagnostics.predictive_scores(gaussian, tree, x, y), "got a DataTree"),
-        (lambda: diagnostics.psis(guide, x, y), r"psis\(model, guide, x, y\).*Got a guide first and 2 more"),
-        (lambda: diagnostics.loo(svi), "Got a guide's SVI object first and 0 more"),
-        (lambda: diagnostics.compare({"a": guide}), "compare, for 'a', needs a tree.*got a guide"),
+        (lambda: diagnostics.predictive_scores(gaussian, tree, x, y), "got DataTree"),
+        (lambda: diagnostics.psis(guide, x, y), r"psis\(model, guide, x, y\).*Got AutoSparseGP first and 2 more"),
+        (lambda: diagnostics.loo(svi), "Got SVI first and 0 more"),
+        (lambda: diagnostics.compare({"a": guide}), "mapping of names to trees.*got AutoSparseGP"),
         (lambda: diagnostics.compare([tree]), "mapping of names to trees"),
     ):
         refused(message, call)

@@ -435,8 +435,6 @@ def test_prior_predictive():
     residual = (tree.prior_predictive["y"] - tree.prior["f"]) / tree.prior["noise"]
     assert abs(float(residual.std()) - 1) < 0.06
     refused("num_samples", diagnostics.prior_predictive, regression, x, num_samples=0)
-    with pytest.raises(ValueError, match="exact draws"):
-        diagnostics.prior_predictive(gaussian(KERNEL), torch.zeros(10_001, 2), num_samples=1)
 
 
 def test_prior_predictive_without_observations():
@@ -459,7 +457,7 @@ def test_prior_predictive_without_observations():
     assert "observed_data" not in given.children
     seen = diagnostics.prior_predictive(regression, x, y, num_samples=3, seed=0)
     assert set(seen.prior.data_vars) == {"scale", "length", "noise"}
-    refused(r"missing a required argument: 'y'. Give the observations.*or None", diagnostics.prior_predictive, model, x)
+    refused(r"missing a required argument: 'y'.*or None", diagnostics.prior_predictive, model, x)
     tree = diagnostics.prior_predictive(model, x, None, num_samples=3)
     assert set(tree.prior_predictive.data_vars) == {"y", "total", "level"}
     tree = diagnostics.prior_predictive(model, x, None, num_samples=3, observed=["y"])
@@ -470,7 +468,6 @@ def test_prior_predictive_without_observations():
     assert "twice" in tree.prior
     with pytest.raises(ValueError, match=r"observed names \['z'\], which are no sites of the model: it has \['noise'"):
         diagnostics.prior_predictive(model, x, None, observed=["z"])
-    refused("got the string 'y'", diagnostics.prior_predictive, model, x, None, observed="y")
 
 
 def test_refusals():
@@ -515,9 +512,6 @@ def test_arguments_that_a_tree_cannot_take():
     guide, x, y = fitted(steps=1)
     for dtype in ("int", "int64", "complex64", "nonsense"):
         refused("dtype must be a floating type", to_datatree, regression, guide, x, y, num_samples=2, dtype=dtype)
-    for name, instead in (("chunk_size", "leave it out"), ("sample_dims", "stack the groups")):
-        with pytest.raises(ValueError, match=f"to_datatree takes no {name}=: {instead}"):
-            to_datatree(regression, guide, x, y, num_samples=2, **{name: 10})
     with pytest.raises(ValueError, match="predict= holds observations of site 'y'"):
         to_datatree(regression, guide, x, y, num_samples=2, predict=(x[:3], y[:3]))
 

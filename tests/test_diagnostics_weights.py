@@ -66,7 +66,7 @@ def test_the_exact_target_is_the_marginal_likelihood():
     (draw,) = source.draws()
     q = source.posteriors["f"]
     rho = KERNEL(x) - q.features[0] @ q.features[0].mT
-    dense = dist.MultivariateNormal(draw.means["f"], rho + NOISE**2 * torch.eye(30)).log_prob(y)
+    dense = dist.MultivariateNormal(draw.moments["f"][0], rho + NOISE**2 * torch.eye(30)).log_prob(y)
     found = source.log_joints(draw, source.densities(draw))["lp_exact"] - draw.log_prior
     torch.testing.assert_close(found, dense, atol=1e-3, rtol=1e-5)
     # lp − log_q averages to log p(y) through its exponential
@@ -92,7 +92,7 @@ def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     guide = prepared(model, SVGP(torch.tensor([[0.2], [0.8]])), x, y)
     source = as_source(model, guide, (x, y), {}, exact=True)
     (draw,) = source.draws()
-    moments, root = {"f": (draw.means["f"][0], draw.variances["f"][0])}, source.posteriors["f"].residual_tril
+    moments, root = {"f": tuple(part[0] for part in draw.moments["f"])}, source.posteriors["f"].residual_tril
     h = moments["f"][0]
     source.densities(draw)
     f = h + (root @ torch.randn(6, 60_000)).mT

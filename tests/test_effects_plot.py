@@ -110,12 +110,12 @@ def test_a_curve_for_each_of_several_outputs():
 def test_a_guide_of_one_column():
     x = torch.rand(20, 1)
     guide = AutoSparseGP(gaussian(SMOOTH + kernels.Constant(1.0)), MeanFieldAdditive(5))
-    refused(r"one GP site, got a guide: give guide.posterior\(x\)\['f'\]", diagnostics.plot_effects, guide)
+    refused(r"one GP site, got AutoSparseGP: give guide.posterior\(x\)\['f'\]", diagnostics.plot_effects, guide)
     guide(x, x[:, 0])
     svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
     for given, message in (
-        (guide, r"got a guide: give guide.posterior\(x\)\['f'\]"),
-        (svi, r"got a guide's SVI object: give its guide.posterior\(x\)\['f'\]"),
+        (guide, r"got AutoSparseGP: give guide.posterior\(x\)\['f'\]"),
+        (svi, r"got SVI: give guide.posterior\(x\)\['f'\]"),
         (guide.posterior(x), "got BySite: give guide.posterior"),
         (guide.model, "got function: give guide.posterior"),
     ):

@@ -165,7 +165,8 @@ class DensityReader:
         widths = [1 if plan.aligned[gp] else max(1, means[gp][0, ..., 0].numel()) for gp in plan.others]
         like = next(value for value in (*means.values(), *held.values()) if value.is_floating_point())
         nodes, weights = normal_nodes(sum(widths), like)
-        size = len(nodes) * (_MOST_NODES if plan.inner else 1) * max(v[0].numel() for v in (*means.values(), *held.values()))
+        size = max(value[0].numel() for value in (*means.values(), *held.values()))
+        size *= len(nodes) * (_MOST_NODES if plan.inner else 1)
         blocks = torch.arange(len(like)).split(max(1, _NUMBERS // size))
         if len(blocks) > 1:
             parts = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]

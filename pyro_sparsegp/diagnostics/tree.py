@@ -124,7 +124,7 @@ def _put(table: Table, source: Source, draws: Draws, groups: Mapping[str, Mappin
     for group, variables in groups.items():
         for variable, value in variables.items():
             table.put(group, variable, value)
-    table.start += len(next(iter(draws.flat().values())))
+    table.start += next(len(value) for part in vars(draws).values() for value in part.values())
 
 
 def _shape(sources: Sequence[Source], num_samples: int) -> tuple[int, int]:

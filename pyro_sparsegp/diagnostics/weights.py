@@ -184,6 +184,8 @@ def tree_of(
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
         if args or kwargs or num_samples is not None:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
+        if "sample" in tree_or_model["posterior"].sizes:
+            raise ValueError('this tree has all draws along "sample": give the one with chains and draws')
         return tree_or_model
     if not args or not callable(tree_or_model) or guide_of(tree_or_model) is not None:
         raise ValueError(

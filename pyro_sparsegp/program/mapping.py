@@ -27,15 +27,13 @@ _DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
 
 
 def mapped(
-    function: Callable[[Any], tuple[Tensor, ...]],
-    stack: Union[Tensor, Mapping[str, Tensor]],
-    chunk_size: Optional[int] = None,
+    function: Callable[[Any], tuple[Tensor, ...]], stack: Union[Tensor, Mapping[str, Tensor]]
 ) -> tuple[Tensor, ...]:
-    """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or so many at a time,
-    or in a loop for programs that :func:`torch.func.vmap` refuses.
+    """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or in a loop for
+    programs that :func:`torch.func.vmap` refuses.
     """
     try:
-        return torch.func.vmap(function, randomness="same", chunk_size=chunk_size)(stack)
+        return torch.func.vmap(function, randomness="same")(stack)
     except (RuntimeError, TypeError, ValueError):
         each = stack if isinstance(stack, Tensor) else [dict(zip(stack, item)) for item in zip(*stack.values())]
         return tuple(map(torch.stack, zip(*map(function, each))))
