@@ -520,9 +520,7 @@ def test_arguments_that_a_tree_cannot_take():
         return observed(dist.Normal(f, 0.2), y)
 
     other = prepared(slashed, SVGP(5), x, y)
-    refused("'gp/f' has a slash", to_datatree, slashed, other, x, y, num_samples=2)
-    samples = {"gp/f": torch.zeros(3, 40)}
-    refused("'gp/f' has a slash", to_datatree, slashed, samples, x, y)
+    refused("names containing the '/' character.*'gp/f", to_datatree, slashed, other, x, y, num_samples=2)
 
     plain = one_function(KERNEL, lambda f: dist.Normal(f, 0.2))
     with pytest.raises(ValueError, match="predict= holds observations of site 'y'"):

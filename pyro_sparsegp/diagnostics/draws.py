@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from functools import partial
+from typing import Any, Optional, cast
 
 import pyro
 import pyro.distributions as dist
@@ -94,8 +95,7 @@ class Source(ABC):
     """Where posterior draws at a model's arguments come from, and the densities that go with them.
 
     :param data: names of the observed sites.
-    :param factors: names of the sites of ``pyro.factor``, which hold no data.
-    :param names: of all sites.
+    :param observed: those, and the sites of ``pyro.factor``, which hold no data.
     :param sites: the observed sites of the first run.
     """
 
@@ -108,8 +108,7 @@ class Source(ABC):
     most = 100  # draws made at a time
     model: Callable
     data: list[str]
-    factors: list[str]
-    names: list[str]
+    observed: list[str]
     args: tuple
     kwargs: dict[str, Any]
     sites: dict[str, Any]
@@ -152,7 +151,7 @@ class Source(ABC):
     def _observed(self, sites: Mapping[str, Any], draw: Draws, simulates: bool) -> None:
         """Take note of the first run's observed sites, and draw them in each."""
         seen = {name: site for name, site in sites.items() if site["is_observed"]}
-        missing = [name for name in (*self.data, *self.factors) if name not in seen]
+        missing = [name for name in self.observed if name not in seen]
         if missing:
             raise ValueError(
                 f"site {missing[0]!r} was observed in training and is not now: give the training data, "
@@ -206,15 +205,14 @@ class GuideSource(Source):
         self._kept: list[Conditions] = []
         self.families = {name: spec["family"] for name, spec in structure.gps.items()}
         self.data = [name for name, num in structure.rows.items() if num]
-        self.factors = [name for name, num in structure.rows.items() if not num]
-        self.names = [*structure.rows, *structure.latents, *structure.gps]
+        self.observed = list(structure.rows)
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*structure.inner, *(f for f, kind in structure.dependence.items() if kind == COUPLED)}
         # Given a latent of the field f has less variance than its marginal has; so has a sum of sites with one
         # posterior (test_scores_of_a_field, test_scores_of_sites_with_one_posterior).
         self.marginal = marginal and not structure.joint and not structure.field
         self.posteriors: dict[str, SparsePosterior] = {}  # of the last draw
-        self.reader = DensityReader(guide.model, args, kwargs, [*self.data, *self.factors, *structure.downstream])
+        self.reader = DensityReader(guide.model, args, kwargs, [*self.observed, *structure.downstream])
 
     def items(self, num: int) -> dict[str, Tensor]:
         return {"": torch.arange(num)}
@@ -251,17 +249,46 @@ class GuideSource(Source):
 
         Rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
         """
-        guide, training = self.guide, self.guide.training
+        guide, training, messenger = self.guide, self.guide.training, cast(Any, Messenger())
+        messenger._pyro_sample = partial(self._at_training_rows, draw)
         guide.eval()
         try:
-            quiet = pyro.validation_enabled(False), poutine.block()
-            with guide.predicting(self._kept), quiet[0], whole_plates(), quiet[1], _AtTrainingRows(self, draw):
+            with (
+                guide.predicting(self._kept),
+                pyro.validation_enabled(False),
+                whole_plates(),
+                poutine.block(),
+                messenger,
+            ):
                 guide(*self.args, **self.kwargs)
             priors, posteriors = map(sites_of, guide.get_traces())
             return priors, posteriors, sites_of(guide.trace)
         finally:
             guide.train(training)
             guide.trace = poutine.Trace()
+
+    def _at_training_rows(self, draw: Draws, msg: Any) -> None:
+        """Answers at a GP site of that run: draws coefficients, and function values given those."""
+        name, q = msg["name"], without_event(msg["fn"])[0]
+        if not isinstance(q, SparsePosterior):
+            return
+        self.posteriors[name] = q
+        if self.marginal:
+            mean, variance = q.moments(_ROWS)
+        else:
+            w = q.coefficients.rsample(q.batch_shape)
+            mean, variance = q.given_coefficients(w, _ROWS)
+            draw.coefficients[name] = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
+            # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
+            log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
+            draw.log_priors[f"{name}_w"] = log_prior
+            draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
+        draw.moments[name] = mean, variance
+        # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
+        if self.structure.dependence.get(name) != COUPLED:
+            msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
+        else:
+            msg["value"] = q.rsample() if self.marginal else mean + q.residual(mean)
 
     def _predicted(self, draw: Draws, new: Call) -> dict[str, Tensor]:
         """The sites of a run of the model at new inputs, given a draw."""
@@ -297,37 +324,6 @@ class GuideSource(Source):
             moments = {name: (mean[0], variance[0]) for name, (mean, variance) in draws.moments.items()}
             found["lp_exact"] = draws.log_prior + log_marginal(self.reader, held, self.posteriors, moments)
         return found
-
-
-class _AtTrainingRows(Messenger):
-    """Answers at the GP sites of a guide's run: draws coefficients, and function values given those."""
-
-    def __init__(self, source: GuideSource, draw: Draws) -> None:
-        super().__init__()
-        self.source, self.draw = source, draw
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name, q = msg["name"], without_event(msg["fn"])[0]
-        if not isinstance(q, SparsePosterior):
-            return
-        source, draw = self.source, self.draw
-        source.posteriors[name] = q
-        if source.marginal:
-            mean, variance = q.moments(_ROWS)
-        else:
-            w = q.coefficients.rsample(q.batch_shape)
-            mean, variance = q.given_coefficients(w, _ROWS)
-            draw.coefficients[name] = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
-            # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
-            log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
-            draw.log_priors[f"{name}_w"] = log_prior
-            draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
-        draw.moments[name] = mean, variance
-        # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
-        if source.structure.dependence.get(name) != COUPLED:
-            msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
-        else:
-            msg["value"] = q.rsample() if source.marginal else mean + q.residual(mean)
 
 
 @contextmanager

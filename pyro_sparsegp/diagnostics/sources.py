@@ -100,8 +100,7 @@ class SampleSource(Source):
         if not seen:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
         self.data = [name for name, site in seen.items() if not is_factor(site)]
-        self.factors = [name for name, site in seen.items() if is_factor(site)]
-        self.names = list(sites)
+        self.observed = list(seen)
         require_shapes({name: seen[name] for name in self.data})
         self.reader = DensityReader(self.model, self.args, self.kwargs, list(seen))
         self.diverging = np.zeros(shape, dtype=bool)
@@ -122,7 +121,7 @@ class SampleSource(Source):
             trace = trained.at(self.args, self.kwargs, marginal=True) if self.elsewhere else trained.trace
         sites = sites_of(trace)
         self._observed(sites, draw, simulates)
-        values = {n: site["value"] for n, site in sites.items() if n not in (*self.data, *self.factors)}
+        values = {n: site["value"] for n, site in sites.items() if n not in self.observed}
         draw.functions = {name: values.pop(name) for name in trained.known if name in values}
         draw.held = values
         draw.values = {name: value for name, value in values.items() if not site_is_subsample(sites[name])}

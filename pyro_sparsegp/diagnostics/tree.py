@@ -134,12 +134,6 @@ def _shape(sources: Sequence[Source], num_samples: int) -> tuple[int, int]:
     own = [source.shape for source in sources if source.shape is not None]
     if own and len(sources) > 1:
         raise ValueError("to_datatree takes one MCMC result, whose chains it keeps, or a list of guides")
-    slashed = next((site for site in sources[0].names if "/" in site), None)
-    if slashed is not None:
-        raise ValueError(
-            f"site {slashed!r} has a slash in its name, which no variable of a DataTree may have: rename it in the "
-            f"model, for example to {slashed.replace('/', '_')!r}."
-        )
     return (own[0][0], own[0][1]) if own else (len(sources), num_samples)
 
 
