@@ -21,7 +21,7 @@ __all__ = ["Draw", "in_blocks", "mapped", "values_of"]
 
 Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
 
-_AT_ONCE = 2**22  # numbers that draws made at once may hold in one place: more is slower, in new memory
+_AT_ONCE = 2**21  # numbers that draws made at once may hold in one place: more is slower, in memory that is new
 _PATIENCE = 2.0  # seconds without a bar
 _DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
 
