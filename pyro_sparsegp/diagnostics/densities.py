@@ -169,9 +169,9 @@ class DensityReader:
         size *= len(nodes) * (_MOST_NODES if plan.inner else 1)
         blocks = torch.arange(len(like)).split(max(1, _NUMBERS // size))
         if len(blocks) > 1:
-            parts = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]
+            some = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]
             given = [{key: value[rows] for key, value in held.items()} for rows in blocks]
-            found = [self._site(name, *part) for part in zip(given, parts)]
+            found = [self._site(name, *part) for part in zip(given, some)]
             return torch.cat([part for part, _ in found]), torch.cat([part for _, part in found])
         stack = {key: value.expand(len(nodes), *value.shape) for key, value in {**held, **means}.items()}
         for gp, part in zip(plan.others, nodes.split(widths, -1)):

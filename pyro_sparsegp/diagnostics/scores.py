@@ -119,11 +119,12 @@ def predictive_scores(
         for draws in source.draws(num_samples, simulates=True):
             log_densities.append(source.densities(draws).integrated[site].double())
             method = _method(source.reader, source.sites[site])
-            kept.append(_METHODS[method][0](source.reader, draws, site))
+            kept.append(
+                _normals(source.reader, draws, site) if method == "gaussian" else (draws.simulated[site] * 1.0,)
+            )
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
-        y = node["value"].to(parts[0] if parts else log_score)
-        scores = {"log_score": log_score, **_METHODS[method][1](y, log_score, *parts)}
+        scores = {"log_score": log_score, **_METHODS[method](node["value"].to(parts[0]), log_score, *parts)}
     seen = {mask.shape: mask for mask in (unmasked(node), unmasked_rows(node)) if mask is not None}
     if not all(mask.any() for mask in seen.values()):
         raise nothing_unmasked(site)
@@ -176,7 +177,7 @@ def _of_normals(y: Tensor, _: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]
     return {"crps": _expected_distance(y - m, v).mean(0) - 0.5 * inner, "pit": pit.clamp(0, 1)}
 
 
-def _of_two_classes(y: Tensor, log_score: Tensor) -> dict[str, Tensor]:
+def _of_two_classes(y: Tensor, log_score: Tensor, _: Tensor) -> dict[str, Tensor]:
     """CRPS is (P(1) − y)²; ``log_score`` is that of the class that was observed."""
     own = log_score.exp()
     one = torch.where(y > 0.5, own, 1 - own)
@@ -205,10 +206,9 @@ def _expected_distance(delta: Tensor, variance: Tensor) -> Tensor:
     return 2 * scale * normal.log_prob(z).exp() + delta * (2 * normal.cdf(z) - 1)
 
 
-# By method: what is kept of a block of draws, and the scores that are made of it.
-_METHODS: dict[str, tuple[Callable, Callable]] = {
-    "gaussian": (lambda reader, draws, site: _normals(reader, draws, site), _of_normals),
-    "bernoulli": (lambda reader, draws, site: (), _of_two_classes),
-    "draws": (lambda reader, draws, site: (draws.simulated[site] * 1.0,), _of_draws),
-    "log score": (lambda reader, draws, site: (), lambda y, log_score: {}),
+_METHODS: dict[str, Callable] = {  # of data, log scores and normal predictions or draws
+    "gaussian": _of_normals,
+    "bernoulli": _of_two_classes,
+    "draws": _of_draws,
+    "log score": lambda y, log_score, drawn: {},
 }
