@@ -133,7 +133,8 @@ class Source(ABC):
             kinds = ("functions", "coefficients", "predicted")
             rows, size, new = (sum(value.numel() for value in draw[kind].values()) for kind in kinds)
             joint = min(new, LARGEST_JOINT) + rows * self.joint
-            return max(rows, (max(min(rows, _ROWS) * size, joint**2) if self.apart else 0))
+            # Features are passed over half as often as a covariance.
+            return max(rows, max(min(rows, _ROWS) * size // 2, joint**2) if self.apart else 0)
 
         def one(item: dict[Any, Tensor]) -> dict[str, Any]:
             return vars(self.make(item, new, simulates))

@@ -72,8 +72,8 @@ def main():
             sample = partial(lambda guide: guide.posterior(more)["f"].rsample((1000,)), guide)
             cases["`rsample((1000,))`, 1,000 inputs"] = sample, "GPyTorch", lambda: model(more).rsample(more.shape[:1])
             cases["`predict`, 500 inputs"] = draws, "GPyTorch", lambda: likelihood(model(few)).rsample(w.shape[:1])
-        cases[f"the same{how}"] = draws, "plain torch", partial(by_hand, w, num, few)
-        cases[f"the same{how} "] = draws, "a loop of `guide.draw`", loop
+        cases[f"`predict`{how}, 500 inputs "] = draws, "plain torch", partial(by_hand, w, num, few)
+        cases[f"`predict`{how}, 500 inputs  "] = draws, "a loop of `guide.draw`", loop
         for data in ((more, y[:1000]), (x, y)):
             tree = partial(to_datatree, program, guide, *data, num_samples=100)
             cases[f"`to_datatree`{how}, {len(data[0])} rows"] = tree, "plain torch", partial(by_hand, w, num, *data)
