@@ -219,3 +219,11 @@ def test_expectation_propagation_of_data_far_from_the_prior(size):
     assert ((q.mean - exact.mean).abs() < 0.05 * exact.stddev).all()
     torch.testing.assert_close(q.stddev.double(), exact.stddev, rtol=1e-3, atol=0)
     assert loss == pytest.approx(best, rel=3e-4)
+
+
+@pytest.mark.parametrize("family", [SVGP(10), SGPR(10)])
+def test_data_as_precise_as_the_jitter_are_told_of(family):
+    x = torch.linspace(0, 1, 10)[:, None]
+    with pytest.warns(UserWarning, match="noise variance of site .y., 1.0e-08, is not far above the jitter"):
+        train(model := gaussian(kernels.RBF(0.2), 1e-4), AutoSparseGP(model, family), x, x[:, 0], steps=1)
+    train(model := gaussian(kernels.RBF(0.2), 1e-4, jitter=1e-12), AutoSparseGP(model, family), x, x[:, 0], steps=1)

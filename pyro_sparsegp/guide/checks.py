@@ -13,11 +13,13 @@ from pyro.poutine.util import site_is_subsample
 
 from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
+from ..numerics.linalg import default_jitter
 from ..posterior.base import Marginals
 from ..process import GaussianProcess
 from ..program import checks
+from ..program.declared import is_normal
 from ..program.facts import Structure
-from ..program.traces import all_sites, is_free
+from ..program.traces import all_sites, bare, is_free
 from .known import Core, KnownGuide
 from .networks import Calls, rows_to_follow
 from .runs import probed
@@ -31,6 +33,7 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
     probe = probed(guide, args, kwargs)
     known = _check_known(core.facts, guide.trace)
     _warn_of_data_latents(guide, probe.posteriors)
+    _warn_of_jitter(guide, probe.posteriors)
     core.registered = checks.require_registered(probe, guide.trace, (args, kwargs))
     for name, posterior in probe.posteriors.items():
         if posterior.process.x.requires_grad:
@@ -64,6 +67,25 @@ def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]
             "likelihood: add its variance to a Normal's, or use quadrature in pyro.factor.",
             stacklevel=6,
         )
+
+
+def _warn_of_jitter(guide: KnownGuide, posteriors: Mapping[str, Marginals]) -> None:
+    """Tell of normal data that are as precise as the jitter lets function values be."""
+    sites = dict(all_sites(guide.trace))
+    normal = {name: bare(sites[name]["fn"]) for name in guide.facts.rows if is_normal(sites[name]["fn"])}
+    noise = {name: fn.variance.min() for name, fn in normal.items()}
+    for gp, posterior in posteriors.items():
+        parts = [part.jitter for part in guide.module_of(gp).modules() if isinstance(part, InducingPoints)]
+        relative = posterior.process.jitter or max(filter(None, parts), default=default_jitter(guide.like.dtype))
+        jitter = relative * posterior.process.variance.mean()
+        names = [name for name, variance in noise.items() if variance < 10 * jitter]  # sd 5 % too wide, and more
+        if names:
+            warnings.warn(
+                f"the noise variance of site {names[0]!r}, {noise[names[0]]:.1e}, is not far above the jitter of GP "
+                f"site {gp!r}'s kernel matrix, {jitter:.1e}: intervals at these data are too wide. Take float64 and "
+                "GaussianProcess(..., jitter=1e-12), or more noise.",
+                stacklevel=6,
+            )
 
 
 def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
