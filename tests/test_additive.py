@@ -9,12 +9,7 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.bases import additive as additive_basis
-from pyro_sparsegp.families import (
-    AdditiveFreeSites,
-    AdditiveSGPR,
-    CoupledCovariance,
-    CoupledPrecision,
-)
+from pyro_sparsegp.families import AdditiveFreeSites, AdditiveSGPR, CoupledCovariance, CoupledPrecision
 from pyro_sparsegp.gaussians import natural_low_rank
 
 from .benchmarks import paper0

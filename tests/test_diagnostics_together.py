@@ -8,13 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import (
-    AutoSparseGP,
-    ExpectationPropagation,
-    GaussianProcess,
-    TraceQuadrature_ELBO,
-    kernels,
-)
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ExactWeightSpace, SparseEP, WeightSpace
 
 from .models import observed, one_function, prepared, refused, train

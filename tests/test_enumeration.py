@@ -284,10 +284,7 @@ def indicator(prior, scale=1.0, infer=PARALLEL, noise=0.2):
         ),
         ("site 'y' is not scaled as the discrete site 'z'", indicator(dist.Bernoulli(0.2), 2.0)),
         # As written Σ_z p(z) p(y | z)²; where it was (Σ_z p(z) p(y | z))², a loss was 27.657 for 27.587.
-        (
-            "site 'y' is not scaled as the discrete site 'z'",
-            indicator(dist.Bernoulli(0.2), torch.full((8,), 2.0)),
-        ),
+        ("site 'y' is not scaled as the discrete site 'z'", indicator(dist.Bernoulli(0.2), torch.full((8,), 2.0))),
         (
             "site 'z' is discrete and not observed.*infer={'enumerate': 'parallel'}",
             indicator(dist.Bernoulli(0.2), infer=None),

@@ -142,11 +142,7 @@ def test_what_natural_parameters_say(size, part):
         loc, covariance, trace, log_det = (found if moments else expected)(root)
         phi = torch.linspace(-1, 1, 3 * size).reshape(3, size) * loc  # which may depend on L, too
         if moments:
-            return (
-                *CovarianceFactor(loc, covariance, trace, log_det, lambda: None).moments(phi),
-                trace,
-                log_det,
-            )
+            return (*CovarianceFactor(loc, covariance, trace, log_det, lambda: None).moments(phi), trace, log_det)
         return phi @ loc, ((phi @ covariance) * phi).sum(-1) - phi.square().sum(-1), trace, log_det
 
     first, second = (gradients(used(root, moments), root)[0].tril() for moments in (True, False))

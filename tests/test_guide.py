@@ -437,10 +437,7 @@ def numbered(y, value):
             lambda x, y: guided(lambda x, y: pyro.sample("f", GaussianProcess(RBF, x), obs=y))(x, y),
             r"GP site 'f' is observed.*Add a likelihood",
         ),
-        (
-            lambda x, y: guided()(x, numbered(y, torch.nan)),
-            r"site 'y' has no density.*1 of 60 are NaN.*poutine.mask",
-        ),
+        (lambda x, y: guided()(x, numbered(y, torch.nan)), r"site 'y' has no density.*1 of 60 are NaN.*poutine.mask"),
         (lambda x, y: guided(in_the_plate)(x, y), "site 'f' stands " + PLATE),
         (lambda x, y: guided(in_the_plate)(x[:20], y[:10], torch.arange(10)), "site 'f' stands " + PLATE),
         (lambda x, y: Predictive(in_the_plate, num_samples=2)(x), "GaussianProcess stands " + PLATE),

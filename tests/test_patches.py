@@ -7,22 +7,9 @@ import torch
 from pyro.infer import SVI
 from torch.testing import assert_close
 
-from pyro_sparsegp import (
-    AutoSparseGP,
-    GaussianProcess,
-    TraceQuadrature_ELBO,
-    bases,
-    kernels,
-    predict,
-)
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, bases, kernels, predict
 from pyro_sparsegp.distributions import RobustMax
-from pyro_sparsegp.families import (
-    SVGP,
-    CollapsedOrthogonal,
-    ComputationAware,
-    FreeFormFamily,
-    OrthogonalInducing,
-)
+from pyro_sparsegp.families import SVGP, CollapsedOrthogonal, ComputationAware, FreeFormFamily, OrthogonalInducing
 from pyro_sparsegp.numerics import chunks as blocks
 from pyro_sparsegp.posterior.drawing import GroupedSite
 
@@ -248,10 +235,7 @@ def test_prior_functions_have_the_covariance(kind):
         (((28, 28), (5,)), r"patch_shape must be \(h, w\)"),
         (((28, 28), (5, 29)), r"patch_shape \(5, 29\) is larger than the images, \(28, 28\)"),
         (((28, 28), (5, 5), None, 0), "stride must be a whole number, of at least 1, got"),
-        (
-            ((28, 28), (5, 5), torch.ones(3)),
-            r"weights must be None or a tensor \(..., 576\).*24 x 24 pa.*got \(3,\)",
-        ),
+        (((28, 28), (5, 5), torch.ones(3)), r"weights must be None or a tensor \(..., 576\).*24 x 24 pa.*got \(3,\)"),
     ],
 )
 def test_bad_shapes(arguments, message):

@@ -133,10 +133,7 @@ def _structure(dependence, shapes=None, inner=(), interactions=()):
         (_structure({"f": "coupled", "g": "elementwise"}), {"g": (0,)}),
         (_structure({"f": "datawise", "g": "elementwise"}, {"f": [3]}, inner="f"), {"g": (0,)}),
         (_structure(dict.fromkeys("fgh", "elementwise"), interactions=["fg", "gh", "fh"]), {}),
-        (
-            _structure(dict.fromkeys("fghk", "elementwise"), interactions=["fg", "gh", "fh"]),
-            {"k": (0,)},
-        ),
+        (_structure(dict.fromkeys("fghk", "elementwise"), interactions=["fg", "gh", "fh"]), {"k": (0,)}),
         (_structure(dict.fromkeys("fgh", "elementwise"), interactions=["fg", "gh"]), {"f": (0,), "g": (1,), "h": (0,)}),
     ],
 )
@@ -340,8 +337,7 @@ def test_the_loss_as_a_module_has_no_parameters_before_the_guide_has():
 
 
 @pytest.mark.parametrize(
-    "family",
-    [SVGP(15, whiten=False, natural=False), OrthogonalInducing(8, 8, whiten=False, natural=False)],
+    "family", [SVGP(15, whiten=False, natural=False), OrthogonalInducing(8, 8, whiten=False, natural=False)]
 )
 def test_a_loss_that_rises_a_hundredfold_where_q_is_not_whitened_is_told_of_once(family):
     x = torch.rand(40, 1)

@@ -830,8 +830,7 @@ NEW = torch.tensor([[-0.2], [0.33], [1.5]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    "kernel",
-    [2.0 * kernels.RBF(0.3), kernels.Matern32(0.2) + kernels.Constant(), kernels.Linear() * kernels.RBF(1.0)],
+    "kernel", [2.0 * kernels.RBF(0.3), kernels.Matern32(0.2) + kernels.Constant(), kernels.Linear() * kernels.RBF(1.0)]
 )
 def test_a_gaussian_likelihood_has_the_evidence_and_the_exact_posterior(kernel):
     y = torch.sin(6 * X[:, 0]) + 0.1 * torch.randn(25, dtype=torch.float64)

@@ -38,8 +38,7 @@ from pyro_sparsegp import (
 from pyro_sparsegp.families import CoupledPrecision, MeanFieldAdditive
 
 options = command_line.options(
-    "Terms of the Mauna Loa CO2 series.",
-    steps=(200, "training steps of each guide"),
+    "Terms of the Mauna Loa CO2 series.", steps=(200, "training steps of each guide")
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)

@@ -10,14 +10,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..bases import Basis, Features, InducingPoints
-from ..gaussians import (
-    Coefficients,
-    Gaussian,
-    NaturalAtOutputs,
-    NaturalGaussian,
-    Part,
-    Share,
-)
+from ..gaussians import Coefficients, Gaussian, NaturalAtOutputs, NaturalGaussian, Part, Share
 from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess

@@ -19,10 +19,7 @@ _HALVINGS = 6
 
 
 def log_marginal(
-    reader: DensityReader,
-    held: dict[str, Tensor],
-    posteriors: dict[str, SparsePosterior],
-    moments: dict[str, Moments],
+    reader: DensityReader, held: dict[str, Tensor], posteriors: dict[str, SparsePosterior], moments: dict[str, Moments]
 ) -> Tensor:
     """log ∫ p(y | f) p(f | w, θ) df at one draw's coefficients, of all data together, in O(N³).
 

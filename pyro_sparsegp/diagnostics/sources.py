@@ -26,12 +26,7 @@ __all__ = ["PriorSource", "SampleSource", "as_source", "observed_site"]
 
 
 def as_source(
-    model: Callable,
-    result: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    exact: bool = False,
-    marginal: bool = False,
+    model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], exact: bool = False, marginal: bool = False
 ) -> Source:
     """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
 

@@ -10,14 +10,7 @@ from torch import Tensor
 from ..bases import Additive, Basis, ExplicitFeatures, InducingPoints
 from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser
-from ..gaussians import (
-    BlockCholesky,
-    BlockPlusLowRank,
-    Coefficients,
-    FullCholesky,
-    IdentityPlusLowRank,
-    NaturalLowRank,
-)
+from ..gaussians import BlockCholesky, BlockPlusLowRank, Coefficients, FullCholesky, IdentityPlusLowRank, NaturalLowRank
 from ..kernels.algebra import term_names
 from ..numerics.codes import require_choice, require_count
 from ..process import GaussianProcess

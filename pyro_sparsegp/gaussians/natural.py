@@ -8,15 +8,7 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import (
-    cholesky,
-    lift_to,
-    on_diagonal,
-    plus_one,
-    root_of_inverse,
-    side_by_side,
-    solve_lower,
-)
+from ..numerics.linalg import cholesky, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side, solve_lower
 from .about_values import AboutValues, Parts, Seen, softened, solved
 from .factors import DenseFactor, IdentityFactor
 from .free import FullCholesky

@@ -47,11 +47,7 @@ def optimal(
 
 
 def from_natural(
-    gram: Tensor,
-    pull: Tensor,
-    sizes: Sequence[int],
-    groups: Optional[Sequence[Sequence[int]]] = None,
-    name: str = "f",
+    gram: Tensor, pull: Tensor, sizes: Sequence[int], groups: Optional[Sequence[Sequence[int]]] = None, name: str = "f"
 ) -> Product:
     """q(w) with precision P = I + G and Pm = r, or its best approximation by independent groups of blocks.
 

@@ -45,12 +45,7 @@ from .known import Core, KnownGuide
 from .runs import Setup, held_runs, probed
 from .start import start
 
-__all__ = [
-    "ObservesNothingError",
-    "initialise",
-    "require_arguments",
-    "require_separate_sites",
-]
+__all__ = ["ObservesNothingError", "initialise", "require_arguments", "require_separate_sites"]
 
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates

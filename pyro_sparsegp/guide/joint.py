@@ -16,12 +16,7 @@ from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from .known import KnownGuide
 
-__all__ = [
-    "join",
-    "require_by_rows",
-    "require_families",
-    "require_joint",
-]
+__all__ = ["join", "require_by_rows", "require_families", "require_joint"]
 
 
 def require_families(families: Any) -> None:

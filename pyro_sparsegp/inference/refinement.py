@@ -227,11 +227,7 @@ class SiteRun:
         gradient = linear - precision * mean
         new = update(old, gradient, precision, (mean, spread), self.settings.damping * progress.pace, math.inf)
         exact = self.exact & usable
-        new = Sites(
-            old.inputs,
-            torch.where(exact, precision, new.precision),
-            torch.where(exact, linear, new.linear),
-        )
+        new = Sites(old.inputs, torch.where(exact, precision, new.precision), torch.where(exact, linear, new.linear))
         more = (precision - old.precision) * spread
         moves = more.abs().maximum((gradient - old.linear + old.precision * mean).abs() * spread.sqrt())
         told = torch.stack(

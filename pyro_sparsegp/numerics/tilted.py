@@ -127,11 +127,7 @@ def _found(
 
 
 def _in_panels(
-    log_density: Callable[[Tensor], Tensor],
-    mean: Tensor,
-    variance: Tensor,
-    guess: tuple[Tensor, Tensor],
-    power: float,
+    log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, guess: tuple[Tensor, Tensor], power: float
 ) -> Tilted:
     """As :func:`tilted`, by Gauss-Legendre quadrature in panels, of which those of the largest error are split.
 
