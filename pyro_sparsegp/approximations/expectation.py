@@ -41,7 +41,8 @@ class ExpectationGP(AbstractModule):
         self.basis, self.family = basis, family
         self.batch_shape = torch.Size(batch_shape)
         size = sum(basis.sizes)  # type: ignore[misc]
-        shapes = {"precision": (0,), "linear": (0,), "gram": (size, size), "pull": (size,)}
+        # First one of the guide's dtype, which others may be wider than: test_float32.py, `far_from_the_prior`.
+        shapes = {"gram": (size, size), "pull": (size,), "precision": (0,), "linear": (0,)}
         for buffer, shape in shapes.items():
             self.register_buffer(buffer, like.new_zeros(*batch_shape, *shape))
         self.register_buffer("rows", like.new_zeros(0, size))
