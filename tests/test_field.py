@@ -417,18 +417,20 @@ def test_a_check_names_the_latents_that_have_not_converged():
     assert guide.check(x, 50 + y) == []
     guide.together.loc.data += 1.5 * guide.together.root[0, 0]
     assert re.match(r"'s' has not converged: the best mean is 1.* Train longer", guide.check(x, 50 + y)[0])
+    guide.together.root *= 0.6
+    assert any(re.match(r"'s' .* best width 1\.[4-9]", line) for line in guide.check())
     apart, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 100, independent=True)
     lines = apart.check(x, 50 + y)
     assert any(re.match(r"'mu': .* sd 0\.0.* leave it out of independent=", line) for line in lines)
+    point, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 20, point_estimates=["mu"])
+    assert re.match(r"'f': .* sd 0\.[0-3].* given 'mu': leave that out of point_estimates=", point.check()[-1])
     with pytest.raises(ValueError, match=r"training arguments, check\(x, y\)"):
         guide.check(x)
-
-
-def test_a_check_compares_widths():
-    x, _, y = _data()
-    guide, _ = _step(_wide, families.SVGP(8), (x, y), 30)
-    guide.together.root *= 0.6
-    assert any(re.match(r"'s' .* best width 1\.[4-9]", line) for line in guide.check(x, y))
+    assert (
+        "(1 of 24 values, the first at 3) is not finite"
+        in guide.check(x, y.masked_fill(torch.arange(N) == 3, math.nan))[0]
+    )
+    assert "other rows" in guide.check(x + 0.1, y)[0]
 
 
 def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
@@ -511,20 +513,64 @@ def _log_joint(s, x, y):
 
 
 @pytest.mark.parametrize("name", ["z", "f"])
-def test_values_that_a_hyperparameter_multiplies_are_warned_of(name):
+def test_non_centred_latents_have_the_posterior_of_centred_ones(name):
     x, group, y = _data()
 
-    def model(x, group, y=None):
+    def model(centred, y=None):
         t = pyro.sample("t", dist.HalfNormal(2.0))
+        inside, outside = (t, 1.0) if centred else (torch.tensor(1.0), t)
+        of_z, by_z, of_f, by_f = (inside, outside, 1.0, 1.0) if name == "z" else (1.0, 1.0, inside, outside)
         with pyro.plate("groups", GROUPS):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
-        mean = f + (t * z)[group] if name == "z" else t * f + z[group]
+            z = pyro.sample("z", dist.Normal(0.0, of_z))
+        f = pyro.sample("f", GaussianProcess(of_f**2 * kernels.RBF(0.4), x))
         with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+            pyro.sample("y", dist.Normal(by_f * f + by_z * z[group], NOISE), obs=y)
 
-    with pytest.warns(UserWarning, match=f"^'{name}': hyperparameters multiply these values"):
-        AutoSparseGP(model, families.SVGP(8))(x, group, y)
+    found = [_step(model, families.SVGP(8, trainable=False), (centred, y), 20) for centred in (True, False)]
+    torch.testing.assert_close(torch.tensor(found[1][1]), torch.tensor(found[0][1]), rtol=1e-5, atol=1e-4)
+    assert found[0][0].facts.factors == {}
+    assert found[1][0].facts.factors[name]["t"] == pytest.approx([1.0])
+
+
+def test_a_density_with_kinks_has_the_curvature_of_its_expectation():
+    x, _, y = _data()
+
+    def model(x, y=None):
+        scale = pyro.sample("scale", dist.LogNormal(-1.0, 1.0))
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Laplace(mu + f, scale), obs=y)
+
+    guide, _ = _step(model, families.SVGP(6, trainable=False), (x, y))
+    nested = Nested(
+        guide, Layout(guide.facts.field, {"f": 1}), guide.facts.links, {"scale": torch.Size(())}, {}, (x, y), {}
+    )
+    theta = torch.tensor([-0.6])
+    found, (predictors, _, _) = nested.at(theta), nested.predictors(theta)
+    rows, rho, level = (part["y", "loc"].detach() for part in (predictors.rows, predictors.residuals, predictors.eta))
+    m, root = torch.zeros(7, requires_grad=True), torch.eye(7).requires_grad_()
+    optimiser = torch.optim.LBFGS([m, root], max_iter=500, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+
+    def minus_bound():
+        optimiser.zero_grad()
+        sd = ((rows @ root.tril()).square().sum(1) + rho[:, 0].square()).sqrt()
+        d = (y - level - rows @ m) / sd
+        far = d * (2 * torch.special.ndtr(d) - 1) + 2 * (-0.5 * d**2).exp() / math.sqrt(2 * math.pi)  # E|y − η| / sd
+        expected = -(sd * far).sum() / theta.exp() - N * (2 * theta.exp()).log()
+        divergence = 0.5 * (root.tril().square().sum() + m @ m - 7) - root.diagonal().abs().log().sum()
+        (loss := (divergence - expected).sum()).backward()
+        return loss
+
+    optimiser.step(minus_bound)
+    prior = dist.LogNormal(-1.0, 1.0).log_prob(theta.exp()) + theta
+    assert found.value.item() == pytest.approx((prior - minus_bound()).item(), abs=1e-5)
+    torch.testing.assert_close(
+        torch.cholesky_inverse(found.root), (root.tril() @ root.tril().T).detach(), atol=1e-4, rtol=0
+    )
+    slope = (nested.at(theta + 1e-4).value - nested.at(theta - 1e-4).value) / 2e-4
+    assert found.slope.item() == pytest.approx(slope.item(), abs=0.01)
+    assert guide.check(x, y) == []
 
 
 def test_a_failed_search_starts_anew():
@@ -532,7 +578,7 @@ def test_a_failed_search_starts_anew():
     guide, _ = _step(_counts, families.SVGP(8), data)
     nested, theta = _nested(guide, data), torch.tensor([-1.0, -0.5])
     expected = nested.tried(theta).value
-    nested.x = torch.full_like(nested.x, 1e3)  # whose rates overflow
+    nested.last = nested.last[0] + 1e3, nested.last[1]  # whose rates overflow
     torch.testing.assert_close(nested.tried(theta).value, expected)
 
 

@@ -62,7 +62,9 @@ class OptimalGP(SiteGP):
 
 
 class ExactGP(OptimalGP):
-    """q(f | sites), exact: the basis is f at the sites' own inputs X, wherever these are now."""
+    """q(f | sites), exact: the basis is f at the sites' own inputs X, wherever these are now; as a part of a guide's
+    field at those of its first call.
+    """
 
     def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
         features = features_of(process.kernel, [Values(x)], process.jitter, name)

@@ -20,12 +20,15 @@ from pyro import poutine
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..program.traces import repeatable, whole_plates
+from ..program.traces import repeatable, sample_sites, whole_plates
+from .checks import explain_nan
+from .conditions import conditions_now
 from .coupled import able_to_couple
-from .field import anchor_of, jacobian, slices
+from .field import anchor_of, slices
 from .known import KnownGuide
 from .nested import Nested
-from .runs import Priors
+from .predictors import jacobian
+from .runs import Posteriors, Priors
 from .start import PATIENCE, Search, index_of, is_open
 
 __all__ = ["check", "moments", "moments_of", "moved"]
@@ -47,7 +50,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
 
     :param whole: whether weighted draws, and a search from other starts, are asked too; else Newton's step alone.
     """
-    able = able_to_couple(guide, guide.facts)
+    able, relation = able_to_couple(guide, guide.facts), guide.relation(args, kwargs)
     if not able:
         return []
     beyond = (
@@ -59,6 +62,12 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True)
         run.perform(args, kwargs)
+        sites = sample_sites(run.trace)
+        is_more = any(sites[name]["value"].numel() > num for name, num in guide.facts.rows.items() if name in sites)
+        if relation is not None and relation.others and not relation.same and not is_more:
+            return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
+        if not all(sites[name]["value"].isfinite().all() for name in guide.facts.rows if name in sites):
+            return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
         try:
             search = Search(guide, run, able, args, kwargs)
             nested = search.nested()
@@ -66,13 +75,13 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
             nested = None
         if nested is None:
             return [beyond]
-        compared = _Compared(guide, search, search.at_all_rows(nested))
+        compared = _Compared(guide, search, search.at_rows(nested, search.num))
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
             compared.nested.tell = bar.update
             compared.at_draws(_DRAWS if whole else 2 * nested.size + 8, whole)
             late = compared.of_newton()
             more = compared.of_draws(late) + compared.of_a_second_start() if whole else []
-            return late + more + compared.of_inducing_points()
+            return late + more + compared.of_functions(args, kwargs) + compared.of_inducing_points()
 
 
 class _Compared:
@@ -120,28 +129,60 @@ class _Compared:
 
     def _meet(self, theta: Tensor, x: Tensor, covariance: Tensor) -> None:
         layout, guide, facts = self.nested.layout, self.guide, self.guide.facts
-        x = torch.cat([x, x.new_zeros(layout.extended - layout.num)]).requires_grad_()
-        sites, handler = self.nested.run(theta, x)
+        sites, handler, members = self._members(theta, x)
         for name, rows in self.rows.items():
             if self.free[rows].any():
                 value = sites[name]["value"]
                 self._add(name, value, torch.zeros_like(value), value, torch.zeros_like(value))
+        places = index_of(layout.rows, list(facts.field)) if facts.field else None
+        if places is not None:
+            q = guide.field(anchor_of(guide, handler.bases, handler.priors, self.nested.theta_of(theta))).q
+            move, wide = torch.cat(q.loc, -1) - x[places], q.covariance_matrix
+        for name, (mean, by_x, left) in members.items():
+            variance = _quadratic(by_x, covariance) + left
+            if name in facts.field:
+                along = by_x[:, places]
+                self._add(name, mean, variance, mean + along @ move, _quadratic(along, wide) + left)
+            elif name in self.search.normal and not guide.is_point(name):
+                loc, scale = guide._get_params(name, self.search.priors[name])
+                self._add(name, mean, variance, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
+
+    def _members(self, theta: Tensor, x: Tensor) -> tuple[Any, Any, dict[str, tuple[Tensor, Tensor, Tensor]]]:
+        """A run at θ and x with its handler; of members the values, slopes by x, and variances of residuals."""
+        layout = self.nested.layout
+        x = torch.cat([x, x.new_zeros(layout.extended - layout.num)]).requires_grad_()
+        sites, handler = self.nested.run(theta, x)
         values = {name: handler.values[name].reshape(-1)[:_ROWS] for name in layout.field}
         # Members are affine in x, residuals at its end; a prior's mean may be another member.
         slopes = jacobian(torch.cat(list(values.values())), x).mT.detach()
         by_x, left = slopes[:, : layout.num], slopes[:, layout.num :].square().sum(-1)
-        places = index_of(layout.rows, list(facts.field)) if facts.field else None
-        if places is not None:
-            q = guide.field(anchor_of(guide, handler.bases, handler.priors)).q
-            move, wide = torch.cat(q.loc, -1) - x[places], q.covariance_matrix
-        for name, own in slices({name: len(value) for name, value in values.items()}).items():
-            mean, variance = values[name], _quadratic(by_x[own], covariance) + left[own]
-            if name in facts.field:
-                along = by_x[own][:, places]
-                self._add(name, mean, variance, mean + along @ move, _quadratic(along, wide) + left[own])
-            elif name in self.search.normal and not guide.is_point(name):
-                loc, scale = guide._get_params(name, self.search.priors[name])
-                self._add(name, mean, variance, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
+        rows = slices({name: len(value) for name, value in values.items()})
+        return sites, handler, {name: (values[name].detach(), by_x[own], left[own]) for name, own in rows.items()}
+
+    def of_functions(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+        """Of GP sites that are no part of a field, at medians of the hyperparameters."""
+        guide, found = self.guide, self.nested.tried(self.loc)
+        apart = [name for name in guide.facts.gps if name not in guide.facts.field]
+        if found is None or not apart:
+            return []
+        run = Posteriors(guide, conditions_now(guide, median=True))
+        run.draws_data, run.at_medians = False, True
+        with torch.no_grad():
+            run.perform(args, kwargs)
+        held = ", ".join(repr(name) for name in self.search.normal if name not in guide.facts.field)
+        advice = (
+            f"It is given {held}: leave that out of point_estimates= and independent=." if held else "Train longer."
+        )
+        covariance, lines = torch.cholesky_inverse(found.root), list[str]()
+        for name, (mean, by_x, left) in self._members(self.loc, found.x)[-1].items():
+            if name in apart:
+                q, sd = run.posteriors[name], (_quadratic(by_x, covariance) + left).sqrt()
+                away, ratio, is_off = _beside((q.mean[:_ROWS] - mean) / sd, q.variance[:_ROWS].sqrt() / sd)
+                if is_off:
+                    lines.append(
+                        f"{name!r}: the mean is {away:.1f} sd off, and the sd {ratio:.2f} times the best. {advice}"
+                    )
+        return lines
 
     def _add(self, name: str, *values: Tensor) -> None:
         self.seen.setdefault(name, []).append(tuple(value.detach().reshape(-1) for value in values))

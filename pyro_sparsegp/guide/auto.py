@@ -17,7 +17,7 @@ from ..modules import drop_stored, take_name, unique_name
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import require_sizes
-from ..program.handlers import observes
+from ..program.handlers import observes, unrecorded
 from ..program.traces import all_sites, as_process, is_free, repeatable, whole_plates
 from ..warned import require_number
 from .absorb import absorb
@@ -214,8 +214,9 @@ class AutoSparseGP(SavedGuide):
         points are enough. An empty list says that all means are within 0.3 standard deviations, and all
         widths within a factor of 0.75 to 1.33.
 
-        :param args: the arguments of the model, with the training data.
+        :param args: the arguments of the model, with the training data, by default the first call's.
         """
+        args, kwargs = or_of_training(self, "check", args, kwargs)
         self._ready(args, kwargs)
         if not self._observes(args, kwargs):
             raise ValueError("check compares the posterior with the data: give it the training arguments, check(x, y)")
@@ -232,6 +233,7 @@ class AutoSparseGP(SavedGuide):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         :raises KeyError: where the dict has no such GP site.
         """
+        args, kwargs = or_of_training(self, "posterior", args, kwargs)
         self._ready(args, kwargs)
         known = self._are_known(args, kwargs)
         run = Posteriors(self, conditions_now(self, median=True))
@@ -288,7 +290,7 @@ class AutoSparseGP(SavedGuide):
         require_refined(self.modules_by_site(), lambda: True)
 
     def _predicted(self, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
-        with poutine.block(), whole_plates():
+        with unrecorded(same=False, learns=False), whole_plates():
             run.perform(args, kwargs)
         warn_of_unseen(self, run)
         return run

@@ -8,7 +8,6 @@ affine function of x: its linear predictor.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Any, Optional
@@ -17,7 +16,6 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
@@ -25,7 +23,7 @@ from torch.distributions import biject_to
 from ..approximations.optimal import ExactGP
 from ..gaussians import FullCholesky, NaturalGaussian, Shared
 from ..numerics.linalg import cholesky
-from ..program.declared import LINKS, candidates, parameters, rebuilt, rewrapped
+from ..program.declared import parameters
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from ..program.traces import all_sites, as_process, bare, fill_masked, is_observation, repeatable, sample_sites
@@ -34,15 +32,12 @@ from .known import KnownGuide
 __all__ = [
     "LARGEST",
     "Layout",
-    "Predictors",
     "Standardised",
     "anchor_of",
     "at_zero",
     "basis_of",
-    "find_links",
     "hyperparameters_among",
     "is_normal_prior",
-    "jacobian",
     "make_field",
     "residuals_of",
     "run_standardised",
@@ -155,7 +150,7 @@ def slices(numbers: Mapping[str, int]) -> dict[str, slice]:
 def basis_of(guide: KnownGuide, name: str, process: Any) -> Any:
     """A GP site's basis under its kernel: of the exact family, values at the inputs."""
     module = guide.module_of(name)
-    if isinstance(module, ExactGP):
+    if isinstance(module, ExactGP) and not module.basis.sizes:
         return module.features_at(process, name, process.x)[0]
     return module.basis(process.kernel, process.jitter, name)
 
@@ -194,7 +189,7 @@ class Standardised(Messenger):
             transform = biject_to(fn.support)
             value = transform(self.theta[name])
             jacobian = transform.log_abs_det_jacobian(self.theta[name], value)
-            self.log_prior = self.log_prior + fn.log_prob(value).sum() + jacobian.sum()
+            self.log_prior = self.log_prior + msg["scale"] * (fn.log_prob(value).sum() + jacobian.sum())
         elif name in self.x or name in self.residuals:
             process, _ = as_process(fn)
             value = self._of_process(name, process) if process is not None else standardised(fn, self.x[name])
@@ -207,7 +202,7 @@ class Standardised(Messenger):
     def size_of(self, name: str) -> Tensor:
         """The sum of squared slopes of a member's values by x."""
         parts = self.features[name] if name in self.features else [_scale_of(self.priors[name])]
-        return sum(part.detach().square().sum() for part in parts)  # type: ignore[return-value]
+        return sum(part.square().sum() for part in parts)  # type: ignore[return-value]
 
     def _of_process(self, name: str, process: Any) -> Tensor:
         """μ + φᵀw + Rt, with RRᵀ the residual's covariance; √ρ t of its variance where no term adds values up."""
@@ -249,19 +244,6 @@ def run_standardised(
     return traced.trace
 
 
-def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor:
-    """∂ value / ∂x times directions, ``(K, N)``, of N values, by one way back and one through that.
-
-    :param along: the directions, ``(K, len(x))``; by default each entry of x.
-    """
-    one = torch.zeros_like(value, requires_grad=True)
-    (slope,) = torch.autograd.grad(value, x, one, create_graph=True)
-    along = torch.eye(len(x), dtype=x.dtype, device=x.device) if along is None else along
-    if not slope.requires_grad:
-        return slope.new_zeros(len(along), len(value))
-    return torch.autograd.grad(slope, one, along, is_grads_batched=True, create_graph=True)[0]
-
-
 # Which members a program has.
 
 
@@ -295,137 +277,6 @@ def hyperparameters_among(
     return {name for name, slope in zip(normal, slopes) if slope is not None}
 
 
-def find_links(
-    run: Callable[[Tensor], poutine.Trace], layout: Layout, like: Tensor
-) -> Optional[tuple[dict[str, dict[str, str]], list[str]]]:
-    """By observed site and parameter, the link under which it is affine in x, and the latents that are owned; ``None``
-    if one is not affine, or is not known.
-
-    :param run: the program with a field at x, ``(extended,)``.
-    """
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(2, layout.extended, generator=generator).to(like)
-    found: dict[str, dict[str, str]] = {}
-    slopes: dict[tuple[str, str, str], Tensor] = {}
-    for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1]):
-        x.requires_grad_()
-        for name, site in sample_sites(run(x)).items():
-            if not is_observation(site) or not _depends(site["fn"].log_prob(site["value"]), x):
-                continue
-            fn = bare(site["fn"])
-            moving = _moving(fn, site["value"], x)
-            for key, part in moving.items():
-                able = [link for link in candidates(fn, key) if _is_affine(part, fn, x, slopes, (name, key, link))]
-                if not able:
-                    return None
-                found.setdefault(name, {})[key] = able[0]
-            if not moving:
-                return None
-    chosen = [slopes[name, key, link] for name, of_site in found.items() for key, link in of_site.items()]
-
-    def is_owned(name: str, rows: slice) -> bool:
-        several = name not in layout.residuals and rows.stop - rows.start > 1
-        return several and all(((slope[rows] != 0).sum(0) <= 1).all() for slope in chosen)
-
-    return found, [name for name, rows in layout.rows.items() if is_owned(name, rows)]
-
-
-def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """The parameters of a density of single data that depend on x: one or two, of which it can be made anew."""
-    made_of = {} if fn.event_shape else parameters(fn)
-    moving = {key: part for key, part in made_of.items() if _depends(part, x)}
-    is_single = len(moving) <= 2 and all(part.dim() <= len(fn.batch_shape) for part in moving.values())
-    return moving if is_single and _is_rebuilt(fn, value) else {}
-
-
-def _is_affine(part: Tensor, fn: Any, x: Tensor, slopes: dict[Any, Tensor], place: tuple[str, str, str]) -> bool:
-    """Whether a parameter under a link has the slopes that it had at other x; NaN is kept where it has not."""
-    here = jacobian(LINKS[place[-1]][0](part.expand(fn.batch_shape).reshape(-1)), x).detach()
-    there = slopes.setdefault(place, here)
-    if not ((here - there).abs() <= (1e-6 if here.dtype == torch.float64 else 1e-2) * there.abs().amax()).all():
-        slopes[place] = torch.full_like(there, torch.nan)
-    return bool(slopes[place].isfinite().all())
-
-
-class Predictors:
-    """The linear predictors η = η(0) + Jx + J'√ρt of a run's likelihoods, and densities at values of theirs.
-
-    :param sites: of a run that is standardised by ``x``, ``(extended,)``.
-    :param links: by site and parameter.
-
-    ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J of common entries, ``residuals`` J', and
-    ``owned`` the entries, owners and slopes of owned latents, as :meth:`Layout.split` has them.
-    """
-
-    def __init__(self, sites: Any, links: Mapping[str, Mapping[str, str]], x: Tensor, layout: Layout) -> None:
-        self.sites, self.links = sites, links
-        self.eta: dict[tuple[str, str], Tensor] = {}
-        for name, of_site in links.items():
-            fn, made_of = bare(sites[name]["fn"]), parameters(sites[name]["fn"])
-            for key, link in of_site.items():
-                self.eta[name, key] = LINKS[link][0](made_of[key].expand(fn.batch_shape).reshape(-1))
-        self.rows: dict[tuple[str, str], Tensor] = {}
-        self.residuals: dict[tuple[str, str], Tensor] = {}
-        self.layout = layout
-        self.owned: dict[tuple[str, str], list[tuple[slice, Tensor, Tensor]]] = {}
-        if not self.eta:  # a step without some of the data
-            return
-        every = jacobian(torch.cat(list(self.eta.values())), x, layout.directions(x))
-        for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
-            self.rows[place], self.residuals[place], self.owned[place] = layout.split(part)
-
-    def detached(self) -> Predictors:
-        """These without their graph."""
-        other = copy.copy(self)
-        other.eta = {place: eta.detach() for place, eta in self.eta.items()}
-        other.rows = {place: row.detach() for place, row in self.rows.items()}
-        other.owned = {p: [(e, o, slope.detach()) for e, o, slope in own] for p, own in self.owned.items()}
-        return other
-
-    def dense(self, place: tuple[str, str]) -> Tensor:
-        """J, ``(N, num)``."""
-        own = self.rows[place]
-        rows = own.new_zeros(len(own), self.layout.num).index_copy(1, self.layout.common(own), own)
-        for entries, owner, slope in self.owned[place]:
-            rows = rows.index_put((torch.arange(len(slope), device=slope.device), entries.start + owner), slope)
-        return rows
-
-    def distribution(self, name: str, eta: Mapping[str, Tensor]) -> Any:
-        """A site's distribution of single data at predictors ``(..., N)`` by parameter."""
-        shape = bare(self.sites[name]["fn"]).batch_shape
-        changed = {
-            key: LINKS[self.links[name][key]][1](value.reshape(value.shape[:-1] + shape)) for key, value in eta.items()
-        }
-        return rebuilt(self.sites[name]["fn"], changed)
-
-    def summed(self, name: str, each: Tensor) -> Tensor:
-        """The sum of a term for each datum of a site, as the site scales and masks them."""
-        site = self.sites[name]
-        return scale_and_mask(rewrapped(site["fn"], each), site["scale"], site["mask"]).sum()
-
-    def log_density(self, eta: Mapping[tuple[str, str], Tensor]) -> Tensor:
-        """ℓ at predictors, of all sites that depend on any."""
-        total: Any = 0.0
-        for name in self.links:
-            own = {key: value for (site, key), value in eta.items() if site == name}
-            total = total + self.summed(name, self.distribution(name, own).log_prob(self.sites[name]["value"]))
-        return total
-
-
-def _depends(value: Tensor, x: Tensor) -> bool:
-    """Whether x is in a value's graph."""
-    return (
-        value.requires_grad and torch.autograd.grad(value.sum(), x, allow_unused=True, retain_graph=True)[0] is not None
-    )
-
-
-def _is_rebuilt(fn: Any, value: Tensor) -> bool:
-    try:
-        return torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
 # Its Gaussian, and what runs of the guide take of it.
 
 
@@ -436,13 +287,23 @@ def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
-def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any]) -> Tensor:
-    """L with u = Lx, whose meaning hyperparameters do not change: values at inducing inputs, and latents' own."""
+def anchor_of(
+    guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], theta: Mapping[str, Tensor]
+) -> Tensor:
+    """L with u = Lx, whose meaning hyperparameters do not change: values at inducing inputs, and latents' own, times
+    what the program multiplies them by.
+
+    :param theta: hyperparameters in unconstrained space.
+    """
     parts: list[Tensor] = []
     for name, sizes in guide.facts.field.items():
+        own = guide.facts.factors.get(name, {})
+        logs = [theta[other].reshape(-1) @ theta[other].new_tensor(slope) for other, slope in own.items()]
+        factor: Any = sum(logs).exp() if logs else 1.0  # type: ignore[union-attr]
         if name not in bases:
-            parts.append(_scale_of(priors[name]))
+            parts.append(factor * _scale_of(priors[name]))
             continue
         for size, block in zip(sizes, bases[name].anchors):
-            parts.append(torch.eye(size, dtype=guide.like.dtype, device=guide.like.device) if block is None else block)
-    return torch.block_diag(*parts)
+            plain = torch.eye(size, dtype=guide.like.dtype, device=guide.like.device) if block is None else block
+            parts.append(factor * plain)
+    return torch.block_diag(*parts).to(guide.like)  # priors of Python numbers have the default dtype

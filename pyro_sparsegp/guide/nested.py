@@ -8,6 +8,9 @@ by the linear predictors η = η(0) + Jx. With x̂(θ) the mode of ℓ(η) − �
 
 the last term for GP sites' residuals of variance ρ. Where ℓ is normal in x this is the collapsed bound of Titsias
 (2009). θ goes to the mode of F, and then θ ~ N(θ̂, H⁻¹) and x | θ ~ N(x̂(θ), P⁻¹) with H = −∇²F.
+
+A density with kinks, such as Laplace's, has no curvature. There F is the best bound, log p(θ) + E[ℓ] − KL, with η and P
+of q(x | θ) and W = −E[∇²ℓ].
 """
 
 from __future__ import annotations
@@ -23,10 +26,14 @@ from torch import Tensor
 
 from ..numerics.linalg import lift_to
 from ..program.traces import all_sites, is_observation
-from .field import Layout, Predictors, Standardised, run_standardised, slices
+from .field import Layout, Standardised, run_standardised, slices
 from .known import KnownGuide
+from .predictors import Pair, Place, Predictors
+from .rows import share_of
 
 __all__ = ["Nested", "Optimum"]
+
+Slopes = dict[Any, Tensor]  # by places, or pairs of them
 
 _NEWTON = 50  # steps of x, at most
 _NEAR = 1e-10  # nats that a step of x may still gain; an error of x̂ is one of F in its first order
@@ -60,7 +67,6 @@ class Nested:
     :param links: of its likelihoods.
     :param hyper: of each hyperparameter the shape of its values in unconstrained space.
     :param values: of plates' row numbers.
-    :param each: what an observation of these arguments stands for.
     """
 
     def __init__(
@@ -72,12 +78,13 @@ class Nested:
         values: Mapping[str, Tensor],
         args: tuple,
         kwargs: dict[str, Any],
-        each: float = 1.0,
     ) -> None:
         self.guide, self.layout, self.hyper, self.values = guide, layout, dict(hyper), values
-        self.args, self.kwargs, self.each, self.links = args, kwargs, each, links
+        self.args, self.kwargs, self.links = args, kwargs, links
         self.size = sum(shape.numel() for shape in self.hyper.values())
-        self.x = guide.like.new_zeros(layout.num)  # x̂ of the last θ
+        # x̂ and the root of P of the last θ
+        self.last = self._nowhere = guide.like.new_zeros(layout.num), torch.eye(layout.num).to(guide.like)
+        self.is_smooth: Optional[bool] = None  # whether densities have curvatures
         self.tell: Callable[[], Any] = lambda: None  # called at each evaluation
 
     def theta_of(self, theta: Tensor) -> dict[str, Tensor]:
@@ -86,10 +93,17 @@ class Nested:
         return {name: part.reshape(shape) for (name, shape), part in zip(self.hyper.items(), parts)}
 
     def run(self, theta: Tensor, x: Tensor) -> tuple[dict[str, Any], Standardised]:
-        """The sites of a run at θ and x, ``(extended,)``, and its handler."""
+        """The sites of a run at θ and x, ``(extended,)``, and its handler. Some rows count once: in the place of all
+        they would be data of a noise that is far smaller. All is over the field's scale, as a whole program's may be.
+        """
         handler = Standardised(self.guide, *self.layout.parts(x), self.theta_of(theta))
         trace = run_standardised(self.guide, self.args, self.kwargs, handler, self.values)
-        return dict(all_sites(trace)), handler
+        sites: dict[str, Any] = dict(all_sites(trace))
+        scale = sites[next(iter(self.layout.field))]["scale"]
+        handler.log_prior = handler.log_prior / scale
+        for site in filter(is_observation, sites.values()):
+            site["scale"] = site["scale"] * share_of(site) / scale
+        return sites, handler
 
     def predictors(self, theta: Tensor) -> tuple[Predictors, dict[str, Any], Standardised]:
         """The linear predictors at θ, with the sites of their run and its handler."""
@@ -106,12 +120,18 @@ class Nested:
         constant = sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in apart)
         x, root = self._newton(found)
         x = x.clone().requires_grad_()
-        density, slope, curvature = self._local(found, x)
+        density, slope, curvature = self._local(found, x, root)
         precision = _precision(found, curvature)
-        total = self.each * constant + density + handler.log_prior - 0.5 * x.square().sum()
+        total = constant + density + handler.log_prior - 0.5 * x.square().sum()
         total = total - torch.linalg.cholesky(precision).diagonal().log().sum()
         left = _left_out(found, curvature)
         total = total - sum(left.values())
+        if not self.is_smooth:  # E[ℓ] has ½ tr SJᵀWJ + ½ Σ ρW by now; left are their derivatives
+            total = (
+                total
+                + 0.5 * (len(x) - torch.cholesky_inverse(root).trace())
+                + sum(part.detach() for part in left.values())
+            )
         by_theta = theta.detach()
         if self.size:
             # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
@@ -124,10 +144,12 @@ class Nested:
     def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
         """x̂ and the root of P there."""
         found = found.detached()
-        x, step, best = self.x, None, -torch.inf
+        (x, root), step, best = self.last, None, -torch.inf
         for _ in range(_NEWTON):
-            density, slope, curvature = self._local(found, x)
+            density, slope, curvature = self._local(found, x, root)
             value = float(density.detach() - 0.5 * x.square().sum())
+            if not self.is_smooth:  # the divergence of q(x) by its width
+                value -= float(root.diagonal().log().sum() + 0.5 * torch.cholesky_inverse(root).trace())
             near = max(_NEAR, torch.finfo(x.dtype).eps * abs(value))
             # Beyond the top: half of the step. Of an infinite value every other is near.
             if step is not None and not (math.isfinite(value) and value >= best - 100 * near):
@@ -139,32 +161,30 @@ class Nested:
             if info:  # ℓ is not log-concave here
                 root = torch.linalg.cholesky(precision + lift_to(precision, 0.5))
             up = sum(_turned(found, place, part.detach()) for place, part in slope.items()) - x
-            step, best = torch.cholesky_solve(up[:, None], root)[:, 0], value
-            if float(up @ step) < near:
+            step, gain, best = torch.cholesky_solve(up[:, None], root)[:, 0], value - best, value
+            if float(up @ step) < near and (self.is_smooth or gain < near):
                 break
             x = x + step
-        self.x = x
+        self.last = x, root
         return x, root
 
-    def _local(self, found: Predictors, x: Tensor) -> tuple[Tensor, dict[Any, Tensor], dict[Any, Tensor]]:
-        """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum."""
-        eta, common = {}, self.layout.common(x)
+    def _local(self, found: Predictors, x: Tensor, root: Tensor) -> tuple[Tensor, Slopes, Slopes]:
+        """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum; of a density with kinks
+        their expectations under N(x, P⁻¹).
+        """
+        eta, common = dict[Place, Tensor](), self.layout.common(x)
         for place, row in found.rows.items():
             eta[place] = found.eta[place] + row @ x[common]
             for entries, owner, slope in found.owned[place]:
                 eta[place] = eta[place] + slope * x[entries][owner]
             if not eta[place].requires_grad:
                 eta[place].requires_grad_()
-        density = self.each * found.log_density(eta)
-        slopes = dict(zip(eta, torch.autograd.grad(density, list(eta.values()), create_graph=True)))
-        curvatures: dict[Any, Tensor] = {}
-        for (name, key), slope in slopes.items():
-            own = [place for place in eta if place[0] == name]
-            if not slope.requires_grad:
-                continue
-            second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
-            curvatures |= {((name, key), place): -part for place, part in zip(own, second) if part is not None}
-        return density, slopes, curvatures
+        if self.is_smooth is None:
+            curvatures = _by_derivatives(found, eta)[-1]
+            self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
+        if self.is_smooth:
+            return _by_derivatives(found, eta)
+        return _by_expectation(found, eta, found.covariances(root), self.guide.facts.num_nodes)
 
     def mode(self, starts: list[Tensor]) -> Tensor:
         """θ̂, by L-BFGS from the best of some starts."""
@@ -201,7 +221,7 @@ class Nested:
                 found = self.at(theta)
                 return found if found.value.isfinite() and found.slope.isfinite().all() else None
             except (ValueError, RuntimeError):  # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
-                self.x = torch.zeros_like(self.x)
+                self.last = self._nowhere
         return None
 
     def curvature(self, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,6 +239,35 @@ class Nested:
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         covariance = (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
         return covariance, torch.stack(moves, -1)
+
+
+def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:
+    density = found.log_density(eta)
+    slopes = dict(zip(eta, torch.autograd.grad(density, list(eta.values()), create_graph=True)))
+    curvatures: Slopes = {}
+    for one, slope in slopes.items():
+        own = [place for place in eta if place[0] == one[0]]
+        if not slope.requires_grad:
+            continue
+        second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
+        curvatures |= {(one, place): -part for place, part in zip(own, second) if part is not None}
+    return density, slopes, curvatures
+
+
+def _by_expectation(
+    found: Predictors, eta: Mapping[Place, Tensor], covariances: Mapping[Pair, Tensor], num_nodes: int
+) -> tuple[Tensor, Slopes, Slopes]:
+    """E[ℓ] and, by theorems of Bonnet and Price, E[∇ℓ] = ∂E[ℓ]/∂η and E[∇²ℓ] = 2 ∂E[ℓ]/∂C with symmetric C."""
+    spread = {pair: part.requires_grad_() for pair, part in covariances.items()}
+    total: Any = 0.0
+    for name, of_site in found.links.items():
+        own = {(a[1], b[1]): part for (a, b), part in spread.items() if a[0] == name}
+        total = total + found.expected(name, {key: eta[name, key] for key in of_site}, own, num_nodes)
+    slopes = torch.autograd.grad(total, [*eta.values(), *spread.values()], create_graph=True)
+    curvatures: Slopes = {}
+    for (one, other), part in zip(spread, slopes[len(eta) :]):
+        curvatures[one, other] = curvatures[other, one] = -part.detach() * (2 if one == other else 1)
+    return total, dict(zip(eta, slopes)), curvatures
 
 
 def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, Tensor]:

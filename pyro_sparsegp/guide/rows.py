@@ -15,7 +15,7 @@ from ..warned import warn_once
 from .known import KnownGuide, Rows
 from .runs import Posteriors, Priors
 
-__all__ = ["note_step", "require_data", "rows_of", "share_of_rows"]
+__all__ = ["note_step", "require_data", "rows_of", "share_of", "share_of_rows"]
 
 
 def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
@@ -117,7 +117,7 @@ def share_of_rows(guide: KnownGuide, rows: Rows) -> float:
     facts, unscaled = core.facts, core.unscaled
     data = {name: sites[name] for name in facts.rows if name in sites and sites[name]["is_observed"]}
     # A plate that scales rows up does so whatever handlers' scales are.
-    shares = [_share_of(site) for site in data.values()]
+    shares = [share_of(site) for site in data.values()]
     least, known = min(shares, default=1.0), True
     scales = [sites[name]["scale"] for name in facts.gps if name in sites]  # of all that is scored, if that is scaled
     for (name, site), share in zip(data.items(), shares):
@@ -134,7 +134,7 @@ def share_of_rows(guide: KnownGuide, rows: Rows) -> float:
     return least if known else 0.0
 
 
-def _share_of(site: Any) -> float:
+def share_of(site: Any) -> float:
     """The share of all rows that plates have drawn."""
     return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])
 

@@ -17,6 +17,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import biject_to
 
 from ..approximations.on_sites import SiteGP
 from ..gaussians import Drawn, Part, Shared, Whole
@@ -273,7 +274,11 @@ class Priors(Run):
 
     def whole(self) -> Whole:
         """q(x) under them."""
-        return self.guide.field(anchor_of(self.guide, self.bases, self.normal))
+        theta = {}
+        for name in {name for own in self.guide.facts.factors.values() for name in own}:
+            site: Any = self.trace.nodes[name]
+            theta[name] = biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"])
+        return self.guide.field(anchor_of(self.guide, self.bases, self.normal, theta))
 
     @property
     def others(self) -> list[str]:

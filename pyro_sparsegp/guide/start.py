@@ -20,8 +20,9 @@ from tqdm.auto import tqdm
 from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import ExactGP, OptimalGP
+from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
-from ..program.traces import all_sites, is_free, repeatable
+from ..program.traces import all_sites, is_free, repeatable, whole_plates
 from .coupled import able_to_couple, couple, drop_latents
 from .field import (
     LARGEST,
@@ -29,7 +30,6 @@ from .field import (
     Standardised,
     anchor_of,
     at_zero,
-    find_links,
     hyperparameters_among,
     is_normal_prior,
     make_field,
@@ -39,6 +39,7 @@ from .field import (
 )
 from .known import KnownGuide
 from .nested import Nested, Optimum
+from .predictors import find_links
 from .runs import Run, Setup
 
 __all__ = ["PATIENCE", "Search", "index_of", "init_to_centre", "is_open", "start"]
@@ -47,7 +48,7 @@ _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _MOST_VALUES = 500  # of rows that are a basis themselves
 _ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
-_FACTOR = 0.1  # a change of squared slopes, in logs, within a standard deviation of hyperparameters
+_FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 PATIENCE = 2.0  # seconds, after which a search shows a bar
 _DRAWS = 3  # of the prior, beside the first call's own values
 
@@ -76,7 +77,7 @@ def start(guide: KnownGuide, run: Setup, args: tuple, kwargs: dict[str, Any]) ->
     if not (able or facts.joint) or guide.independent is True or not is_open(guide, able):
         return
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), whole_plates():
             _find(Search(guide, run, able, args, kwargs))
     except (ValueError, RuntimeError, NotImplementedError) as error:
         if able:
@@ -103,19 +104,6 @@ def is_open(guide: KnownGuide, able: list[str]) -> bool:
     )
 
 
-def _some_rows(num: int, most: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], float]:
-    """The arguments at some of many rows, and what each stands for: those of as many as the first GP site's inputs."""
-    if num <= most:
-        return args, kwargs, 1.0
-    step = math.ceil(num / most)
-
-    def some(value: Any) -> Any:
-        return value[::step] if isinstance(value, Tensor) and value.dim() and len(value) == num else value
-
-    few = tuple(map(some, args)), {key: some(value) for key, value in kwargs.items()}
-    return (*few, num / math.ceil(num / step))
-
-
 def _find(search: Search) -> None:
     """Take θ to the mode, and start q there."""
     nested, theta = search.nested(), search.theta(search.held)
@@ -126,11 +114,10 @@ def _find(search: Search) -> None:
         nested.tell = bar.update
         if moves:
             theta = nested.mode([theta, *search.draws()])
-        some, nested = nested, search.at_all_rows(nested)
+        some, nested = nested, search.at_rows(nested, search.most[1])
         if moves and nested is not some:
             theta = nested.mode([theta])
         covariance, slopes = nested.curvature(theta)
-        covariance = covariance * nested.each / search.each
         search.settle(nested, theta, nested.at(theta), covariance, slopes)
 
 
@@ -144,27 +131,52 @@ class Search:
     """
 
     def __init__(self, guide: KnownGuide, first: Run, able: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
-        self.guide, self.able, self.whole, self.gps = guide, able, (args, kwargs, 1.0), list(guide.facts.gps)
+        self.guide, self.able, self.whole, self.gps = guide, able, (args, kwargs), list(guide.facts.gps)
         sites = dict(all_sites(first.trace))
+        self.inputs = {name: process.x for name, process in first.processes.items()}
         self.order = list(sites)
-        self.num = next(iter(first.processes.values())).event_shape[0]  # of all rows
+        taken = {n: site for n, site in sites.items() if is_free(site) and site_is_subsample(site)}
+        self.plates = {name: site["fn"].size for name, site in taken.items()}
+        rows = next(iter(first.processes.values())).event_shape[0]
+        # A plate that draws its rows has all of them, by their numbers.
+        sizes = [site["fn"].size for site in taken.values() if len(site["value"]) == rows]
+        self.num = max([rows, *sizes])
+        self.is_drawn = self.num > rows
         self.priors = {name: sites[name]["infer"]["prior"] for name in able}
         self.held = {name: sites[name]["value"].detach() for name in able}
-        self.plates = {n: s["value"].detach() for n, s in sites.items() if is_free(s) and site_is_subsample(s)}
-        self.exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
-        most, self.all = (_MOST_VALUES, _MOST_VALUES) if self.exact else (_MOST_ROWS, _ALL_ROWS)
-        self.args, self.kwargs, self.each = _some_rows(self.num, most, args, kwargs)
-        few = self.each != 1  # whose plates have other row numbers
-        self.values = {n: value for n, value in self.plates.items() if not (few and len(value) == self.num)}
+        exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
+        self.most = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, _ALL_ROWS)  # first, and in the end
+        self._take(self.most[0])
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
         if normal:
             others = _without(self.held, normal)
             normal = _without(normal, hyperparameters_among(guide, normal, lambda handler: self._run(handler, others)))
         self.normal = normal
         self.hyper = [name for name in able if name not in normal]
-        if few and not self._has_fewer(_without(self.held, normal)):
-            self.args, self.kwargs, self.each = self.whole
-            self.values = self.plates
+        scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
+        if len(scales) > 1:
+            raise ValueError(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
+        if self.rows < self.num and not self._has_fewer(_without(self.held, normal)):
+            self._take(self.num)
+
+    def _take(self, most: int) -> None:
+        """Take so many rows at most, at equal distances: by a plate's numbers, or those of tensors with as many as the
+        first GP site's inputs.
+        """
+        step, (self.args, self.kwargs) = math.ceil(self.num / most), self.whole
+        self.rows = math.ceil(self.num / step)
+        self.values = {name: torch.arange(size, device=self.guide.like.device) for name, size in self.plates.items()}
+        for name in [name for name, size in self.plates.items() if size == self.num and step > 1]:
+            self.values[name] = self.values[name][::step]
+            if not self.is_drawn:
+                del self.values[name]
+
+        def some(value: Any) -> Any:
+            return value[::step] if isinstance(value, Tensor) and value.dim() and len(value) == self.num else value
+
+        if not self.is_drawn:
+            self.args = tuple(map(some, self.args))
+            self.kwargs = {key: some(value) for key, value in self.kwargs.items()}
 
     def nested(self) -> Optional[Nested]:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
@@ -181,16 +193,13 @@ class Search:
             return None
         links, owned = linked
         layout, shapes = Layout(layout.field, layout.residuals, owned), {name: v.shape for name, v in first.items()}
-        # f that can meet every datum meets the copies of each: test_exact_starts_at_the_noise_of_all_rows.
-        each = 1.0 if self.exact else self.each
-        return Nested(self.guide, layout, links, shapes, self.values, self.args, self.kwargs, each)
+        return Nested(self.guide, layout, links, shapes, self.values, self.args, self.kwargs)
 
-    def at_all_rows(self, nested: Nested) -> Nested:
-        """F at all rows, where there are few enough; else as it is."""
-        if self.each == 1 or self.num > self.all:
+    def at_rows(self, nested: Nested, most: int) -> Nested:
+        """F at more rows, or as it is."""
+        if self.rows >= min(self.num, most):
             return nested
-        self.args, self.kwargs, self.each = self.whole
-        self.values = self.plates
+        self._take(most)
         found = self.nested() or nested
         found.tell = nested.tell
         return found
@@ -219,7 +228,7 @@ class Search:
         return run_standardised(self.guide, self.args, self.kwargs, handler, {**self.values, **values})
 
     def _layout(self, members: list[str]) -> Layout:
-        guide, normal, rows = self.guide, self.normal, round(self.num / self.each)
+        guide, normal, rows = self.guide, self.normal, self.rows
         field = {
             name: [normal[name].shape().numel()]
             if name in normal
@@ -227,8 +236,8 @@ class Search:
             for name in members
         }
         layout = Layout(field, residuals_of(guide.facts, dict.fromkeys(guide.facts.gps, self.num)))
-        if layout.num > LARGEST or layout.extended * self.num / self.each > _MOST_SLOPES:
-            raise ValueError(f"{layout.extended} numbers that are normal a priori, at {self.num} rows, are too many")
+        if layout.num > LARGEST or layout.extended * rows > _MOST_SLOPES:
+            raise ValueError(f"{layout.extended} numbers that are normal a priori, at {rows} rows, are too many")
         return layout
 
     def _unconstrained(self, name: str, value: Tensor) -> Tensor:
@@ -261,36 +270,42 @@ class Search:
             root = torch.linalg.cholesky(covariance[index][:, index])
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
         if is_field:
-            facts.field = {name: layout.field[name] for name in field}
-            facts.links, facts.owned = {name: dict(links) for name, links in nested.links.items()}, list(layout.owned)
-            make_field(guide, facts.field)
-            drop_latents(guide, [name for name in field if name not in facts.gps])
-            anchor = anchor_of(guide, handler.bases, handler.priors)
-            self._put(guide.field.coefficients, anchor, index_of(layout.rows, field), best)
-            if len(mode):
-                self._warn_of_factors(nested, mode, covariance)
-            return
-        for name, module in guide.modules_by_site().items():
+            self._start_field(field, nested, mode, best, covariance, handler)
+        for name, module in () if is_field else guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
                 anchor = module.anchor(handler.bases[name])
                 self._put(module.coefficients, anchor, index_of(layout.rows, [name]), best)
 
-    def _warn_of_factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> None:
-        """Warn of members whose values hyperparameters multiply: q(x | θ) is about values, whatever θ makes of them."""
-        gains = []
-        for theta in (mode, mode + torch.linalg.cholesky(covariance).sum(-1)):
-            found, _, handler = nested.predictors(theta)
-            squares = torch.stack([found.dense(place).detach().square().sum(0) for place in found.eta]).sum(0)
-            gains.append({name: squares[own].sum() / handler.size_of(name) for name, own in nested.layout.rows.items()})
-        names = [name for name, gain in gains[0].items() if (gains[1][name] / gain).log().abs() > _FACTOR]
-        if names:
-            warnings.warn(
-                f"{', '.join(map(repr, names))}: hyperparameters multiply these values in the program, which q does "
-                "not follow, so intervals may be wrong. Write latents centred, dist.Normal(0, scale), and a factor of "
-                "a GP site into its kernel, scale**2 * kernel.",
-                stacklevel=8,
-            )
+    def _start_field(
+        self, field: list[str], nested: Nested, mode: Tensor, best: Optimum, covariance: Tensor, handler: Standardised
+    ) -> None:
+        guide, facts, layout = self.guide, self.guide.facts, nested.layout
+        facts.field = {name: layout.field[name] for name in field}
+        facts.links, facts.owned = {name: dict(links) for name, links in nested.links.items()}, list(layout.owned)
+        facts.factors = self._factors(nested, mode, covariance) if len(mode) else {}
+        for name, module in guide.modules_by_site().items():
+            if isinstance(module, ExactGP):
+                module.basis = InducingPoints([self.inputs[name]], trainable=False)
+                facts.gps[name] = module.spec()
+        make_field(guide, facts.field)
+        drop_latents(guide, [name for name in field if name not in facts.gps])
+        anchor = anchor_of(guide, handler.bases, handler.priors, nested.theta_of(mode))
+        self._put(guide.field.coefficients, anchor, index_of(layout.rows, field), best)
+
+    def _factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, dict[str, list[float]]]:
+        """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
+        hyperparameters b: what q(x | θ) is about (test_non_centred_latents_have_the_posterior_of_centred_ones).
+        """
+        theta, found = mode.detach().requires_grad_(), dict[str, dict[str, list[float]]]()
+        predictors, _, handler = nested.predictors(theta)
+        squares = torch.stack([predictors.dense(place).square().sum(0) for place in predictors.eta]).sum(0)
+        for name, own in nested.layout.rows.items():
+            gain = 0.5 * (squares[own].sum() / handler.size_of(name)).log() + 0 * theta.sum()
+            (slope,) = torch.autograd.grad(gain, theta, retain_graph=True, materialize_grads=True)
+            if (slope @ covariance @ slope).sqrt() > _FACTOR:
+                found[name] = {other: part.reshape(-1).tolist() for other, part in nested.theta_of(slope).items()}
+        return found
 
     @torch.no_grad()
     def _put(self, coefficients: NaturalGaussian, anchor: Any, index: Tensor, best: Any) -> None:
@@ -300,9 +315,12 @@ class Search:
         coefficients.put_sums(anchor, given - eye, given @ best.x[index])
 
     def _wants_field(self, field: list[str]) -> bool:
-        """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP and exact families."""
+        """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP, and not for values at
+        more rows than were taken.
+        """
         gps = self.guide.modules_by_site()
-        apart = any(isinstance(module, (ExpectationGP, ExactGP)) for module in gps.values())
+        most = ExpectationGP if self.rows == self.num else (ExpectationGP, ExactGP)
+        apart = any(isinstance(module, most) for module in gps.values())
         return (len(field) > len(gps) or bool(self.guide.facts.interactions)) and not apart
 
     def _precision(self, covariance: Tensor, moves: Tensor, root: Tensor) -> Tensor:

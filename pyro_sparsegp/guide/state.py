@@ -81,6 +81,11 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
                 f"the saved posterior of latent site {name!r} is {kinds[0]}, this guide declares {kinds[1]}; "
                 "make the guide with the point_estimates that it was saved with."
             )
+        if loc is None and latent["shape"] is not None and guide.is_independent(name):
+            raise ValueError(
+                f"the saved posterior of latent site {name!r} is joint with others', this guide has it independent; "
+                "make the guide with the independent= that it was saved with."
+            )
         if loc is not None:
             guide.set_latent(name, loc.new_zeros(latent["shape"]), latent["event_dim"])
     for name, spec in facts.gps.items():

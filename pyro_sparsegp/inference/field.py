@@ -15,10 +15,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..guide import AutoSparseGP
-from ..guide.field import Layout, Predictors, Standardised, residuals_of, run_standardised
+from ..guide.field import Layout, Standardised, residuals_of, run_standardised
+from ..guide.predictors import Place, Predictors
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
-from ..program.declared import expectation, is_declared
 from ..program.traces import free_values, is_observation, sample_sites
 from .expected import divergence, weighted_sum
 
@@ -26,11 +26,11 @@ __all__ = ["bound_of_field"]
 
 
 def bound_of_field(
-    guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any], rule: tuple[Tensor, Tensor]
+    guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any], num_nodes: int
 ) -> Tensor:
     """The bound at a draw of the hyperparameters.
 
-    :param rule: nodes and weights of Gauss-Hermite quadrature.
+    :param num_nodes: of Gauss-Hermite quadrature, along an axis.
     """
     facts = guide.facts
     ahead = Priors(guide)
@@ -53,7 +53,7 @@ def bound_of_field(
         if name in facts.field or site["mask"] is False or site_is_subsample(site):
             continue
         if name in links:
-            total = total + expected.of(name, rule)
+            total = total + expected.of(name, num_nodes)
         elif name in guide_trace.nodes:
             total = total - divergence(guide_trace.nodes[name], site)
         else:
@@ -69,7 +69,7 @@ class _Expected:
 
     def __init__(self, q: Any, layout: Layout, found: Predictors, x: Tensor) -> None:
         self.q, self.found = q, found
-        self.at: dict[tuple[str, str], tuple[Tensor, Tensor, list[Tensor], Any]] = {}
+        self.at: dict[Place, tuple[Tensor, Tensor, list[Tensor], Any]] = {}
         for place in found.eta:
             features, residual = found.dense(place), found.residuals[place]
             blocks = list(features.split(layout.sizes, -1))
@@ -79,30 +79,12 @@ class _Expected:
             here = found.eta[place] - features @ x[: layout.num].detach() + mean
             self.at[place] = here, above_rounding(prior + change, prior), blocks, q.row
 
-    def of(self, name: str, rule: tuple[Tensor, Tensor]) -> Tensor:
+    def of(self, name: str, num_nodes: int) -> Tensor:
         """The expectation of a site's log density, scaled, masked and summed."""
-        found, keys = self.found, list(self.found.links[name])
-        value = found.sites[name]["value"]
-        if keys == ["loc"] and is_declared(found.sites[name]["fn"]):
-            mean, variance, *_ = self.at[name, "loc"]
-            fn = found.distribution(name, {"loc": mean})
-            return found.summed(name, expectation(fn, value, variance.reshape(fn.batch_shape)))
-        nodes, weights = rule
-        grid = torch.cartesian_prod(*[torch.arange(len(nodes), device=nodes.device)] * len(keys)).reshape(-1, len(keys))
-        eta = {}
-        for key, roots in zip(keys, self._roots(name, keys)):
-            moves = sum(root * nodes[grid[:, j], None] for j, root in enumerate(roots))
-            eta[key] = self.at[name, key][0] + moves
-        each = found.distribution(name, eta).log_prob(value)
-        return found.summed(name, torch.tensordot(weights[grid].prod(-1), each, 1))
-
-    def _roots(self, name: str, keys: list[str]) -> list[list[Tensor]]:
-        """The rows of the Cholesky factor of the covariance of each datum's predictors."""
-        _, variance, blocks, row = self.at[name, keys[0]]
-        first = variance.sqrt()
-        if len(keys) == 1:
-            return [[first]]
-        _, other, others, its = self.at[name, keys[1]]
-        prior = sum((phi * psi).sum(-1) for phi, psi in zip(blocks, others))
-        across = (prior + self.q.cross_change(blocks, others, (row, its))) / first
-        return [[first], [across, above_rounding(other - across.square(), other).sqrt()]]
+        keys = list(self.found.links[name])
+        covariance = {(key, key): self.at[name, key][1] for key in keys}
+        if len(keys) == 2:
+            (_, _, blocks, row), (_, _, others, its) = (self.at[name, key] for key in keys)
+            prior = sum((phi * psi).sum(-1) for phi, psi in zip(blocks, others))
+            covariance[keys[0], keys[1]] = prior + self.q.cross_change(blocks, others, (row, its))
+        return self.found.expected(name, {key: self.at[name, key][0] for key in keys}, covariance, num_nodes)

@@ -246,7 +246,7 @@ class TraceQuadrature_ELBO(ELBO):
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if guide.facts.field:
             self._expectations.setdefault(guide, closed_forms_of(guide, args, kwargs))
-            return bound_of_field(guide, wrapped, args, kwargs, self._rule(guide))
+            return bound_of_field(guide, wrapped, args, kwargs, self.num_nodes)
         if guide not in self._expectations:
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = closed = find_expectations(guide, args, kwargs, warn)

@@ -34,6 +34,7 @@ class Structure:
     :param coupled: latents that have one posterior, of hyperparameters.
     :param field: of each GP site and latent of the field, in order, the sizes of its blocks of coefficients.
     :param owned: latents of the field of which each datum has one value.
+    :param factors: of members of a field whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
     :param links: of each likelihood of a field, by parameter, the link under which it is affine in it.
     :param enumerated: discrete latents, which are summed out.
     :param joint: groups of GP sites that have one posterior.
@@ -61,6 +62,7 @@ class Structure:
     field: dict[str, list[int]] = _field(default_factory=dict)
     links: dict[str, dict[str, str]] = _field(default_factory=dict)
     owned: list[str] = _field(default_factory=list)
+    factors: dict[str, dict[str, list[float]]] = _field(default_factory=dict)
     enumerated: list[str] = _field(default_factory=list)
     joint: list[list[str]] = _field(default_factory=list)
     crossed: list[list[str]] = _field(default_factory=list)
