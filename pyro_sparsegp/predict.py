@@ -195,8 +195,6 @@ class AtNewInputs(Messenger):
     :param values: of latents, by name; those of single rows, ``local``, are drawn from the model.
     :param groups: the sizes of the plates of latents of which several data have one.
     :param function: answers at a GP site, given the message and the prior.
-
-    ``known`` are the sites that were given their values.
     """
 
     def __init__(
@@ -204,7 +202,6 @@ class AtNewInputs(Messenger):
     ) -> None:
         super().__init__()
         self.values, self.local, self.groups, self.warned, self.function = values, local, groups, warned, function
-        self.known: set[str] = set()
 
     def _pyro_sample(self, msg: Any) -> None:
         name, process = msg["name"], as_process(msg["fn"])[0]
@@ -215,7 +212,6 @@ class AtNewInputs(Messenger):
             self.function(msg, process)
         elif name in self.values and name not in self.local:
             msg["value"] = self.values[name]
-            self.known.add(name)
         elif self.groups.get(name) == plate_sizes(msg):
             warn_of_groups(self.warned, name, self.groups[name])
 

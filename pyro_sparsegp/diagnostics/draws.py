@@ -275,10 +275,10 @@ class GuideSource(Source):
             return
         self.posteriors[name] = q
         if self.marginal:
-            mean, variance = q.moments(_ROWS)
+            mean, variance = q.moments()
         else:
             w = q.coefficients.rsample(q.batch_shape)
-            mean, variance = q.given_coefficients(w, _ROWS)
+            mean, variance = q.given_coefficients(w)
             draw.coefficients[name] = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
             # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
             log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
@@ -299,7 +299,7 @@ class GuideSource(Source):
             if name in draw.coefficients:
                 q = self.guide.posterior_given(name, prior, self.posteriors[name].sites)
                 w = list(draw.coefficients[name].split(list(q.coefficients.sizes), -1))
-                mean, variance = q.given_coefficients(w, _ROWS)
+                mean, variance = q.given_coefficients(w)
                 # f | w ~ N(h, ρ): jointly in O(N³), or of many rows by its marginals.
                 joint = mean.shape[-1] <= LARGEST_JOINT
                 msg["value"] = mean + (q.residual(mean) if joint else variance.sqrt() * torch.randn_like(mean))
@@ -308,13 +308,9 @@ class GuideSource(Source):
         plates = {name: structure.latents[name]["plates"] for name in draw.values.keys() & structure.latents.keys()}
         local = [name for name in draw.values if {*plates.get(name, ())} & {*structure.data_plates}]
         groups = {name: plates[name] for name in structure.grouped if name in plates}
-        with (
-            poutine.block(),
-            whole_plates(),
-            AtNewInputs(draw.values, local, groups, self.guide.warned, function) as at,
-        ):
+        with poutine.block(), whole_plates(), AtNewInputs(draw.values, local, groups, self.guide.warned, function):
             trace = poutine.trace(self.guide.model).get_trace(*new[0], **new[1])
-        return self.predictions(trace, at.known)
+        return self.predictions(trace, {name for name in draw.values if name not in local})
 
     def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
         # "vfe": log p(θ) p(w) + Σ E[log p(y | f) | w]; "fitc": the logarithm of the expectation for each datum;

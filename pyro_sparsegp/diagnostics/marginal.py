@@ -8,14 +8,12 @@ import pyro
 import torch
 from torch import Tensor
 
+from ..numerics.linalg import plus_one
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.reader import expand
 from .densities import DensityReader, Moments
 
 __all__ = ["log_marginal"]
-
-_STEPS = 12
-_HALVINGS = 6
 
 
 def log_marginal(
@@ -40,22 +38,17 @@ def log_marginal(
     def log_density(f: dict[str, Tensor]) -> Tensor:
         return reader.total({**held, **f})
 
-    def newton(name: str, f: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Where one site's ε has its largest density under a parabola at f, and the root of I + RᵀΛR."""
-        at = expand(lambda value: log_density({**f, name: value}), f[name])
-        root, precision = roots[name], (-at.second).clamp(min=0)
-        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-        factor = torch.linalg.cholesky(eye + root.mT @ (precision[..., None] * root))
-        # Newton on ε: (I + RᵀΛR) ε = Rᵀ(ℓ' + Λ(f − h)).
-        pull = at.first + precision * (f[name] - centres[name])
-        return torch.cholesky_solve(root.mT @ pull[..., None], factor)[..., 0], factor
+    def precision_root(name: str, f: dict[str, Tensor]) -> Tensor:
+        """C with CCᵀ = I + RᵀΛR at f, for one site."""
+        second, root = expand(lambda value: log_density({**f, name: value}), f[name]).second, roots[name]
+        return torch.linalg.cholesky(plus_one(root.mT @ ((-second).clamp(min=0)[..., None] * root)))
 
     with torch.no_grad(), pyro.validation_enabled(False):
-        centre = _mode(values, log_density, newton, {n: torch.zeros_like(mean) for n, mean in centres.items()})
+        centre = _mode(values, log_density, {n: torch.zeros_like(mean) for n, mean in centres.items()})
         at_mode = values(centre)
         drawn, log_ratio = {}, torch.zeros((), dtype=torch.float64)  # log p(ε) − log q(ε)
         for name, eps in centre.items():
-            factor, eta = newton(name, at_mode)[1], torch.randn_like(eps)
+            factor, eta = precision_root(name, at_mode), torch.randn_like(eps)
             # ε ~ N(ε̂, (I + RᵀΛR)⁻¹): with CCᵀ = I + RᵀΛR, ε = ε̂ + C⁻ᵀη.
             drawn[name] = eps + torch.linalg.solve_triangular(factor.mT, eta[..., None], upper=True)[..., 0]
             log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum()
@@ -63,20 +56,18 @@ def log_marginal(
         return log_density(values(drawn)).double() + log_ratio
 
 
-def _mode(values: Callable, log_density: Callable, newton: Callable, noise: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Newton's iteration for the largest p(y | f) p(ε), its steps halved until that grows."""
+def _mode(values: Callable, log_density: Callable, noise: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where p(y | f) p(ε) is the largest."""
+    leaves = {name: eps.clone().requires_grad_() for name, eps in noise.items()}
+    optimiser = torch.optim.LBFGS(leaves.values(), max_iter=50, line_search_fn="strong_wolfe")
 
-    def objective(noise: dict[str, Tensor]) -> Tensor:
-        return log_density(values(noise)) - sum(0.5 * part.square().sum() for part in noise.values())
+    def closure() -> Tensor:
+        loss = sum(0.5 * eps.square().sum() for eps in leaves.values()) - log_density(values(leaves))
+        # Not by backward(), which parameters of the program would see.
+        for eps, gradient in zip(leaves.values(), torch.autograd.grad(loss, list(leaves.values()))):
+            eps.grad = gradient
+        return loss
 
-    best = objective(noise)
-    for _ in range(_STEPS):
-        f = values(noise)
-        target = {name: newton(name, f)[0] for name in noise}
-        shares = (0.5**halving for halving in range(_HALVINGS))
-        moves = ({n: eps + (target[n] - eps) * share for n, eps in noise.items()} for share in shares)
-        moved, value = next(((m, v) for m in moves if (v := objective(m)) > best), (noise, best))
-        gain, best, noise = value - best, value, moved
-        if gain < 1e-6 * (1 + best.abs()):
-            break
-    return noise
+    with torch.enable_grad():
+        optimiser.step(closure)
+    return {name: eps.detach() for name, eps in leaves.items()}
