@@ -12,7 +12,7 @@ from pyro.infer import MCMC, NUTS
 from torch.overrides import TorchFunctionMode
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels, predict
-from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, WeightSpace
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, WeightSpace
 
 from .models import (
     FAMILIES,
@@ -226,6 +226,22 @@ def test_draws_in_blocks_are_those_of_a_loop(family, monkeypatch):
         trees[looped] = to_datatree(refusing, guide, x, y, num_samples=4, predict=x[:3], dtype="float64")
     for group in ("posterior", "posterior_predictive", "log_likelihood", "sample_stats", "predictions"):
         xr.testing.assert_allclose(*(tree[group].to_dataset() for tree in trees.values()), rtol=1e-6)
+
+
+def test_what_a_program_draws_from_a_seed_stays():
+    """Frequencies from a generator of the program's own are the same at all draws."""
+
+    def model(x, y=None):
+        omega = torch.randn(8, x.shape[-1], generator=torch.Generator().manual_seed(1))
+        f = pyro.sample("f", GaussianProcess(kernels.RandomFourier(omega, 0.3), x))
+        return observed(dist.Normal(f, 0.2), y)
+
+    x, y = data(num=20)
+    guide = prepared(model, ExactWeightSpace(), x, y)
+    q = guide.posterior(x)["f"]
+    z = (predict(model, guide, x, num_samples=50)["f"] - q.mean) / q.stddev
+    assert z.mean(0).abs().max() < 5 / 50**0.5
+    assert z.square().mean() < 1.5
 
 
 LIKELIHOODS = {

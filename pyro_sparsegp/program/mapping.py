@@ -77,7 +77,7 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
 
     token = MAPPED.set(True)
     try:
-        with _InPlace(), pyro.validation_enabled(False), warnings.catch_warnings():
+        with _Noise(), pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")  # torch's, of an operation without a rule
             found, failed = torch.func.vmap(flagged, randomness="different")(block)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # the program's own the loop raises again
@@ -87,10 +87,14 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
     return None if failed.any() else found
 
 
-class _InPlace(TorchFunctionMode):
-    """Draws in place, as of ``Normal.rsample``, for which vmap has no random numbers of their own."""
+class _Noise(TorchFunctionMode):
+    """Draws in place, as of ``Normal.rsample``, for which vmap has no random numbers of their own. What comes from a
+    generator of the program's, the same at each run, is refused: vmap would take others for each draw.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
+            raise NotImplementedError
         if func not in _DRAWS:
             return func(*args, **(kwargs or {}))
         drawn = func(torch.rand_like(args[0]), *args[1:], **(kwargs or {}))
