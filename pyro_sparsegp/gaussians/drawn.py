@@ -13,6 +13,7 @@ from a start at the mode and its curvature have next to no noise.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -53,13 +54,18 @@ class Drawn:
         """ε of the value, R⁻¹(θ − a): its numbers, and a function of θ."""
         return torch.linalg.solve_triangular(self.root, (self.value - self.loc)[:, None], upper=False)[:, 0]
 
-    def weighed(self, value: Tensor) -> Tensor:
-        """A part of log q(θ), of which natural steps want the weight."""
-        if self.taken is None:
-            return value
-        value = self.taken.keep(value.clone())
-        self.taken.divergences.append(value)
+    def densities_of(self, noise: Tensor, rows: slice = slice(None)) -> Tensor:
+        """log q of some entries, each given those before it, at this ε; natural steps want their weight."""
+        value = -0.5 * (noise.square() + math.log(2 * math.pi)) - self.root.diagonal()[rows].log()
+        if self.taken is not None:
+            value = self.taken.keep(value)
+            self.taken.divergences.append(value)
         return value
+
+    @functools.cached_property
+    def densities(self) -> Tensor:
+        """Those of θ, ``(D,)``."""
+        return self.densities_of(self.whitened)
 
 
 class DrawnGaussian(Natural):

@@ -374,13 +374,13 @@ class AutoSparseGP(SavedGuide):
                 return ahead
             return Posteriors(self, conditions, rows, 0 if self.training else torch.inf, nodes, self.kept is not None)
 
-        before, self._asked = self._asked, makes
+        before, state = self._asked, vars(self)
         try:
+            state["_asked"] = makes
             wrapped(*args, **kwargs)
             return (*self.traces(), self.trace)
         finally:
-            self._asked = before
-            self.trace = poutine.Trace()  # under vmap its tensors are of no use to others
+            state.update(_asked=before, trace=poutine.Trace())  # under vmap its tensors are of no use to others
 
     def priors(
         self, args: tuple, kwargs: dict[str, Any]

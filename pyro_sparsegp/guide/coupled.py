@@ -81,9 +81,9 @@ class _Part(dist.TorchDistribution):
 
     def _density(self, value: Optional[Tensor] = None) -> Tensor:
         """log q(z) of a value, by default of the draw's."""
-        noise = self.drawn.whitened[self.rows] if value is None else self.noise_of(value)
-        density = -0.5 * (noise.square() + math.log(2 * math.pi)) - self.drawn.root.diagonal()[self.rows].log()
-        return sum_rightmost(self.drawn.weighed(density.reshape(self.sizes)), self.transform.domain.event_dim)
+        drawn, rows = self.drawn, self.rows
+        density = drawn.densities[rows] if value is None else drawn.densities_of(self.noise_of(value), rows)
+        return sum_rightmost(density.reshape(self.sizes), self.transform.domain.event_dim)
 
 
 @register_kl(_Part, torch.distributions.Distribution)

@@ -117,8 +117,9 @@ class Run(ABC):
         if self.takes_field and self.guide.core.facts.field:
             self._meet_field(args, kwargs)
         guide, held = self.guide, self.conditions
-        before = guide.run, guide._computing_median
-        guide.run, guide._computing_median = self, self.at_medians or guide._computing_median
+        state = vars(guide)  # by the way round a Pyro module's attributes, which takes long
+        before = {"run": guide.run, "_computing_median": guide._computing_median}
+        state.update(run=self, _computing_median=self.at_medians or guide._computing_median)
         if self.sums_out and (not guide.core.known or guide.core.facts.enumerated):
             self.enumeration = Enumeration()
         calls = guide.core.calls
@@ -129,7 +130,7 @@ class Run(ABC):
             ):
                 draws: dict[str, Tensor] = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
-            guide.run, guide._computing_median = before
+            state.update(before)
             if self.enumeration is not None:
                 self.enumeration.forget()
         self.trace, self.values = guide.trace, draws

@@ -10,7 +10,7 @@ from typing import Any, Optional
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
-import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import ELBO
@@ -262,7 +262,7 @@ class TraceQuadrature_ELBO(ELBO):
         if not closed.sites:
             return self._integrated(grid)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
-        with nullcontext() if closed.brought else pyro.validation_enabled(False):
+        with nullcontext() if closed.brought else dist.validation_enabled(False):
             start = RandomState(guide.like)
             model_trace, guide_trace, _ = run = grid.run()
             is_alike = closed.hold(model_trace.nodes)
@@ -307,7 +307,7 @@ class TraceQuadrature_ELBO(ELBO):
         if known is False or not torch.is_grad_enabled():
             return None
         state = None if known else RandomState(grid.guide.like)
-        with pyro.validation_enabled(False) if known else nullcontext():
+        with dist.validation_enabled(False) if known else nullcontext():
             values = grid.direct(*(grid.run() if ran is None else ran)[:2], nodes)
         self._direct[grid.guide] = values is not None
         if values is None and ran is None and state is not None:

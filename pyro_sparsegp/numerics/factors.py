@@ -138,7 +138,8 @@ class Factor(Function):
         shifted = matrix.clone()
         shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
         factor, info = factorised(shifted)
-        return factor.to(dtype), matrix.new_zeros((), dtype=dtype).expand_as(matrix), info
+        # Memory of its own, that a jvp writes to: test_whitening_is_that_of_the_factor
+        return factor.to(dtype), torch.zeros_like(matrix, dtype=dtype), info
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -15,22 +13,22 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 __all__ = ["Function", "aligned"]
 
 
-class _Positional(inspect.Signature):
-    def bind(self, *args: Any, **kwargs: Any) -> Any:
-        return SimpleNamespace(args=args, kwargs=kwargs, apply_defaults=dict)  # of which there are none
-
-
 class Function(torch.autograd.Function):
-    """:class:`torch.autograd.Function`, whose ``apply`` binds arguments to the signature of ``forward`` at each call:
-    here they are all given, by position. Its ``jvp`` may stand within another: torch turns forward mode off while it
-    runs, and so drops what an outer ``jvp`` would know of saved tensors.
+    """:class:`torch.autograd.Function`, whose ``apply`` looks up the signature of ``forward`` and binds arguments to it
+    at each call: here they are all given, by position. Its ``jvp`` may stand within another: torch turns forward mode
+    off while it runs, and so drops what an outer ``jvp`` would know of saved tensors.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.forward.__signature__ = _Positional()  # type: ignore[attr-defined]
         if "jvp" in vars(cls):
             cls.jvp = staticmethod(_nested(cls.jvp))  # type: ignore[method-assign, assignment]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """The value, with this gradient."""
+        is_plain = not torch._C._are_functorch_transforms_active()
+        return super(torch.autograd.Function if is_plain else Function, cls).apply(*args)  # type: ignore[misc]
 
 
 def aligned(in_dims: Sequence[Optional[int]], tensors: Sequence[Optional[Tensor]]) -> list[Optional[Tensor]]:
