@@ -221,10 +221,10 @@ def test_a_chain_of_states_is_no_likelihood_of_single_values():
 
 @pytest.mark.parametrize("where", ["lengthscale", "variance", "period"])
 def test_a_hyperparameter_whose_prior_allows_0_or_less(where):
-    """It is named at the first call, before a draw of it is negative; what a positive function makes of it is not."""
+    """It is named at the first call, though it starts at 0; what a positive function makes of it is not."""
 
     def model(x, y=None, change=lambda value: value):
-        value = change(pyro.sample("value", dist.Normal(torch.ones(2), 1.0).to_event(1)))
+        value = change(pyro.sample("value", dist.Normal(torch.zeros(2), 1.0).to_event(1)))
         kernel = {
             "lengthscale": lambda: kernels.RBF(value),
             "variance": lambda: kernels.RBF(0.5)[0] + value[1] * kernels.RBF(0.5),

@@ -96,7 +96,6 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         trace = run.trace
         checks.require_sizes(trace)
         _require_sites(guide, trace, run.posteriors)
-        _require_positive(trace, run.processes)
         facts = _describe(guide, trace, run.posteriors)
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
         facts.joint = guide.groups
@@ -146,8 +145,9 @@ def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Setup:
     several: list[str] = []
 
     def build(name: str, process: GaussianProcess) -> Any:
+        _require_positive(guide.trace, {name: process})
         x = process.x
-        if x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
+        if not guide.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
             for other, site in sample_sites(guide.trace).items():
                 if is_free(site) and site["value"].numel() > 1 and is_normal_prior(site["infer"].get("prior")):
                     several.append(other)
@@ -162,7 +162,7 @@ def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Setup:
         except _FlatInputsError:
             guide.forget()
             guide.from_draws = several
-            run = Setup(guide, guide.build)
+            run = Setup(guide, build)
             run.perform(args, kwargs)
             guide.from_draws = ()
     return run
