@@ -261,6 +261,9 @@ prior-of-moving-inputs: test_expectation.py::TestMiniBatches::test_gradients_of_
 integrated-density-gain: test_diagnostics_tree.py::test_integrated_densities
 - change = 0.5 * (first.square() * d / gain - gain.log())
 + change = 0.5 * (first.square() * d - gain.log())
+seeds-under-vmap: test_diagnostics_tree.py::test_what_a_program_draws_from_a_seed_stays
+- if (kwargs or {}).get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
++ if False:
 enumeration-forgets: test_enumeration.py::test_mixtures
 - total = total - group.product(group.contract(before), left.plates).value
 + pass
