@@ -8,7 +8,6 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInducing
-from pyro_sparsegp.gaussians.optimal import weighted_gram
 from pyro_sparsegp.numerics.linalg import cholesky, row_squares
 
 from .models import observed, train
@@ -58,7 +57,6 @@ def test_kernels(name):
 
 FUSED = {
     "row_squares": (row_squares, [(4, 3)]),
-    "weighted_gram": (weighted_gram, [(4, 3), (4,)]),
     "cholesky": (lambda a: cholesky(a @ a.mT + torch.eye(3), 0.0, dtype=torch.float64), [(3, 3)]),
 }
 

@@ -9,7 +9,7 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
-from pyro_sparsegp.gaussians import factor_analysis
+from pyro_sparsegp.gaussians import factor_analysis, natural_low_rank
 from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, sweep
 from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank
 from pyro_sparsegp.gaussians.optimal import seen_from
@@ -17,7 +17,7 @@ from pyro_sparsegp.gaussians.record import recording
 from pyro_sparsegp.gaussians.stack import Stack
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 
-from .models import observed
+from .models import observed, one_function
 
 STACK, RANK = Stack([3, 2, 3]), 2
 
@@ -48,7 +48,10 @@ def test_precision_formed_or_not():
         aims = target.blocks()
         for i, aim in enumerate(aims):
             torch.testing.assert_close(aim, exact[3 * i : 3 * i + 3, 3 * i : 3 * i + 3])
-    torch.testing.assert_close(target.solve(column, blocks, low_rank, 40), torch.linalg.solve(exact, column))
+    for one in (Formed(STACK, exact), target):
+        found, failed = one.solve(column[:, 0], blocks, low_rank, 40)
+        torch.testing.assert_close(found, torch.linalg.solve(exact, column[:, 0]))
+        assert failed == 0
 
 
 def test_what_a_sweep_leaves_is_positive_definite_in_both_triangles():
@@ -188,6 +191,19 @@ def test_a_step_without_a_factor_is_left_out(monkeypatch):
     assert kept["loc_0"].abs().max() > 0.1
     for name, value in kept.items():
         torch.testing.assert_close(now[name], value, rtol=0, atol=1e-8)
+
+
+def test_a_step_is_the_same_whether_its_precision_is_formed_or_not(monkeypatch):
+    x = torch.rand(30, 2)
+    model = one_function(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], lambda f: dist.Normal(f, 0.3))
+    losses = []
+    for limit in (512, 0):
+        monkeypatch.setattr(natural_low_rank, "_FEW", limit)
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(model, CoupledPrecision([x[:4], x[4:8]], rank=8, trainable=False))
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))
+        losses.append([svi.step(x, x.sum(-1)) for _ in range(4)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("lowest", [-0.95, 0.2])

@@ -13,8 +13,6 @@ from pyro_sparsegp.gaussians import (
     Identity,
     IdentityPlusLowRank,
 )
-from pyro_sparsegp.gaussians.optimal import weighted_gram
-from pyro_sparsegp.gaussians.record import recording
 
 SIZES = (3, 1, 4)
 KINDS = [FullCholesky, BlockCholesky, Diagonal, Identity, CholeskyIdentity, BlockPlusLowRank, IdentityPlusLowRank]
@@ -91,26 +89,6 @@ def test_moments_together_and_their_derivatives(kind):
     torch.testing.assert_close(torch.autograd.grad(one, leaves, weights, retain_graph=True), second)
     again = [torch.autograd.grad(sum(g.square().sum() for g in grads), features) for grads in (first, second)]
     torch.testing.assert_close(*again)
-
-
-def test_moments_that_are_differentiated_once():
-    """As an objective takes them: by a backward pass of their own."""
-    with recording(torch.zeros(())):
-        q = random_gaussian(FullCholesky)
-    features, weights = [torch.randn(5, size, requires_grad=True) for size in SIZES], (torch.randn(5), torch.randn(5))
-    one, other = q.moments(features), (q.mean(features), q.variance_change(features))
-    leaves = [*features, *(value for factor in q.factors for value in (factor.loc, factor.root))]
-    found, expected = (torch.autograd.grad(each, leaves, weights, retain_graph=True) for each in (one, other))
-    torch.testing.assert_close(found, expected)
-
-
-def test_the_weighted_gram_and_its_derivatives():
-    phi, weights = torch.randn(7, 4, requires_grad=True), torch.rand(7, requires_grad=True)
-    torch.testing.assert_close(weighted_gram(phi, weights), phi.mT @ torch.diag(weights) @ phi)
-    several = torch.stack([weighted_gram(phi, 2 * weights), weighted_gram(phi, weights)])
-    torch.testing.assert_close(weighted_gram(phi, torch.stack([2 * weights, weights])), several)
-    assert torch.autograd.gradcheck(weighted_gram, (phi, weights))
-    assert torch.autograd.gradgradcheck(weighted_gram, (phi, weights))
 
 
 def test_dense_moments_under_vmap():

@@ -94,6 +94,7 @@ class ExpectationGP(AbstractModule):
         """Take over sites of all data at once."""
         self.precision, self.linear = precision, linear
         self.gram, self.pull = self.sums(phi, precision, linear)
+        # υ = L⁻ᵀφ: rows ΦL⁻¹
         self.rows = phi if anchor is None else over_lower(phi, anchor)
         self.anchor = phi.new_zeros(0, 0) if anchor is None else anchor
 
@@ -139,6 +140,7 @@ class ExpectationGP(AbstractModule):
         """Σ νφφᵀ and Σ bφ, of the batch's shape."""
         # Sites found in float64 are summed in phi's dtype (test_float32.py, data far from the prior).
         precision, linear = precision.to(phi), linear.to(phi)
+        # Σ νφφᵀ and Σ bφ
         gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
         return gram.expand(self.gram.shape), pull.expand(self.pull.shape)
 

@@ -10,7 +10,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..bases import Basis, Features, InducingPoints
-from ..gaussians import Coefficients, Gaussian, NaturalAtOutputs, NaturalGaussian, Part, Share
+from ..gaussians import Coefficients, NaturalAtOutputs, NaturalGaussian, Part, Share
 from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -58,16 +58,10 @@ class SparseGP(AbstractModule):
         features = self.basis(process.kernel, process.jitter, name)
         if self.kept_rows is not None:
             self.hold(features, process)
-        q: Gaussian
-        if share is None:
-            anchor = self.anchor(features) if self.coefficients.anchored else None
-            if self.coefficients.levelled and process.mean_function is not None:
-                q = self.coefficients(anchor, self._level(process, features))
-            else:
-                q = self.coefficients(anchor)
-        else:
-            q = share
-        return kind(process, features, q, name)
+        if share is not None:
+            return kind(process, features, share, name)
+        level = (self._level(process, features),) if self.coefficients.levelled else ()
+        return kind(process, features, self.coefficients(self.anchor(features), *level), name)
 
     def predict(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior, *args: Any
@@ -97,18 +91,18 @@ class SparseGP(AbstractModule):
 
     def anchor(self, features: Features) -> Any:
         """L, as the coefficients want it."""
-        if self.kept_rows is None and not self.coefficients.wants(features):
+        q = self.coefficients
+        if not q.anchored or (self.kept_rows is None and not q.wants(features)):
             return None
-        return features.anchors if self.coefficients.by_block else features.anchor
+        return features.anchors if q.by_block else features.anchor
 
     def _level(self, process: GaussianProcess, features: Features) -> Optional[Tensor]:
         # The values (..., M) of a constant mean for u = Lw; None where it is none, or never moved.
         mean = process.mean_function
         if not isinstance(mean, Tensor) or mean.shape[-1:] not in ((), (1,)):
             return None
-        if not (mean.requires_grad or self.coefficients.level.numel()) or features.ones is None:
-            return None
-        return mean * features.ones
+        moves = mean.requires_grad or self.coefficients.level.numel()
+        return mean * features.ones if moves and features.ones is not None else None
 
     @property
     def may_follow_network(self) -> bool:

@@ -15,6 +15,8 @@ from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 
+Kind = type[SparsePosterior]
+
 
 class SiteGP(AbstractModule):
     """One site's variational module whose posterior follows from Gaussian sites.
@@ -45,7 +47,7 @@ class SiteGP(AbstractModule):
         self,
         process: GaussianProcess,
         name: str,
-        kind: type[SparsePosterior] = SparsePosterior,
+        kind: Kind = SparsePosterior,
         sites: Optional[Sites] = None,
         exact: bool = False,
         new_inputs: bool = False,
@@ -72,7 +74,7 @@ class SiteGP(AbstractModule):
         """Forget what was read off the training data."""
         self.sites.forget()  # type: ignore[union-attr]
 
-    def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
+    def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
         """The prior, before any sites are read."""
         return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)
 
@@ -89,18 +91,12 @@ class SiteGP(AbstractModule):
         return answer
 
     def predict(
-        self,
-        process: GaussianProcess,
-        name: str,
-        kind: type[SparsePosterior] = SparsePosterior,
-        sites: Optional[Sites] = None,
+        self, process: GaussianProcess, name: str, kind: Kind = SparsePosterior, sites: Optional[Sites] = None
     ) -> SparsePosterior:
         """The posterior at new inputs."""
         return self.forward(process, name, kind, sites, new_inputs=True)
 
-    def at_new_inputs(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites
-    ) -> SparsePosterior:
+    def at_new_inputs(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites) -> SparsePosterior:
         """That, where a kernel's diagonal that depends on the rows is that beside the sites'."""
         return self.given(process.relative_to(sites.inputs), name, kind, sites, False)
 
@@ -115,9 +111,7 @@ class SiteGP(AbstractModule):
         return {"batch_shape": list(self.batch_shape), "family": self.family, **shapes}
 
     @abstractmethod
-    def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
-    ) -> SparsePosterior:
+    def given(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``."""
 
 

@@ -16,7 +16,7 @@ from ..gaussians.sites import Sites
 from ..numerics.chunks import is_long
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from .on_sites import SiteGP, same_rows
+from .on_sites import Kind, SiteGP, same_rows
 
 
 class OptimalGP(SiteGP):
@@ -28,9 +28,7 @@ class OptimalGP(SiteGP):
         super().__init__(*args, **kwargs)
         self.basis = basis
 
-    def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
-    ) -> SparsePosterior:
+    def given(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool) -> SparsePosterior:
         features, phi = self.features_at(process, name, sites.inputs)
         features, phi, q = self.conditioned(features, phi, sites, exact, name)
         return kind(process, features, q, name, sites, phi if same_rows(sites.inputs, process.x) else None)
@@ -86,9 +84,7 @@ class ExactWeightSpaceGP(OptimalGP):
             gram, pull = features.gram(sites.inputs, sites.precision, sites.linear)
             return features, None, from_natural(gram, pull, features.sizes, None, name)
 
-    def at_new_inputs(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites
-    ) -> SparsePosterior:
+    def at_new_inputs(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites) -> SparsePosterior:
         """The posterior at new inputs, where the kernel's diagonal acts on the training data too.
 
         q(w) is the optimum for sites of variance 1/λₙ + c(xₙ) (Zhu, Yuchi and Xie, 2025, eq. 12). For a likelihood that

@@ -10,7 +10,7 @@ from ..gaussians import ProjectedGaussian
 from ..gaussians.sites import Sites
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from .on_sites import SiteGP, same_rows
+from .on_sites import Kind, SiteGP, same_rows
 
 
 class ProjectedGP(SiteGP):
@@ -28,7 +28,7 @@ class ProjectedGP(SiteGP):
         self,
         process: GaussianProcess,
         name: str,
-        kind: type[SparsePosterior],
+        kind: Kind,
         sites: Sites,
         exact: bool,
         actions: Optional[Actions] = None,
@@ -44,7 +44,7 @@ class ProjectedGP(SiteGP):
     def num_rows(self) -> Optional[int]:
         return self.policy.rows
 
-    def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
+    def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
         sites = Sites.none(process.x[:1], process.batch_shape)
         return self.given(process, name, kind, sites, False, DenseActions(sites, sites.linear[..., None]))
 

@@ -129,6 +129,7 @@ class DenseActions(Actions):
         root = safe_root(sites.precision)
         self.scaled = root[..., None] * directions
         self.noise = torch.ones_like(self.scaled[..., 0, :])
+        # Tᵀ√λ(z − μ)
         self.target = (directions.mT @ white(sites)[..., None])[..., 0]
 
     @property
@@ -198,6 +199,7 @@ class ProjectedFeatures(CrossFeatures):
 
     def of(self, products: Tensor) -> list[Tensor]:
         """Φ from k(x, X)S."""
+        # k(x, X)S R⁻ᵀ
         return [over_upper(products, self.factor)]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
@@ -207,6 +209,7 @@ class ProjectedFeatures(CrossFeatures):
         # right(A) is AS for rows A, in the order of the actions' inputs.
         values = self.actions.right(draw(self.actions.inputs)[..., None, :])[..., 0, :]
         noise = self.actions.noise.sqrt() * torch.randn_like(values)
+        # h = R⁻¹(Sᵀf(X) + ε), ε ~ N(0, D)
         return [solve_lower(self.factor, (values + noise)[..., None])[..., 0]]
 
 

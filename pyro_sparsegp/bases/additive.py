@@ -7,6 +7,7 @@ John, 2018, section 3.2).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -108,20 +109,14 @@ class AdditiveFeatures(Features):
         return torch.cat(parts) / len(given)
 
     def components(self) -> list[Component]:
-        found: list[Component] = []
-        start = 0
-        for part in self.parts:
-            stop = start + len(part.sizes)
-            found.append((part.kernel, part, tuple(range(start, stop))))
-            start = stop
-        return found
+        ends = itertools.accumulate(len(part.sizes) for part in self.parts)
+        return [(p.kernel, p, tuple(range(end - len(p.sizes), end))) for p, end in zip(self.parts, ends)]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        draws = [part.prior_functions(num, num_features, x) for part in self.parts]
+        draws: list[Any] = [part.prior_functions(num, num_features, x) for part in self.parts]
         if any(draw is None for draw in draws):
             return None
-        functions = [draw[0] for draw in draws if draw is not None]
-        return lambda x: sum(f(x) for f in functions), [w for draw in draws if draw is not None for w in draw[1]]
+        return lambda x: sum(f(x) for f, _ in draws), [w for _, own in draws for w in own]
 
 
 class Additive(Basis):

@@ -94,7 +94,8 @@ class KernelFeatures(Features):
     def anchor(self) -> Optional[Tensor]:  # type: ignore[override]
         if self.rows is None:
             return None
-        return self._explicit(self.kernel, self.rows).features
+        # by blocks of rows, as all that a network makes: test_blocks_change_nothing
+        return by_rows(lambda rows: (self._explicit(self.kernel, rows).features.mT,), self.rows)[0].mT
 
     @functools.cached_property
     def trains(self) -> bool:
@@ -118,6 +119,7 @@ class KernelFeatures(Features):
                 residual = (found.diagonal - row_squares(phi)).clamp(min=0)
                 shrunk = 1 / (1 + precision * residual)
                 precision, linear = precision * shrunk, linear * shrunk
+            # ΦᵀΛΦ and Φᵀλ(z − μ)
             return weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
 
         if not is_long(x):
@@ -148,9 +150,8 @@ class KernelFeatures(Features):
 
     def components(self) -> list[Component]:
         blocks, terms = tuple(range(len(self.sizes))), self.kernel.terms
-        if len(terms) == 1:
-            return [(self.kernel, self, blocks)]
-        return [(term, _TermFeatures(terms, i, self.size), blocks) for i, term in enumerate(terms)]
+        parts = [self] if len(terms) == 1 else [_TermFeatures(terms, i, self.size) for i in range(len(terms))]
+        return [(part.kernel, part, blocks) for part in parts]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
         if not self.sizes or self.kernel.prior_functions(1, 1, x) is None:

@@ -87,6 +87,7 @@ class FourierCoefficients(InducingVariables):
     def _norms(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
         # The matrix of ⟨φ_m, φ_m'⟩, (..., M, M), and ‖φ_m‖, (..., M), at unit variance.
         integrals, at_end = self._gram(rate, order)
+        # ⟨φ_m, φ_m′⟩ = integral + h_m(low)ᵀP⁻¹h_m′(low)
         gram = torch.diag_embed(integrals) + at_end @ self._end_precision(rate, order) @ at_end.mT
         return gram, gram.diagonal(dim1=-2, dim2=-1).sqrt()
 

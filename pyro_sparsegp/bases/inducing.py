@@ -51,10 +51,7 @@ class InducingFeatures(CrossFeatures):
 
     def covariance_with(self, x: Tensor) -> Tensor:
         """K_fu, ``(..., N, M)``."""
-        parts = []
-        for part in self._joined:
-            parts.append(checked(part.cross(self.cross, x), part, "cross", x.shape[-2]))
-        return parts[0] if len(parts) == 1 else side_by_side(parts)
+        return side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         cross = self.covariance_with(x)
@@ -81,10 +78,11 @@ class InducingFeatures(CrossFeatures):
         return self.factor.new_ones(sum(self.sizes))
 
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
-        values = [part.of(draw) for part in self._joined]
+        values: list[Any] = [part.of(draw) for part in self._joined]
         if any(part is None for part in values):
             return None
-        u = side_by_side([part for part in values if part is not None])
+        u = side_by_side(values)
+        # w = L⁻¹u
         return list(solve_lower(self.factor, u[..., None])[..., 0].split(self.sizes, -1))
 
 
@@ -134,6 +132,7 @@ class InducingPoints(Basis):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
                 continue
+            # inputs in their units: an optimiser moves a parameter by some rate a step
             z = z.detach().clone() if (unit := self._unit(i)) is None else z.detach() / unit
             if trainable:
                 setattr(self, f"inputs_{i}", PyroParam(z))
@@ -170,13 +169,12 @@ class InducingPoints(Basis):
         found: list[Any] = [_own(z, x, trainable) if isinstance(z, InducingVariables) else z for z in sets]
         values = [i for i, z in enumerate(found) if not isinstance(z, InducingVariables)]
         images = [i for i in values if source is None or (isinstance(z := found[i], Tensor) and z.shape[-1] == width)]
-        patches = [i for i in values if i not in images]
-        for here, of, rows, cut in ((images, kernel, x, columns), (patches, source, None, None)):
-            if here:
-                rows = _some_source_inputs(kernel, x) if rows is None else rows
-                chosen = choose_inputs(of, rows, [found[i] for i in here], init, name, cut)
-                found = [chosen[here.index(i)] if i in here else z for i, z in enumerate(found)]
-        of_source = [i in patches for i in range(len(sets))]
+        of_source = [i in values and i not in images for i in range(len(sets))]
+        for patches in (False, True):
+            if here := [i for i in values if of_source[i] == patches]:
+                of, rows, cut = (source, _some_source_inputs(kernel, x), None) if patches else (kernel, x, columns)
+                for i, z in zip(here, choose_inputs(of, rows, [found[i] for i in here], init, name, cut)):
+                    found[i] = z
         jitter, units = _jitter(kernel, x, of_source, found), _units(x, found) if trainable else None
         return cls(found, trainable, columns, width, of_source, jitter, kernel.code_columns(width), units)
 
@@ -185,8 +183,8 @@ class InducingPoints(Basis):
         """This basis with the inputs of each set in the order :func:`coarse_to_fine`: natural steps keep what q says
         about Lw where L moves.
         """
-        for i, (given, part) in enumerate(zip(self.inputs, self.variables())):
-            if isinstance(given, Tensor):
+        for i, part in enumerate(self.variables()):
+            if isinstance(part, Values):
                 kept = getattr(self, f"inputs_{i}")
                 kept.copy_(kept[coarse_to_fine(part.covariance(kernel))])
         return self
@@ -218,18 +216,15 @@ class InducingPoints(Basis):
 
     def _layout(self) -> dict[str, Any]:
         # What its inputs are but for their values, as the arguments of a new one.
-        found = {name: getattr(self, name) for name in _LAYOUT}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in _LAYOUT}
 
     @property
     def inputs(self) -> list[Any]:
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
         found = []
         for i in range(len(self.sizes)):
-            if (z := getattr(self, f"inputs_{i}", None)) is None:
-                found.append(getattr(self, f"variables_{i}"))
-            else:
-                found.append(z if (unit := self._unit(i)) is None else z * unit)
+            z, unit = getattr(self, f"inputs_{i}", None), self._unit(i)
+            found.append(getattr(self, f"variables_{i}") if z is None else z if unit is None else z * unit)
         return found
 
     def variables(self) -> list[Variables]:

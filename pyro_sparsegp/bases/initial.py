@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
-_AT_ONCE = 64  # rows that are drawn before the variance that is left is known again
 
 Initialiser = Callable[[Any, Tensor, int], Tensor]
 
@@ -27,7 +26,7 @@ def random_pivots(kernel: Any, x: Tensor, num: int) -> Tensor:
     :param num: how many points.
     :returns: ``(num, D)``.
     """
-    return _pivots(kernel, x, num, lambda remaining: torch.multinomial(remaining, _AT_ONCE, replacement=True))
+    return _pivots(kernel, x, num, lambda remaining: torch.multinomial(remaining, 1))
 
 
 def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
@@ -47,9 +46,9 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
 
 @torch.no_grad()
 def _pivots(kernel: Any, x: Tensor, num: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rows of x, some at a time, by the variances that are left.
+    """Rows of x, one by one, by the variances that are left.
 
-    :param draw: numbers of rows, from their variances; some may be left out.
+    :param draw: the number of a row, ``(1,)``, from their variances.
     """
     x = x[torch.randperm(x.shape[0], device=x.device)]
     rest = max(num - _PIVOTS, 0)  # rows that the choice does not see: none is taken twice
@@ -61,41 +60,15 @@ def _pivots(kernel: Any, x: Tensor, num: int, draw: Callable[[Tensor], Tensor]) 
     noise = torch.rand_like(remaining)
     chosen = remaining.new_zeros(0, dtype=torch.int64)
     rows = x.new_zeros(few, len(some))  # R of the factorisation k ≈ RᵀR
-    while len(chosen) < few and (remaining > exhausted).any():
-        m = len(chosen)
-        drawn = draw(torch.where(remaining > exhausted, remaining, 0.0))
-        own = _flat_mean(kernel(some[drawn], some[drawn]), 2) - rows[:m, drawn].T @ rows[:m, drawn]
-        places, factor = _thinned(own, exhausted, few - m)
-        kept = drawn[places]
-        # R_new = L⁻¹(k(kept, ·) − R_keptᵀR)
-        block = _flat_mean(kernel(some[kept], some), 2) - rows[:m, kept].T @ rows[:m]
-        rows[m : m + len(kept)] = new = torch.linalg.solve_triangular(factor, block, upper=False)
-        chosen = torch.cat([chosen, kept])
-        remaining = (remaining - new.square().sum(0)).clamp(min=0).index_fill(0, chosen, 0.0)
+    while (m := len(chosen)) < few and (remaining > exhausted).any():
+        i = draw(torch.where(remaining > exhausted, remaining, 0.0))
+        # R_m = (k(xᵢ, ·) − R_·iᵀR)/√(kᵢᵢ − ‖R_·i‖²)
+        left = _flat_mean(kernel(some[i], some), 2) - rows[:m, i].T @ rows[:m]
+        rows[m] = left[0] / remaining[i].sqrt()
+        chosen = torch.cat([chosen, i])
+        remaining = (remaining - rows[m].square()).clamp(min=0).index_fill(0, chosen, 0.0)
     others = noise.index_fill(0, chosen, -1.0).topk(few - len(chosen)).indices
     return torch.cat([some[chosen], some[others], x[:rest]])
-
-
-def _thinned(own: Tensor, least: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Of rows that were drawn in proportion to their variances, those that would be drawn one after the other, and L of
-    their covariance: each is kept with the probability of what those kept before it leave of its variance (Epperly,
-    Tropp and Webber, 2024).
-
-    :param own: their covariance, ``(B, B)``.
-    :param least: a variance that counts as none.
-    :param most: how many are kept.
-    """
-    left, floor = own.double().cpu(), float(least)
-    before, chances = left.diagonal().clone(), [0.0, *torch.rand(len(left) - 1).tolist()]
-    kept: list[int] = []
-    columns: list[Tensor] = []
-    for i in range(len(left)):
-        if not i or (len(kept) < most and left[i, i] > max(chances[i] * before[i], floor)):
-            kept.append(i)
-            columns.append(left[:, i] / left[i, i].clamp(min=floor).sqrt())
-            left = left - columns[-1][:, None] * columns[-1]
-    places = torch.tensor(kept)
-    return places.to(own.device), torch.stack(columns, -1)[places].tril().to(own)
 
 
 @torch.no_grad()
@@ -210,8 +183,7 @@ def choose_inputs(
     :raises ValueError: naming the site, if there are fewer distinct inputs than points, or shapes do not fit.
     """
     rows = x.detach().flatten(0, -2)
-    if init is None:
-        init = "pivots" if rows.shape[0] > _MANY else "greedy"
+    init = init or ("pivots" if rows.shape[0] > _MANY else "greedy")
     if not callable(init) and init not in _NAMED:
         raise ValueError(
             f"init must be one of {sorted(_NAMED)} or a callable (kernel, x, num) -> (num, D), got {init!r}"
@@ -221,9 +193,7 @@ def choose_inputs(
     wanted = [given for given in sets if not isinstance(given, Tensor)]
     free = iter(_chosen(kernel, rows, wanted, init, name, columns) if wanted else [])
     found = [given.to(rows) if isinstance(given, Tensor) else next(free) for given in sets]
-    if columns is None or len(columns) == rows.shape[-1]:
-        return found
-    return [z if z.shape[-1] == len(columns) else _those(z, columns) for z in found]
+    return [z if columns is None or z.shape[-1] == len(columns) else _those(z, columns) for z in found]
 
 
 def _chosen(

@@ -48,6 +48,7 @@ class DecoupledFeatures(CrossFeatures):
 
     def moved(self, x: Tensor, phi: Tensor) -> Tensor:
         """c(x, O)a, ``(..., N)``, for φ(x) ``(..., N, M)``."""
+        # k(x, O)a − φ(x)ᵀL⁻¹(k(Z, O)a)
         direct = (self.means.cross(self.cross, x) @ self.weights[..., None])[..., 0]
         return direct - (phi @ self.pull[..., None])[..., 0]
 
@@ -98,6 +99,7 @@ class DecoupledFeatures(CrossFeatures):
             return self.square()
         rows = torch.randperm(size, device=self.weights.device)[:num]
         drawn = (self.weights.index_select(-1, rows) * self._against(rows)).sum(-1)
+        # (M₂/n) Σ aᵢ(K_OO a)ᵢ over n rows − ‖L⁻¹k(Z, O)a‖²
         return size / num * drawn - self.pull.square().sum(-1)
 
 
@@ -119,6 +121,7 @@ class ConditionalFeatures(CrossFeatures):
         self.inducing, self.inputs, self.weights = inducing, inputs, weights
         self.gram = phi.mT @ weights  # ΦᵀB
         across = self._across(inputs, phi)
+        # BᵀC_XX B
         square = weights.mT @ across
         # The prior's scale of w is 1: this much noise on s is nothing, and keeps R regular where r vanishes.
         noise = 100 * torch.finfo(phi.dtype).eps
@@ -136,6 +139,7 @@ class ConditionalFeatures(CrossFeatures):
         return in_pieces(product, x.shape[-2], self.inputs.shape[-2], x, -2) - phi @ self.gram
 
     def _both(self, phi: Tensor, across: Tensor) -> list[Tensor]:
+        # c(x, X)B R⁻ᵀ
         second = over_upper(across, self.root)
         return [phi.expand(second.shape), second]
 
@@ -148,6 +152,7 @@ class ConditionalFeatures(CrossFeatures):
         if blocks is None:
             return None
         (w,) = blocks
+        # s = Bᵀr(X) = Bᵀf(X) − (ΦᵀB)ᵀw
         s = (self.weights.mT @ draw(self.inputs)[..., None])[..., 0] - (self.gram.mT @ w[..., None])[..., 0]
         s = s + self.noise**0.5 * torch.randn_like(s)
         return [w, solve_lower(self.root, s[..., None])[..., 0]]

@@ -102,8 +102,8 @@ class KrylovPolicy(Policy):
             product = q + multiply(q[..., None])[..., 0]
             alpha = (q * product).sum(-1, keepdim=True)
             # The pivots of the tridiagonal matrix give the residual's norm, β|ζ|.
-            zeta = first / alpha if j == 0 else -beta * zeta / (alpha - beta.square() / pivot)
-            pivot = alpha if j == 0 else alpha - beta.square() / pivot
+            pivot = alpha - beta.square() / pivot
+            zeta = (first if j == 0 else -beta * zeta) / pivot
             for _ in range(2):  # reorthogonalise twice: once is not enough
                 product = product - (chosen @ (chosen.mT @ product[..., None]))[..., 0]
             beta = product.norm(dim=-1, keepdim=True)
@@ -134,6 +134,7 @@ class EigenPolicy(Policy):
         for _ in range(6):
             basis = torch.linalg.qr(multiply(basis))[0]
         image = multiply(basis)
+        # Rayleigh and Ritz: eigenvectors of QᵀAQ
         _, rotation = torch.linalg.eigh(basis.mT @ image)
         return (basis @ rotation)[..., -num:]
 

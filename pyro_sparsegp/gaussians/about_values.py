@@ -25,10 +25,8 @@ from torch.autograd.function import once_differentiable
 from ..numerics.functions import Function
 from ..numerics.linalg import (
     cholesky,
-    factorised,
     plus_one,
     root_of_inverse,
-    rounding,
     row_squares,
     side_by_side,
     solve_lower,
@@ -100,6 +98,7 @@ class _Known(Function):
     def backward(ctx: Any, a: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any) -> Any:
         loc, covariance = ctx.saved_tensors
         stays, stack = ctx.stays, ctx.stack
+        # V S with V = S̄ + tI
         half = torch.zeros_like(covariance) if by_covariance is None else by_covariance @ covariance
         half = half if by_trace is None else half.addcmul_(covariance, by_trace)  # VS
         if stays is None:
@@ -112,6 +111,7 @@ class _Known(Function):
         if by_log_det is not None:
             inner.addcmul_(own, by_log_det)
         if a is not None:
+            # ½(Sa mᵀ + m(Sa)ᵀ)
             m, u = stack.columns(loc), stack.columns(covariance @ a)
             inner.baddbmm_(u, m.mT, alpha=0.5).baddbmm_(m, u.mT, alpha=0.5)
         total = (inner if stays is None else each_times(stays, inner)).sub_(beside)
@@ -241,7 +241,7 @@ class AboutValues(Natural):
         if not known:
             seen = self._seen_from(seat, level)
             return self._given(seen), seen
-        seen = self._seen_from(*(None if part is None else part.detach() for part in (seat, level)))
+        seen = self._seen_from(None if seat is None else seat.detach(), None if level is None else level.detach())
         moves = seat is not None and self.seat.numel() > 0
         turn, stays = (turn_of(seat), self._stays) if moves else (None, None)
         loc, covariance, trace, log_det = _Known.apply(*self._inverse(seen), stays, turn, self._stack)
@@ -355,6 +355,7 @@ class AboutValues(Natural):
         precision = plus_one((0.5 * (gram + gram.mT)).expand(*self.batch_shape, *gram.shape[-2:]))
         # in float64 where there is such
         factor = cholesky(precision.to(wider(precision)), 0.0, "I + G of natural steps")
+        # m = P⁻¹r
         loc = torch.cholesky_solve(pull.expand(precision.shape[:-1]).to(factor)[..., None], factor)[..., 0]
         self._put(loc, self._nearest(precision), self._seat(anchor))
         self.steps = max(self.steps, _KNOWN)
@@ -368,18 +369,9 @@ def inverse_of(precision: Tensor, near: Tensor, rest: Optional[Tensor]) -> tuple
     """m = a + P⁻¹b, S = P⁻¹, tr S and log|S|, unbatched."""
     upper = cholesky(precision, 0.0, "I + G of natural steps").mT  # by columns, as the library wants it
     covariance = torch.cholesky_inverse(upper, upper=True).mT
+    # a + P⁻¹b
     loc = near if rest is None else near + torch.cholesky_solve(rest[..., None], upper, upper=True)[..., 0]
     return loc, covariance, covariance.diagonal().sum(), -2 * upper.diagonal().log().sum()
-
-
-def solved(precision: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """P⁻¹ of a vector, and a flag that is not 0 if P has no Cholesky factor. With so much more on the diagonal, in
-    place, that rounding leaves it positive: at no slope the mean stays all the same.
-    """
-    diagonal = precision.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(rounding(precision) * diagonal.mean(-1, keepdim=True))
-    factor, info = factorised(precision)
-    return torch.cholesky_solve(right[..., None], factor)[..., 0], info
 
 
 def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:

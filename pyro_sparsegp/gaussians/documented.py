@@ -6,7 +6,7 @@ from inspect import cleandoc, signature
 from textwrap import indent
 from typing import Any, Optional
 
-_FIELD = re.compile(r"^:(\w+) ?(\w*)[^:]*:.*(?:\n[ ]+.*)*", re.M)
+_PARAM = re.compile(r"^:param (\w+):.*(?:\n[ ]+.*)*", re.M)
 
 
 class Documented:
@@ -27,20 +27,15 @@ def with_inherited_arguments(cls: type, taken: Optional[Container[str]] = None) 
     if cls.__doc__ is None:  # as under python -OO
         return None
     own = cleandoc(cls.__doc__)
-    known = {name for kind, name in _fields(own) if kind == "param"}
-    more = []
+    said = list(_PARAM.finditer(own))
+    known, more = {found[1] for found in said}, []
     for base in cls.__mro__[1:]:
-        for found in _FIELD.finditer(cleandoc(base.__dict__.get("__doc__") or "")):
-            if found[1] == "param" and found[2] not in known and (taken is None or found[2] in taken):
-                known.add(found[2])
+        for found in _PARAM.finditer(cleandoc(vars(base).get("__doc__") or "")):
+            if found[1] not in known and (taken is None or found[1] in taken):
+                known.add(found[1])
                 more.append(found[0].rstrip())
     if not more:
         return cls.__doc__
-    ends = [found.end() for found in _FIELD.finditer(own) if found[1] == "param"]
-    at = ends[-1] if ends else len(own)
-    start = "\n" if ends else "\n\n"
+    at = said[-1].end() if said else len(own)
+    start = "\n" if said else "\n\n"
     return indent(own[:at] + start + "\n".join(more) + own[at:], "    ").strip() + "\n"
-
-
-def _fields(text: str) -> list[tuple[str, str]]:
-    return [(found[1], found[2]) for found in _FIELD.finditer(text)]

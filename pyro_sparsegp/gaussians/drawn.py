@@ -104,6 +104,7 @@ class DrawnGaussian(Natural):
             self.root = self.tril.detach()
             self._end_tilt()
         loc, root = self.mean, self.tril
+        # θ = a + Rε
         value = loc + root @ noise
         if record is None:
             return Drawn(loc, root, noise, value)
@@ -127,6 +128,7 @@ class DrawnGaussian(Natural):
                 # R tril½(eεᵀ): sums of the columns from each one on.
                 along = root * pull
                 below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
+                # R tril½(eεᵀ)/(1 + εᵀε)
                 change = below * (own / (1 + own.square().sum()))
                 # no entry of R's diagonal more than halves: R stays a root
                 shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)

@@ -11,14 +11,14 @@ D is a stack, ``(..., C, M, M)``, and B flat, ``(..., C·M, R)``: :class:`~.stac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
 
 from ..numerics.linalg import cholesky, over_upper, plus_one, rounding, solve_lower
 from ..numerics.processes import joined
-from .stack import Stack, each_times, eye_like
+from .stack import Stack, each_times, eye_like, solved
 
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
 _MOST, _ENOUGH = 50, 1e-12  # updates of nearest from a start; a divergence that is none
@@ -87,6 +87,10 @@ class Formed:
         """The blocks of P̂ on its diagonal."""
         return self.stack.diagonal(self.matrix)
 
+    def solve(self, right: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """P̂⁻¹ of a wide vector, and a flag that is not 0 if P̂ has no Cholesky factor."""
+        return solved(self.matrix, right)
+
 
 class Products:
     """P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) by its products with few columns: it is never formed.
@@ -104,6 +108,7 @@ class Products:
 
     def times(self, v: Tensor) -> Tensor:
         """P̂v for flat columns v."""
+        # ρΦᵀΛΦv
         data = sum((phi.mT @ (curvature * (phi @ v)) for phi, curvature in self._rows), torch.zeros_like(v))
         return (1 - self._rate) * times(self._blocks, self._low_rank, v) + self._rate * v + joined(data)[0]
 
@@ -112,11 +117,12 @@ class Products:
         data, low, rate = torch.zeros_like(self._blocks), self.stack.cut(self._low_rank), self._rate[..., None]
         for phi, curvature in self._rows:
             each = self.stack.cut(phi.mT)
+            # ρΦ_cᵀΛΦ_c of each block
             data = data + each @ (each.mT * curvature[..., None, :, :])
         return (1 - rate) * (self._blocks + low @ low.mT) + rate * eye_like(data) + joined(data)[0]
 
-    def solve(self, right: Tensor, blocks: Tensor, low_rank: Tensor, iterations: int) -> Tensor:
-        """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come.
+    def solve(self, right: Tensor, blocks: Tensor, low_rank: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+        """P̂⁻¹ of a wide vector by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come; and 0.
 
         :param blocks: D of a P that is near P̂, positive definite.
         :param low_rank: B of it.
@@ -131,6 +137,7 @@ class Products:
             return torch.where(b > 0, a / b, 0.0)
 
         # Hestenes and Stiefel (1952), with P⁻¹ before each residual
+        right = right[..., None]
         x, z = torch.zeros_like(right), inverse(right)
         direction, rz = z, dot(right, z)
         for _ in range(iterations):
@@ -140,7 +147,7 @@ class Products:
             z = inverse(right)
             new = dot(right, z)
             direction, rz = z + over(new, rz) * direction, new
-        return x
+        return x[..., 0], torch.zeros_like(rz[..., 0, 0])
 
 
 class _Inverse:
@@ -149,12 +156,14 @@ class _Inverse:
     def __init__(self, stack: Stack, blocks: Tensor, low_rank: Tensor) -> None:
         self._stack, self._root = stack, _root(blocks, "a block of a low-rank precision")
         self.scaled = self._over_blocks(low_rank)  # D⁻¹B
+        # I + BᵀD⁻¹B
         self.inner = _root(plus_one(low_rank.mT @ self.scaled), "I + BᵀD⁻¹B")
 
     def _over_blocks(self, v: Tensor) -> Tensor:
         return torch.cholesky_solve(self._stack.cut(v), self._root).flatten(-3, -2)
 
     def __call__(self, v: Tensor) -> Tensor:
+        # D⁻¹v − D⁻¹B(I + BᵀD⁻¹B)⁻¹(D⁻¹B)ᵀv
         return self._over_blocks(v) - self.scaled @ torch.cholesky_solve(self.scaled.mT @ v, self.inner)
 
 
@@ -173,6 +182,7 @@ def sweep(
     within = root.mT @ root  # (I + BᵀD⁻¹B)⁻¹
     beta = inverse.scaled @ within  # βᵀ
     seen = target.times(beta)
+    # E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ
     moment = within + beta.mT @ seen
     moment = _lifted(moment, rounding(moment) * moment.diagonal(dim1=-2, dim2=-1))
     root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
@@ -237,5 +247,6 @@ def _divergence(aim: Tensor, found: Tensor) -> float:
     """The largest KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)] = ½(tr P̂P⁻¹ − M + log|P| − log|P̂|) of a batch."""
     here, there = (cholesky(part, 0.0, "a precision") for part in (found, aim))
     logs = [2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) for factor in (here, there)]
+    # tr P̂P⁻¹ = ‖L⁻¹L̂‖²
     trace = solve_lower(here, there).square().sum((-2, -1))
     return float((0.5 * (trace - aim.shape[-1] + logs[0] - logs[1])).max())

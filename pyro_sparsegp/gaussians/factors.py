@@ -110,72 +110,55 @@ class Factor(Documented, ABC):
         return 0.5 * (w.square().sum(-1) - self.unscale(w - self.loc).square().sum(-1) - log_det)
 
 
-class _OfRows(Function):
-    """Moments of unbatched Φ. Of its three outputs the last, for the way back, has no gradient."""
+class _Moments(Function):
+    """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ, by S itself, or by a triangular R with S = RRᵀ.
+
+    Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,
+    dΦ = 2 diag(c)Φ(S − I) + a mᵀ for gradients a of the means and c of the variances. The gradient by S, Φᵀ diag(c) Φ,
+    is half of a natural step's sum of sites. Of the four outputs the last two, for the way back, have no gradient.
+    """
+
+    @staticmethod
+    def forward(phi: Tensor, loc: Tensor, matrix: Tensor, kind: str) -> tuple[Tensor, ...]:
+        # ΦR, and ΦRRᵀ − Φ
+        if kind == "full":
+            half, scaled = phi.new_empty(0), phi @ matrix
+        elif kind == "lower":
+            half = times_lower(phi, matrix)
+            scaled = times_upper(half, matrix)
+        else:
+            half = times_upper(phi, matrix.mT)
+            scaled = times_lower(half, matrix.mT)
+        scaled = scaled.sub_(phi)
+        return phi @ loc, torch.linalg.vecdot(scaled, phi), half, scaled
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:3], output[2])
-        ctx.is_lower = inputs[3:] == (True,)
-        ctx.mark_non_differentiable(output[2])
-        ctx.set_materialize_grads(False)  # a matrix of zeros for the third output
+        ctx.save_for_backward(*inputs[:2], *output[2:])
+        ctx.kind = inputs[3]
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)  # matrices of zeros for the last two outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], *_: Any) -> Any:
+        phi, loc, half, scaled = ctx.saved_tensors
+        a, c = (phi.new_zeros(len(phi)) if grad is None else grad for grad in (a, c))
+        needs, each, by_matrix = ctx.needs_input_grad, (2 * c)[:, None], None
+        if needs[2] and ctx.kind == "full":
+            by_matrix = gram(phi, phi * c[:, None])
+        elif needs[2]:
+            # dR = 2Φᵀ diag(c) ΦR, its triangle
+            is_lower = ctx.kind == "lower"
+            first, second = (phi, half * each) if is_lower else (half * each, phi)
+            by_matrix = tril_of_product(first, second)
+            by_matrix = by_matrix if is_lower else by_matrix.mT
+        return (each * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_matrix, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
         # which torch asks for: test_a_program_that_runs_twice_has_the_bound_of_one_that_runs_once
         raise ValueError("q(w) does not depend on quadrature nodes")
-
-
-class _DenseMoments(_OfRows):
-    """Φm and diag(Φ(RRᵀ − I)Φᵀ) of a triangular R; its gradient means nothing where R is 0.
-
-    Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,
-    dΦ = 2 diag(c)(ΦRRᵀ − Φ) + a mᵀ for gradients a of the means and c of the variances.
-    """
-
-    @staticmethod
-    def forward(phi: Tensor, loc: Tensor, root: Tensor, is_lower: bool) -> tuple[Tensor, Tensor, Tensor]:
-        scaled = times_lower(phi, root) if is_lower else times_upper(phi, root.mT)
-        norm = torch.linalg.vector_norm  # reads its matrix once; a square makes another
-        return phi @ loc, norm(scaled, dim=-1).square_().sub_(norm(phi, dim=-1).square_()), scaled
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
-        phi, loc, root, scaled = ctx.saved_tensors
-        a, c = (phi.new_zeros(len(phi)) if grad is None else grad for grad in (a, c))
-        needs, each = ctx.needs_input_grad, (2 * c)[:, None]
-        # 2 diag(c)ΦR, and times Rᵀ
-        weighted = scaled * each
-        by_phi = times_upper(weighted, root) if ctx.is_lower else times_lower(weighted, root.mT)
-        by_phi = by_phi.addcmul_(phi, each, value=-1).addr_(a, loc)
-        # dR = 2Φᵀ diag(c) ΦR, its triangle
-        first, second = (phi, weighted) if ctx.is_lower else (weighted, phi)
-        by_root = tril_of_product(first, second) if needs[2] else None
-        by_root = by_root if ctx.is_lower or by_root is None else by_root.mT
-        return by_phi, a @ phi if needs[1] else None, by_root, None
-
-
-class _CovarianceMoments(_OfRows):
-    """Φm and diag(Φ(S − I)Φᵀ) of a symmetric S. The gradient by S, Φᵀ diag(c) Φ, is half of a natural step's sum of
-    sites.
-    """
-
-    @staticmethod
-    def forward(phi: Tensor, loc: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # Φ(S − I), of which each row meets its φ
-        scaled = (phi @ covariance).sub_(phi)
-        return phi @ loc, torch.linalg.vecdot(scaled, phi), scaled
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
-        phi, loc, _, scaled = ctx.saved_tensors
-        a, c = (phi.new_zeros(len(phi)) if grad is None else grad for grad in (a, c))
-        needs = ctx.needs_input_grad
-        # dS = Φᵀ diag(c) Φ and dΦ = 2 diag(c)Φ(S − I) + a mᵀ
-        by_covariance = gram(phi, phi * c[:, None]) if needs[2] else None
-        return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_covariance
 
 
 class DenseFactor(Factor):
@@ -204,7 +187,7 @@ class DenseFactor(Factor):
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
-            return _DenseMoments.apply(phi, self.loc, self.root, not self.upper)[:2]
+            return _Moments.apply(phi, self.loc, self.root, "upper" if self.upper else "lower")[:2]
         return super().moments(phi)
 
     def scale(self, v: Tensor) -> Tensor:
@@ -259,7 +242,7 @@ class CovarianceFactor(DenseFactor):
         """Φm and diag(Φ(S − I)Φᵀ), from a given S, if it is."""
         matrix = self.matrix if matrix is None else matrix
         if phi.dim() == 2:
-            return _CovarianceMoments.apply(phi, self.loc, matrix)[:2]
+            return _Moments.apply(phi, self.loc, matrix, "full")[:2]
         return times(phi, self.loc), ((phi @ matrix - phi) * phi).sum(-1)
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
@@ -281,6 +264,7 @@ class DiagonalFactor(Factor):
 
     @staticmethod
     def scale_of(phi: Tensor) -> Tensor:
+        # s² = 1/(1 + ‖φ_m‖²), the diagonal of I + ΦᵀΦ alone
         return (1 + phi.square().sum(-2)).rsqrt()
 
     def scaled(self, phi: Tensor) -> Tensor:
@@ -293,6 +277,7 @@ class DiagonalFactor(Factor):
         return v / self.scale_diag
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        # tr S = Σ s², log|S| = 2 Σ log s
         return self.scale_diag.square().sum(-1), 2 * self.scale_diag.log().sum(-1)
 
     def variance_change(self, phi: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import cholesky, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side, solve_lower
-from .about_values import AboutValues, Parts, Seen, softened, solved
+from .about_values import AboutValues, Parts, Seen, softened
 from .factors import DenseFactor, IdentityFactor
 from .free import FullCholesky
 from .optimal import from_natural, seen_from
 from .product import Product, slices
 from .record import Pass, recorded
-from .stack import Stack, eye_like
+from .stack import Stack, eye_like, solved
 from .steps import DEFAULT_RATE, Rate
 
 _BY_DRAWS = 0.3  # η where draws alone show curvatures

@@ -59,11 +59,13 @@ class NaturalAtRows(NaturalGaussian):
         gram, loc = self.gram.to(turn), kept.to(turn)
         with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
             wide = seat.to(turn)
+            # a = m + (AᵀA + εI)⁻¹Aᵀ(A₀ − A)m, near T⁻¹m
             back = wide.mT @ ((self.seat.to(turn) - wide) @ loc[..., None])
             near = (loc + torch.cholesky_solve(back, _normal(wide))[..., 0]).to(kept)
         # Tᵀ(I + G)m − (I + TᵀGT)a, by differences that are small
         along = loc + (gram @ (loc - (turn @ near.to(turn)[..., None])[..., 0])[..., None])[..., 0]
         rest = (turn.mT @ along[..., None])[..., 0] - near
+        # TᵀGT
         return (turn.mT @ gram @ turn).to(self.gram), near, rest.to(kept)
 
     def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:

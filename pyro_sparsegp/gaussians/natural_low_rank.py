@@ -11,14 +11,14 @@ only the positive part is turned, so that what is left stays positive definite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from torch import Tensor
 
 from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, solve_lower
 from ..numerics.processes import largest
-from .about_values import AboutValues, Parts, Seen, softened, solved
+from .about_values import AboutValues, Parts, Seen, softened
 from .factor_analysis import Formed, Products, above_one, lifted, nearest, sweep
 from .precision import LowRankFactor, leading_directions, small_columns
 from .product import Product
@@ -80,12 +80,11 @@ class NaturalLowRank(AboutValues):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in _KEPT:
             value = destination.pop(prefix + name)
+            parts = [value] * len(self.sizes)
             if name == "loc":
                 parts = list(value.split(self.sizes, -1))
             elif value.numel():
                 parts = self._stack.blocks(value, square=name != "low_rank")
-            else:
-                parts = [value] * len(self.sizes)
             destination.update((f"{prefix}{name}_{b}", part.contiguous()) for b, part in enumerate(parts))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -112,6 +111,7 @@ class NaturalLowRank(AboutValues):
         small = torch.cat(stack.blocks(self.low_rank.detach()), -2)
         found, low_rank = leading_directions(features, small) if self.rank else (small.to(features[0]), small)
         pairs = zip(features, found.split(self.sizes, -2))
+        # D = I + λΦ_cᵀΦ_c − U_cU_cᵀ
         block = stack.squares([plus_one(phi.mT @ phi - u @ u.mT) for phi, u in pairs])
         parts = stack.rows(low_rank.split(self.sizes, -2)), *above_one(block, block)
         self._put(self._kept("loc"), parts, self._seat(anchor))
@@ -133,6 +133,7 @@ class NaturalLowRank(AboutValues):
         if seat is None or not self.seat.numel():
             return Seen(loc, None, (low_rank, self.block, self.gain))
         moved, stays, columns = seat - self.seat, self._stays, stack.columns(loc)
+        # T = I + L₀⁻¹(L − L₀)
         turn = plus_one(solve_lower(self.seat, moved))
         # T⁻¹m = m − L⁻¹(L − L₀)m
         near = columns - solve_lower(seat, each_times(moved, columns))
@@ -197,7 +198,7 @@ class NaturalLowRank(AboutValues):
         self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
     ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
         stack, num, cut = self._stack, sum(self.sizes), None
-        target: Any
+        target: Union[Formed, Products]
         with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out
             if num > _FEW and not _is_signed(taken):
                 each = (rate / weight)[..., None, None]
@@ -209,15 +210,11 @@ class NaturalLowRank(AboutValues):
                 target = Formed(stack, stack.spread(aim))
             # P̂'s blocks are what D + BBᵀ's shall be (Lawley, 1940)
             aims = target.blocks() if self.base else None
-            block, low_rank = sweep(target, aims, parts[1], parts[0].flatten(-3, -2))
-            for _ in range(1, self.sweeps or (1 if num <= _SMALL and self.last_rate <= _SLOW else 2)):
-                block, low_rank = sweep(target, aims, block if aims is None else lifted(block, aims), low_rank)
-            if isinstance(target, Formed):
-                shift, failed = solved(target.matrix, stack.wide(right))
-            else:
+            near, low_rank = parts[1], parts[0].flatten(-3, -2)
+            for _ in range(self.sweeps or (1 if num <= _SMALL and self.last_rate <= _SLOW else 2)):
+                block, low_rank = sweep(target, aims, near, low_rank)
                 near = block if aims is None else lifted(block, aims)
-                shift = target.solve(stack.wide(right)[..., None], near, low_rank, self.iterations)[..., 0]
-                failed = torch.zeros_like(rate)
+            shift, failed = target.solve(stack.wide(right), near, low_rank, self.iterations)
         gain = parts[2]
         if aims is not None:
             # torch.linalg.eigh raises for what is not finite; the step is left out by its mean.

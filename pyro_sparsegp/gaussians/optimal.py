@@ -86,4 +86,5 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
     turn = plus_one(torch.linalg.solve_triangular(before.mT, (now - before).mT, upper=True, left=False).mT)
     # TᵀGT by blocks, of which triangles are left out, and half of what is symmetric
     turned = tril_of_product(turn, times_lower(gram, turn), symmetric=True, lower=True)
+    # Tᵀr
     return turned, (turn.mT @ pull[..., None])[..., 0]

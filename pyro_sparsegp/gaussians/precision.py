@@ -71,6 +71,7 @@ class LowRankFactor(Factor):
     def times(self, v: Tensor) -> Tensor:
         """Sv = L(I − TᵀT)Lᵀv of a vector."""
         scaled = each_times(self.tril.mT, self.stack.columns(v)).flatten(-3, -2)
+        # (I − TᵀT)Lᵀv
         scaled = scaled - self._t.mT @ (self._t @ scaled)
         return self.stack.narrow(each_times(self.tril, self.stack.cut(scaled)).flatten(-3))
 
@@ -93,6 +94,7 @@ class LowRankFactor(Factor):
     def unscale(self, v: Tensor) -> Tensor:
         # v ← L⁻¹v: vᵀS⁻¹v = ‖v‖² + ‖Bᵀv‖²
         v = solve_lower(self.tril, self.stack.columns(v)).flatten(-3, -2)
+        # [v; Bᵀv]
         return torch.cat([v, self._flat.mT @ v], -2)[..., 0]
 
 

@@ -61,6 +61,7 @@ class ProjectedGaussian(Gaussian):
         # tr G⁻¹D = ‖R⁻¹D^½‖²
         trace = solve_lower(self.factor, torch.diag_embed(self.noise.sqrt())).square().sum((-2, -1))
         of_g, of_d = self._log_dets()
+        # αᵀ(SᵀKS)α
         fit = ((self.covariance @ weights[..., None])[..., 0] * weights).sum(-1)
         return 0.5 * (trace - self.sizes[0] + fit + of_g - of_d)
 

@@ -90,6 +90,7 @@ class Pass:
         total = torch.zeros_like(loc)
         for row in self.rows:
             if row.mean.grad is not None:
+                # Φᵀg
                 total = total + (row.phi.mT @ row.mean.grad[..., None])[..., 0]
         return sum((grad.reshape(-1, *loc.shape).sum(0) for _, grad in self.drawn()), total)
 
@@ -102,6 +103,7 @@ class Pass:
         """
         grams, cuts = [], []
         for phi, h, gram, is_signed in self.curvatures():
+            # ΦᵀHΦ, and what lacks to Φᵀ|H|₊Φ
             grams.append(phi.mT @ (phi * h[..., None]) if gram is None else gram)
             if is_signed:
                 cuts.append(phi.mT @ (phi * (-h).clamp(min=0)[..., None]))

@@ -187,4 +187,5 @@ class FreeSites(AbstractModule):
         """The sites."""
         root: Any = self.root
         linear: Any = self.linear
+        # λ = root²: never negative
         return Sites(self.inputs, root.square(), linear)

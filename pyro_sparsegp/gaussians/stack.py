@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..numerics.linalg import Unbound
+from ..numerics.linalg import Unbound, factorised, rounding
 
 
 class Stack:
@@ -103,3 +103,13 @@ def each_times(a: Tensor, b: Tensor) -> Tensor:
 def eye_like(matrix: Tensor) -> Tensor:
     """I of a matrix' size."""
     return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def solved(precision: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """P⁻¹ of a vector, and a flag that is not 0 if P has no Cholesky factor. With so much more on the diagonal, in
+    place, that rounding leaves it positive: at no slope the mean stays all the same.
+    """
+    diagonal = precision.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(rounding(precision) * diagonal.mean(-1, keepdim=True))
+    factor, info = factorised(precision)
+    return torch.cholesky_solve(right[..., None], factor)[..., 0], info

@@ -76,12 +76,13 @@ class Natural(Coefficients):
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """ρ of a step by these passes."""
         rate = self.next_rate(share)
-        # One draw shows a curvature with all its noise, which has to be averaged out:
-        # test_single_draws_of_an_inner_layer_do_not_throw_it_away
-        if any(one.draws for one in passes):
-            rate = min(rate, max(0.02, 1 / (10 + self.steps / 8)))
-        if any(one.by_draws for one in passes):
-            rate = min(rate, _BY_MARGINALS)
+        for one in passes:
+            # One draw shows a curvature with all its noise, which has to be averaged out:
+            # test_single_draws_of_an_inner_layer_do_not_throw_it_away
+            if one.draws:
+                rate = min(rate, max(0.02, 1 / (10 + self.steps / 8)))
+            if one.by_draws:
+                rate = min(rate, _BY_MARGINALS)
         return rate
 
     def take(self, passes: list[Pass], share: float) -> None:
