@@ -55,13 +55,11 @@ class SparseGP(AbstractModule):
 
         :param share: what the run has of the coefficients of several sites, :meth:`join`; by default the marginal.
         """
-        features = self.basis(process.kernel, process.jitter, name)
-        if self.kept_rows is not None:
-            self.hold(features, process)
+        features = self.features_for(process, name)
         if share is not None:
             return kind(process, features, share, name)
         level = (self._level(process, features),) if self.coefficients.levelled else ()
-        return kind(process, features, self.coefficients(self.anchor(features), *level), name)
+        return kind(process, features, self.coefficients(self.coefficients.anchor_of(features), *level), name)
 
     def predict(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior, *args: Any
@@ -80,21 +78,16 @@ class SparseGP(AbstractModule):
             x.data_ptr()  # raises under torch.func.vmap, whose tensors can't be kept: the run is then made outside
             self.rows = x.detach()
 
-    def hold(self, features: Any, process: GaussianProcess) -> None:
-        """Have sites be about f at the rows that are kept, where the process's network has them now; about w, where
-        it is another, or a part of it, which takes other rows.
+    def features_for(self, process: GaussianProcess, name: str) -> Any:
+        """φ under the process's kernel. Where rows are kept, sites are about f there, where the process's network has
+        them now; about w, where it is another, or a part of it, which takes other rows.
         """
-        assert self.kept_rows is not None
-        origin = process.origin
-        is_known = origin is not None and origin.parameters == self.network
-        features.hold_at(origin.at(self.kept_rows) if origin is not None and is_known else None)
-
-    def anchor(self, features: Features) -> Any:
-        """L, as the coefficients want it."""
-        q = self.coefficients
-        if not q.anchored or (self.kept_rows is None and not q.wants(features)):
-            return None
-        return features.anchors if q.by_block else features.anchor
+        features: Any = self.basis(process.kernel, process.jitter, name)
+        if self.kept_rows is not None:
+            origin = process.origin
+            is_known = origin is not None and origin.parameters == self.network
+            features.hold_at(origin.at(self.kept_rows) if origin is not None and is_known else None)
+        return features
 
     def _level(self, process: GaussianProcess, features: Features) -> Optional[Tensor]:
         # The values (..., M) of a constant mean for u = Lw; None where it is none, or never moved.
@@ -140,7 +133,7 @@ class SparseGP(AbstractModule):
         """Start the covariance of q(w) at what noise as large as the process would leave of it at these inputs."""
         with torch.no_grad(), poutine.block():
             features = self.basis(process.kernel, process.jitter, name)
-            self.coefficients.start(self.anchor(features), self.shown(process, features))
+            self.coefficients.start(self.coefficients.anchor_of(features), self.shown(process, features))
 
     def shown(self, process: GaussianProcess, features: Features) -> list[Tensor]:
         """√λ·Φ at inputs of a first call, for noise 1/λ as large as the process, ``(..., n, M_b)`` a block."""

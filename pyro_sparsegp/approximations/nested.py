@@ -48,7 +48,7 @@ class DecoupledGP(SparseGP):
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
     ) -> SparsePosterior:
         inducing = self.basis(process.kernel, process.jitter, name)
-        q = self.coefficients(self.anchor(inducing))
+        q = self.coefficients(self.coefficients.anchor_of(inducing))
         (means,) = self.means.variables()
         features = DecoupledFeatures(inducing, means, self.weights, self.num_columns)
         estimate = features.estimate if issubclass(kind, ExpectedSite) else features.square

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -142,7 +142,6 @@ class AboutValues(Natural):
         on all rows, max(0.25, 1/(1 + t)).
     """
 
-    anchored: ClassVar[bool] = True
     softness = 0.03  # η
     loc: Any
     seat: Tensor
@@ -219,6 +218,9 @@ class AboutValues(Natural):
         """Whether q is given by its S, which is quicker where it is small: one covariance, without copies."""
 
     # How q is given.
+
+    def anchor_of(self, features: Any) -> Any:
+        return features.anchor
 
     def forward(self, anchor: Any = None, level: Optional[Tensor] = None) -> Product:
         """q(w).

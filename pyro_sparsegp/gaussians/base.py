@@ -105,8 +105,6 @@ class Coefficients(Documented, AbstractModule):
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
         super().__init__()
 
-    anchored: ClassVar[bool] = False  # whether it is about u = Lw
-    by_block: ClassVar[bool] = False  # whether it wants L's blocks on the diagonal alone, in a list
     levelled: ClassVar[bool] = False  # whether it is told the values of the process's mean, too, where these may move
     placed: ClassVar[bool] = False  # whether where it is before any data depends on L
 
@@ -127,9 +125,9 @@ class Coefficients(Documented, AbstractModule):
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Put the mean where training starts, ``(..., M)`` over all blocks."""
 
-    def wants(self, features: Any) -> bool:
-        """Whether it takes the anchor of a run's features; one that follows features does once they train."""
-        return True
+    def anchor_of(self, features: Any) -> Any:
+        """L of a run's features, as :meth:`forward` wants it; ``None`` where it is about w alone."""
+        return None
 
     @abstractmethod
     def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:

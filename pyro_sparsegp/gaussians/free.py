@@ -114,7 +114,6 @@ class Unwhitened(Coefficients):
     :param kind: the whitened posterior with the same layout of factors.
     """
 
-    anchored: ClassVar[bool] = True
     placed: ClassVar[bool] = True
 
     def __init__(
@@ -136,6 +135,9 @@ class Unwhitened(Coefficients):
         """Put the mean at m_b = L_bb times that of w_b."""
         blocks = zip(self._blocks(anchor), self.values.slices)
         self.values.start_mean(None, torch.cat([times(block, loc[..., own]) for block, own in blocks], -1))
+
+    def anchor_of(self, features: Any) -> Any:
+        return features.anchor
 
     def _blocks(self, anchor: Optional[Tensor]) -> list[Tensor]:
         """L_bb of each factor."""

@@ -40,9 +40,9 @@ class NaturalAtRows(NaturalGaussian):
     def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
         super().start(None, features)  # nothing moves before the first step, which has the features with it
 
-    def wants(self, features: Any) -> bool:
-        """Whether it follows: it does from the first step on in which features train."""
-        return bool(self.seat.numel()) or features.trains
+    def anchor_of(self, features: Any) -> Any:
+        # it follows from the first step on in which features train
+        return features.anchor if self.seat.numel() or features.trains else None
 
     @property
     def _is_known(self) -> bool:
@@ -89,6 +89,9 @@ class NaturalAtOutputs(NaturalAtRows):
         new.layout, new.slices, new.gram = q.layout, q.slices, q.gram
         new._parameters.update(q._parameters)  # Pyro's store may have them by this name
         return new
+
+    def anchor_of(self, features: Any) -> Any:
+        return features.anchor
 
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """As of others, or what the last pass asks for."""

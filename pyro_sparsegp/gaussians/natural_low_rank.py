@@ -11,7 +11,7 @@ only the positive part is turned, so that what is left stays positive definite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -49,8 +49,6 @@ class NaturalLowRank(AboutValues):
     :param iterations: of conjugate gradients a step.
     """
 
-    by_block: ClassVar[bool] = True
-
     def __init__(
         self,
         sizes: Sequence[int],
@@ -73,6 +71,9 @@ class NaturalLowRank(AboutValues):
             self.tilt = torch.nn.Parameter(square.clone())
         self.register_buffer("block", plus_one(square))
         self.register_buffer("gain", square)  # the positive part of D - I
+
+    def anchor_of(self, features: Any) -> Any:
+        return features.anchors  # its blocks on the diagonal, in a list
 
     # States have the parts block by block.
 

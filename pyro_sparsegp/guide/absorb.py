@@ -47,11 +47,9 @@ class _Sums:
 
     def __init__(self, module: SparseGP, process: GaussianProcess, name: str, forget: float) -> None:
         self.process, self.name, self.coefficients = process, name, module.coefficients
-        self.features = module.basis(process.kernel, process.jitter, name)
-        if module.kept_rows is not None:
-            module.hold(self.features, process)
+        self.features = module.features_for(process, name)
         self.phi = self.features(process.x)
-        self.anchor = self.features.anchors if self.coefficients.by_block else self.features.anchor
+        self.anchor = self.coefficients.anchor_of(self.features)
         gram, pull = self.coefficients.sums(self.anchor)
         self._sums = (1 - forget) * gram, (1 - forget) * pull
 

@@ -274,7 +274,7 @@ class Search:
         for name, module in () if is_field else guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
-                anchor = module.anchor(handler.bases[name])
+                anchor = module.coefficients.anchor_of(handler.bases[name])
                 self._put(module.coefficients, anchor, index_of(layout.rows, [name]), best)
 
     def _start_field(
