@@ -65,15 +65,6 @@ class SiteGP(AbstractModule):
             return self.at_new_inputs(process, name, kind, sites)
         return self.given(process, name, kind, sites, exact)
 
-    @property
-    def forgets(self) -> bool:
-        """Whether it may be given other training data: it has no parameters for each row."""
-        return self.num_rows is None
-
-    def forget(self) -> None:
-        """Forget what was read off the training data."""
-        self.sites.forget()  # type: ignore[union-attr]
-
     def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
         """The prior, before any sites are read."""
         return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)

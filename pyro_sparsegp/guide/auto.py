@@ -303,13 +303,13 @@ class AutoSparseGP(SavedGuide):
         :raises ValueError: naming the GP site of such a family.
         """
         for name, module in self.site_modules().items():
-            if not module.forgets:
+            if module.num_rows is not None:
                 raise ValueError(
                     f"GP site {name!r} has the family {module.family['name']}, with parameters for each row of its "
                     "training data: make a new guide for other data."
                 )
         for module in self.site_modules().values():
-            module.forget()
+            module.sites.forget()
         self.core.data, self.core.forgotten = None, True
 
     @property
