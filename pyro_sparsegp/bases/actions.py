@@ -154,8 +154,13 @@ def safe_root(precision: Tensor) -> Tensor:
 
 def white(sites: Sites) -> Tensor:
     """√λ(z − μ), 0 where λ = 0."""
-    positive = sites.precision > 0
-    return sites.linear * torch.where(positive, sites.precision, 1.0).rsqrt() * positive
+    return sites.linear * inverse_root(sites.precision)
+
+
+def inverse_root(precision: Tensor) -> Tensor:
+    """1/√λ, 0 where λ = 0."""
+    positive = precision > 0
+    return torch.where(positive, precision, 1.0).rsqrt() * positive
 
 
 def _sums(values: Tensor, sizes: Sequence[int], dim: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..gaussians.sites import Sites
 from ..modules import AbstractModule
 from ..numerics.shapes import broadcast_shapes
-from .actions import Actions, BlockActions, DenseActions, chunk_memory, safe_root, white
+from .actions import Actions, BlockActions, DenseActions, chunk_memory, inverse_root, safe_root, white
 
 _WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32
 _EXACT = 3000  # rows up to which eigenvectors come from a dense decomposition
@@ -177,9 +177,7 @@ class UserPolicy(Policy):
 
 def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
     # Orthonormal columns with the span of Λ^-½S, over the rows with λ > 0.
-    positive = precision > 0
-    scale = torch.where(positive, precision, 1.0).rsqrt() * positive
-    scaled = scale[..., None] * matrix
+    scaled = inverse_root(precision)[..., None] * matrix
     directions, triangle = torch.linalg.qr(scaled)
     pivots = triangle.diagonal(dim1=-2, dim2=-1).abs()
     level = matrix.shape[-2] * torch.finfo(pivots.dtype).eps
@@ -187,9 +185,8 @@ def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
         return directions
     # Dependent columns: Q is padded with directions that nobody asked for.
     left, values, _ = torch.linalg.svd(scaled, full_matrices=False)
-    return (
-        left * (values > level * values.amax(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny))[..., None, :]
-    )
+    least = level * values.amax(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+    return left * (values > least)[..., None, :]
 
 
 def _whitened(kernel: Any, sites: Sites) -> Callable[[Tensor], Tensor]:

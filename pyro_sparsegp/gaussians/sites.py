@@ -107,7 +107,7 @@ class KeptSites(AbstractModule):
 
     def __init__(self, inputs: Tensor, batch_shape: Sequence[int]) -> None:
         super().__init__()
-        self.register_buffer("inputs", inputs.detach()[:0])
+        self.register_buffer("inputs", inputs.new_zeros(0, inputs.shape[-1]))
         for name in ("precision", "linear"):
             self.register_buffer(name, inputs.new_zeros(*batch_shape, 0))
         self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=inputs.device))
