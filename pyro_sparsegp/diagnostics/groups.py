@@ -84,7 +84,7 @@ class Table:
 
     def _learn_rows(self, name: str, site: Any) -> None:
         """Which log densities of a site masks leave, and their weights, which scales are, as all plates are whole."""
-        rows, shape = unmasked_rows(site), site["fn"].batch_shape
+        rows, shape = unmasked_rows(site["fn"], site["value"], site["mask"]), site["fn"].batch_shape
         rows = torch.ones(shape, dtype=torch.bool) if rows is None else rows
         left = rows.cpu().numpy()
         weights = torch.as_tensor(site["scale"]).detach().cpu().expand(shape).numpy()

@@ -125,7 +125,8 @@ def predictive_scores(
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
         scores = {"log_score": log_score, **_METHODS[method](node["value"].to(parts[0]), log_score, *parts)}
-    seen = {mask.shape: mask for mask in (unmasked(node), unmasked_rows(node)) if mask is not None}
+    of = node["fn"], node["value"], node["mask"]
+    seen = {mask.shape: mask for mask in (unmasked(*of), unmasked_rows(*of)) if mask is not None}
     if not all(mask.any() for mask in seen.values()):
         raise nothing_unmasked(site)
     scores = {name: score.where(seen[score.shape], torch.nan) if seen else score for name, score in scores.items()}

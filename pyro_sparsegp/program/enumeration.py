@@ -23,7 +23,6 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .chosen import Values
 from .summed_out import PLATES, Factor, Group, Plates, SummedOut, depth, with_size
 from .traces import as_process, sample_sites
 
@@ -54,7 +53,8 @@ class Enumeration(Messenger):
         # A run without such sites costs nothing; before the first of them no site depends on one.
         if site_is_subsample(msg) or infer.get("_deterministic") or not (self.names or wanted):
             return
-        latents, plates = self._latents(msg), _plates(msg)
+        latents = self._latents(msg)
+        plates = {frame.name: frame for frame in msg["cond_indep_stack"] if frame.vectorized}
         if wanted and not msg["is_observed"] and msg["value"] is None:
             self._enumerate(msg, latents, plates)
         elif latents:
@@ -86,7 +86,7 @@ class Enumeration(Messenger):
         if len(plates) == 1 and not fn.event_shape:
             ((key, frame),) = plates.items()
             values = values.expand(with_size(values, frame.dim, frame.size))
-            values = Values.of(values, name, frame.dim, self._numbers.setdefault(key, []))
+            values = _noting(values, (name, frame.dim, self._numbers.setdefault(key, [])))
         msg["value"], msg["done"], msg["type"] = values, True, "enumerated"
 
     def probabilities(self) -> dict[str, Tensor]:
@@ -168,8 +168,51 @@ def _require_element(name: str, plates: Plates, latent: str, there: Plates, grou
     )
 
 
-def _plates(msg: Any) -> Plates:
-    return {frame.name: frame for frame in msg["cond_indep_stack"] if frame.vectorized}
+class Values(Tensor):
+    """All values of an enumerated latent, or a function of these alone, ``(K, 1, ..., N)``: the same for each element.
+
+    ``z[group]`` and ``z[..., group]`` give each row the values that its element of the plate has, which are those of
+    any, and note the rows' numbers: what depends on them is added up by these.
+
+    ``picked`` is the site's name, the dimension of its plate, and the numbers so far.
+    """
+
+    picked: tuple[str, int, list[Tensor]]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+            first, *more = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)] or [None]
+            # A function of the values alone is the same for each element, too, as torch.where(z == 1, ...):
+            # test_rows_that_share_a_class.
+            if isinstance(first, Values) and type(found) is Tensor and found.shape == first.shape:
+                return _noting(found, first.picked) if all(part is first for part in more) else found
+            return found
+
+    def __getitem__(self, index: Any) -> Tensor:
+        index = index[1] if isinstance(index, tuple) and index[:1] == (Ellipsis,) else index
+        if not isinstance(index, (int, Tensor)):
+            return super().__getitem__(index)
+        (site, place, read), numbers = self.picked, torch.as_tensor(index)
+        if numbers.dim() != 1 or numbers.is_floating_point() or numbers.dtype == torch.bool:
+            what = f"{numbers.dtype} of shape {tuple(numbers.shape)}" if numbers.dim() else str(index)
+            raise ValueError(
+                f"discrete site {site!r} is enumerated, and indexed by {what}: give each row the number of "
+                f"its element of the plate, whole numbers (N,), {site}[group]; or loop over pyro.plate."
+            )
+        # The same numbers twice are one choice: test_group_classes.py::test_groups.
+        if not any(numbers is one or torch.equal(numbers, one) for one in read):
+            read.append(numbers)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).index_select(place, torch.zeros_like(numbers))
+
+
+def _noting(values: Tensor, picked: tuple[str, int, list[Tensor]]) -> Values:
+    found = values.as_subclass(Values)
+    found.picked = picked
+    return found
 
 
 def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
 from .declared import rewrapped
-from .traces import bare, fill_masked, unmasked_rows
+from .traces import bare, filled, unmasked_rows
 
 __all__ = ["PLATES", "Factor", "Group", "Plates", "SummedOut", "depth", "with_size"]
 
@@ -67,26 +67,25 @@ class Group:
 
         :raises ValueError: naming the latents, if there is no order of summing.
         """
-        left = list(factors)
+        dims = frozenset().union(*(factor.latents for factor in factors))
+        if not dims:
+            return list(factors)
         # Of latents in plates b inside of a, Σ_z ∏_b = ∏_b Σ_z: those in the most plates are summed out first, each
         # after the product over what its factors have beyond these plates.
-        while dims := frozenset().union(*(factor.latents for factor in left)):
-            for plates in sorted((self.latents[dim] for dim in dims), key=len, reverse=True):
-                own = frozenset(dim for dim in dims if self.latents[dim].keys() == plates.keys())
-                touched = [factor for factor in left if factor.latents & own]
-                if all(self._can_be_reduced(factor, plates, own) for factor in touched):
-                    break
-            else:
-                raise ValueError(
-                    f"the discrete sites {[self.names[dim - PLATES - 1] for dim in sorted(self.latents)]} meet in a "
-                    "density, and their plates are not nested. Put one of them into the plates of the other, or write "
-                    "it as a latent with a posterior of its own."
-                )
-            total = self.product(touched, plates)
-            left = [factor for factor in left if not factor.latents & own]
-            # log Σ_z exp Σᵢ log φᵢ(z), in one logsumexp of the sum: test_group_classes.py::test_groups.
-            left.append(Factor(total.latents - own, plates, total.value.logsumexp([-dim for dim in own], keepdim=True)))
-        return left
+        for plates in sorted((self.latents[dim] for dim in dims), key=len, reverse=True):
+            own = frozenset(dim for dim in dims if self.latents[dim].keys() == plates.keys())
+            touched = [factor for factor in factors if factor.latents & own]
+            if all(self._can_be_reduced(factor, plates, own) for factor in touched):
+                total = self.product(touched, plates)
+                # log Σ_z exp Σᵢ log φᵢ(z), in one logsumexp of the sum: test_group_classes.py::test_groups.
+                summed = total.value.logsumexp([-dim for dim in own], keepdim=True)
+                left = [factor for factor in factors if not factor.latents & own]
+                return self.contract([*left, Factor(total.latents - own, plates, summed)])
+        raise ValueError(
+            f"the discrete sites {[self.names[dim - PLATES - 1] for dim in sorted(self.latents)]} meet in a "
+            "density, and their plates are not nested. Put one of them into the plates of the other, or write "
+            "it as a latent with a posterior of its own."
+        )
 
     def _can_be_reduced(self, factor: Factor, plates: Plates, own: frozenset[int]) -> bool:
         """Whether a factor's product over all other plates is of latents that stand outside of these."""
@@ -177,17 +176,15 @@ class SummedOut(TorchDistribution):
         """log p(y | z)."""
         fn = self.given_discrete
         density = rewrapped(fn, bare(fn).log_prob(value), masked)
-        return Factor(self.latents, self.plates, scale_and_mask(density, mask=self._seen(value) if masked else None))
+        return Factor(
+            self.latents,
+            self.plates,
+            scale_and_mask(density, mask=unmasked_rows(self.given_discrete, value, self.site_mask) if masked else None),
+        )
 
     def filled(self, value: Tensor) -> Tensor:
         """A value with numbers where masked ones are NaN."""
-        site = {"type": "sample", "is_observed": True, "fn": self.given_discrete, "mask": self.site_mask}
-        site["value"] = value
-        fill_masked(site)
-        return site["value"]
-
-    def _seen(self, value: Tensor) -> Optional[Tensor]:
-        return unmasked_rows({"fn": self.given_discrete, "value": value, "mask": self.site_mask})
+        return filled(self.given_discrete, value, self.site_mask)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log p(y | what came before); of rows that share a z, each one's share."""
@@ -201,7 +198,7 @@ class SummedOut(TorchDistribution):
         plates = (*[1] * (PLATES - len(self.batch_shape)), *self.batch_shape)
         if left.plates.keys() != self.plates.keys():
             # What elements have, in equal parts at each row that is not masked.
-            rows = self._seen(value) if self.masked else None
+            rows = unmasked_rows(self.given_discrete, value, self.site_mask) if self.masked else None
             seen = total.new_ones(plates) if rows is None else padded(rows.to(total.dtype)).expand(plates)
             share = total / group.product([Factor(frozenset(), self.plates, seen)], left.plates).value.clamp(min=1)
             total = group.at_rows(share, self.plates, left.plates, plates) * seen

@@ -29,6 +29,7 @@ __all__ = [
     "as_process",
     "bare",
     "fill_masked",
+    "filled",
     "free_values",
     "grouped",
     "is_free",
@@ -206,14 +207,13 @@ def bare(fn: Any) -> Any:
     return fn.without_masks() if hasattr(fn, "without_masks") else fn
 
 
-def unmasked(site: Any) -> Optional[Tensor]:
+def unmasked(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
     """Which of an observed site's values no mask leaves out, in their shape; ``None`` if it has no mask.
 
     Masks are ``poutine.mask``'s, of whole rows, and those of the distribution under ``.to_event`` and ``.expand``, of
     single values; where discrete latents are summed out, of the distribution given these.
     """
-    value, fn, seen = site["value"], site["fn"], None
-    fn, mask = getattr(fn, "given_discrete", fn), site["mask"]
+    fn, seen = getattr(fn, "given_discrete", fn), None
     while True:
         part = torch.zeros((), dtype=torch.bool, device=value.device) if mask is False else mask
         if isinstance(part, Tensor):  # True and None are none
@@ -227,25 +227,31 @@ def unmasked(site: Any) -> Optional[Tensor]:
         fn = fn.base_dist
 
 
-def unmasked_rows(site: Any) -> Optional[Tensor]:
+def unmasked_rows(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
     """Which of an observed site's log densities have such a value, in their shape; ``None`` if it has no mask."""
-    seen, event_dim = unmasked(site), site["fn"].event_dim
-    return seen.flatten(-event_dim).any(-1) if seen is not None and event_dim else seen
+    seen = unmasked(fn, value, mask)
+    return seen.flatten(-fn.event_dim).any(-1) if seen is not None and fn.event_dim else seen
 
 
-def fill_masked(site: Any) -> None:
-    """Put a value of an unmasked row where an observed site is masked and NaN.
+def filled(fn: Any, value: Any, mask: Any) -> Any:
+    """An observed site's value with one of an unmasked row where it is masked and NaN.
 
     A mask makes such a term 0, but not its gradient, which is 0·NaN.
     """
-    value = site["value"]
-    if site["type"] != "sample" or not site["is_observed"] or not isinstance(value, Tensor):
-        return
-    seen = unmasked(site) if value.is_floating_point() and value.dim() else None
-    if seen is not None:  # test_quadrature.py::TestMissing
-        shape, num = seen.shape, seen.dim() - site["fn"].event_dim
-        rows, seen = (part.expand(shape).reshape(-1, *shape[num:]) for part in (value, seen))
-        # The row's number stays a tensor: nothing is read back from the device.
-        # Single values of an event may be masked apart from one another, and have unmasked rows of their own.
-        filler = rows.gather(0, seen.to(torch.uint8).argmax(0, keepdim=True)).nan_to_num()
-        site["value"] = torch.where(~seen & rows.isnan(), filler, rows).reshape(shape)
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim():
+        return value
+    seen = unmasked(fn, value, mask)
+    if seen is None:
+        return value
+    shape, num = seen.shape, seen.dim() - fn.event_dim  # test_quadrature.py::TestMissing
+    rows, seen = (part.expand(shape).reshape(-1, *shape[num:]) for part in (value, seen))
+    # The row's number stays a tensor: nothing is read back from the device.
+    # Single values of an event may be masked apart from one another, and have unmasked rows of their own.
+    filler = rows.gather(0, seen.to(torch.uint8).argmax(0, keepdim=True)).nan_to_num()
+    return torch.where(~seen & rows.isnan(), filler, rows).reshape(shape)
+
+
+def fill_masked(site: Any) -> None:
+    """As :func:`filled`, of a sample site that is observed."""
+    if site["type"] == "sample" and site["is_observed"]:
+        site["value"] = filled(site["fn"], site["value"], site["mask"])
