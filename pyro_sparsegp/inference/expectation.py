@@ -20,7 +20,8 @@ from ..numerics.processes import Workers
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Owners, Terms
-from .refinement import Progress, Settings, SiteRun
+from ..warned import require_number
+from .refinement import Progress, SiteRun
 from .site_runs import site_run
 
 __all__ = ["ExpectationPropagation"]
@@ -81,18 +82,24 @@ class ExpectationPropagation:
         max_sweeps: int = 100,
         group: Optional[Any] = None,
     ) -> None:
-        _require("damping", damping, _is_share(damping), "a number in (0, 1]")
-        _require("power", power, _is_share(power), "a number in (0, 1]")
-        _require("schedule", schedule, schedule in ("inner", "outer"), "one of ('inner', 'outer')")
-        _require("gradient", gradient, gradient in ("matched", "exact"), "one of ('matched', 'exact')")
-        _require("num_nodes", num_nodes, _is_count(num_nodes, 4), "a whole number of at least 4")
-        _require(
-            "tolerance", tolerance, isinstance(tolerance, (int, float)) and tolerance >= 0, "a number of at least 0"
-        )
-        _require("max_sweeps", max_sweeps, _is_count(max_sweeps, 1), "a whole number of at least 1")
-        is_optimiser = isinstance(optim, pyro.optim.PyroOptim)
-        _require("optim", optim, is_optimiser, "a Pyro optimiser, pyro.optim.Adam({'lr': 0.01})")
-        _require("guide", guide, isinstance(guide, AutoSparseGP), "an AutoSparseGP")
+        checks = {
+            "damping": (damping, _is_share(damping), "a number in (0, 1]"),
+            "power": (power, _is_share(power), "a number in (0, 1]"),
+            "schedule": (schedule, schedule in ("inner", "outer"), "one of ('inner', 'outer')"),
+            "gradient": (gradient, gradient in ("matched", "exact"), "one of ('matched', 'exact')"),
+            "tolerance": (tolerance, isinstance(tolerance, (int, float)) and tolerance >= 0, "a number of at least 0"),
+            "optim": (
+                optim,
+                isinstance(optim, pyro.optim.PyroOptim),
+                "a Pyro optimiser, pyro.optim.Adam({'lr': 0.01})",
+            ),
+            "guide": (guide, isinstance(guide, AutoSparseGP), "an AutoSparseGP"),
+        }
+        for argument, (value, fits, what) in checks.items():
+            if not fits:
+                raise ValueError(f"ExpectationPropagation's {argument} must be {what}, got {value!r}")
+        require_number("ExpectationPropagation's num_nodes", num_nodes, 4)
+        require_number("ExpectationPropagation's max_sweeps", max_sweeps)
         if model != guide.model:
             raise ValueError("ExpectationPropagation runs the guide's own model; it was given another")
         if not all(isinstance(family, ExpectationFamily) for family in guide.declared_families()):
@@ -177,19 +184,9 @@ class ExpectationPropagation:
                 require_data(guide)
             terms = Terms(guide.model, guide.facts, values, processes, call, self._known)
             self._known = terms.owners, terms.rowwise
-            settings = Settings(self.damping, self.power, self.num_nodes, self.workers, guide.warned)
+            progress = {name: self._progress.setdefault(name, Progress()) for name in processes}
             runs = [
-                site_run(
-                    guide,
-                    name,
-                    process,
-                    terms,
-                    trace,
-                    call,
-                    indices,
-                    settings,
-                    self._progress.setdefault(name, Progress()),
-                )
+                site_run(self, name, process, terms, trace, call, indices, progress[name])
                 for name, process in processes.items()
             ]
         part = next((run.index for run in runs if run.index is not None), None)
@@ -290,14 +287,5 @@ class ExpectationPropagation:
         return own + common / self.workers.num, total + common.detach()
 
 
-def _require(argument: str, value: Any, fits: bool, what: str) -> None:
-    if not fits:
-        raise ValueError(f"ExpectationPropagation's {argument} must be {what}, got {value!r}")
-
-
 def _is_share(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -15,34 +15,16 @@ from torch import Tensor
 from ..approximations.expectation import ExpectationGP
 from ..gaussians.sites import Sites, update
 from ..numerics.linalg import NumericalWarning, cholesky, over_upper, row_squares, solve_lower
-from ..numerics.processes import Workers
 from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..program.terms import Terms
-from ..warned import Warned, warn_once
+from ..warned import warn_once
 from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola, prior_of
 
-__all__ = ["Progress", "Settings", "SiteRun"]
+__all__ = ["Progress", "SiteRun"]
 
 _SLOWEST = 1 / 64
 _NEAR = 1.0  # standard deviations by which sites near their fixed point move at most
 _NEAR_IF_EXACT = 0.05  # the same where one sweep ends there
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What ``ExpectationPropagation`` was given.
-
-    :param damping: ρ, the weight of a new site.
-    :param power: α.
-    :param num_nodes: of each one-dimensional integral.
-    :param warned: what was warned of.
-    """
-
-    damping: float
-    power: float
-    num_nodes: int
-    workers: Workers
-    warned: Warned
 
 
 @dataclass
@@ -74,6 +56,7 @@ class Progress:
 class SiteRun:
     """One GP site in one run of the model, and its sites as they are.
 
+    :param method: the :class:`ExpectationPropagation` whose damping, power, nodes and processes these are.
     :param phi: Φ at the data given, ``(..., B, M)``, with its graph.
     :param residual: d, with its graph.
     :param prior_mean: μ, with its graph.
@@ -89,7 +72,7 @@ class SiteRun:
     """
 
     name: str
-    settings: Settings
+    method: Any
     progress: Progress
     module: ExpectationGP
     phi: Tensor
@@ -114,7 +97,7 @@ class SiteRun:
     @torch.no_grad()
     def look(self, terms: Terms) -> None:
         """Find q, its cavities and tilted distributions at the sites as they are."""
-        power = self.settings.power
+        power = self.method.power
         self._find_posterior()
         scaled = power * self.sites.precision, power * self.sites.linear
         cavity = self.cavity = cavity_of(self.phi.detach(), self.sites.inputs, *scaled, self.loc, self.factor)
@@ -142,7 +125,7 @@ class SiteRun:
             torch.where(curvature > 0, top, centre),
             torch.where(curvature > 0, gaussian, precision).rsqrt(),
             power,
-            self.settings.num_nodes,
+            self.method.num_nodes,
             passes=1 if self.progress.moved < 0.5 and self.index is None else 5,
         )
         small = 1e-6 if mean.dtype == torch.float64 else 1e-2
@@ -157,7 +140,7 @@ class SiteRun:
         if self.index is not None:
             held = module.sums(old.inputs, old.precision, old.linear)
             gram, pull = gram - held[0], pull - held[1]
-        gram, pull = self.settings.workers.sum(gram, pull)
+        gram, pull = self.method.workers.sum(gram, pull)
         if self.index is not None:
             gram, pull = module.gram + gram, module.pull + pull
         return gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), pull
@@ -170,7 +153,7 @@ class SiteRun:
             # Without the negative sites q exists: test_negative_precisions_that_outweigh_the_rest_are_cut.
             self.progress.cut += 1
             warn_once(
-                self.settings.warned,
+                self.method.guide.warned,
                 "negative sites dropped",
                 self.name,
                 f"expectation propagation at GP site {self.name!r} dropped sites of negative precision, which left q "
@@ -194,18 +177,18 @@ class SiteRun:
     def _resum(self) -> None:
         module = self.module
         sums = module.sums(module.features_of(module.rows), module.precision, module.linear)
-        module.gram, module.pull = self.settings.workers.sum(*sums)
+        module.gram, module.pull = self.method.workers.sum(*sums)
 
     def _any(self, flag: Tensor) -> bool:
         """Whether a flag is true in any process."""
-        return bool(self.settings.workers.largest(flag.any().float()))
+        return bool(self.method.workers.largest(flag.any().float()))
 
     # Refined sites.
 
     @torch.no_grad()
     def refined(self) -> tuple[Sites, Progress]:
         """The refined sites, damped, and how that goes: nothing is kept."""
-        cavity, at, power, workers = self.cavity, self.at, self.settings.power, self.settings.workers
+        cavity, at, power, workers = self.cavity, self.at, self.method.power, self.method.workers
         progress, residual, (mean, spread) = replace(self.progress), self.residual.detach(), cavity.marginal
         variance = cavity.variance + residual
         # With a = ∂log Z/∂m⁻ and β = −∂²log Z/∂m⁻², the α and α² + αa/b of eq. 18 and 19, eq. 23 reads in w
@@ -225,7 +208,7 @@ class SiteRun:
         linear = torch.where(usable, linear, torch.where(old.precision < 0, 0.0, old.linear))
         # Eq. 25, but for sites of a Gaussian likelihood, which are exact whatever the cavity: test_two_sweeps.
         gradient = linear - precision * mean
-        new = update(old, gradient, precision, (mean, spread), self.settings.damping * progress.pace, math.inf)
+        new = update(old, gradient, precision, (mean, spread), self.method.damping * progress.pace, math.inf)
         exact = self.exact & usable
         new = Sites(old.inputs, torch.where(exact, precision, new.precision), torch.where(exact, linear, new.linear))
         more = (precision - old.precision) * spread
@@ -255,7 +238,7 @@ class SiteRun:
             )
             factor, info = torch.linalg.cholesky_ex(self._sums(found)[0])
             spread = row_squares(over_upper(found.inputs, factor))
-            valid = is_valid(1 - self.settings.power * found.precision * spread, spread, found.inputs).all()
+            valid = is_valid(1 - self.method.power * found.precision * spread, spread, found.inputs).all()
             if not self._any((info != 0).any() | ~valid):
                 break
         return found
@@ -282,13 +265,13 @@ class SiteRun:
         rows, precision, linear = sites.inputs, sites.precision, sites.linear
         if self.index is None:
             module.keep_all(rows, anchor, precision, linear)
-            module.gram, module.pull = self.settings.workers.sum(module.gram, module.pull)
+            module.gram, module.pull = self.method.workers.sum(module.gram, module.pull)
             if self.given is not None:
                 module.fingerprints = self.given
         else:
             if module.empty:
                 module.make_room(self.num, rows, anchor)
-            gram, pull = self.settings.workers.sum(*module.keep_some(self.index, rows, precision, linear))
+            gram, pull = self.method.workers.sum(*module.keep_some(self.index, rows, precision, linear))
             module.gram, module.pull = module.gram + gram, module.pull + pull
             progress.seen += rows.shape[-2]
             if progress.seen >= self.num:  # rounding errors of the running sums
@@ -303,7 +286,7 @@ class SiteRun:
 
         :param gradient: "matched" or "exact", or ``None`` for none.
         """
-        cavity, normaliser, at, power = self.cavity, self.log_normaliser, self.at, self.settings.power
+        cavity, normaliser, at, power = self.cavity, self.log_normaliser, self.at, self.method.power
         mean, variance, log_ratio, values = cavity.mean, cavity.variance, cavity.log_ratio, None
         if gradient == "matched":
             # Eq. 4: where moments match, ∂log Z_EP/∂ξ is that of Σ log Zₙ with the cavities over w held.

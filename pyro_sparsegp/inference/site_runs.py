@@ -19,26 +19,26 @@ from ..program.data import tensors
 from ..program.dependence import NONE
 from ..program.terms import Terms
 from ..program.traces import all_sites, is_observation
-from .refinement import Progress, Settings, SiteRun
+from .refinement import Progress, SiteRun
 
 __all__ = ["site_run"]
 
 
 def site_run(
-    guide: AutoSparseGP,
+    method: Any,
     name: str,
     process: GaussianProcess,
     terms: Terms,
     trace: poutine.Trace,
     call: tuple[tuple, dict[str, Any]],
     indices: Optional[Tensor],
-    settings: Settings,
     progress: Progress,
 ) -> SiteRun:
     """One GP site of a run, its sites as they are kept.
 
     :raises ValueError: naming the site, if the rows are not the data that it has sites of, or do not say which.
     """
+    guide: AutoSparseGP = method.guide
     scale: Any = trace.nodes[name]["scale"] if name in trace.nodes else 1.0
     if isinstance(scale, Tensor) or scale != 1:
         raise ValueError(
@@ -75,7 +75,7 @@ def site_run(
             sites = Sites(rows, module.precision[..., index], module.linear[..., index])
     spread = prior.detach().sqrt()
     rest = residual, process.mean, spread, index, num, anchor, sites, given
-    return SiteRun(name, settings, progress, module, phi, *rest)
+    return SiteRun(name, method, progress, module, phi, *rest)
 
 
 def _fingerprints(x: Tensor, arguments: list[Tensor], observed: list[Tensor]) -> Tensor:
@@ -119,16 +119,10 @@ def _rows(
                 "keeps a site for each datum. Give their numbers, ep.step(..., indices=rows), or write "
                 "plate = pyro.plate('data', N, subsample_size=B) and index the data by plate.indices."
             )
-    if not _are_numbers(indices, size, full):
+    whole = indices.shape == (size,) and not indices.is_floating_point() and indices.dtype != torch.bool
+    if not whole or len(indices.unique()) < size or not ((indices >= 0) & (indices < full)).all():
         raise ValueError(
             f"indices must be {size} distinct row numbers from 0 to {full - 1}, as many as the data given, got "
             f"{indices.dtype} of shape {tuple(indices.shape)}"
         )
     return indices.to(process.x.device), full
-
-
-def _are_numbers(indices: Tensor, num: int, full: int) -> bool:
-    """Whether these are so many distinct row numbers."""
-    if indices.shape != (num,) or indices.is_floating_point() or indices.dtype == torch.bool:
-        return False
-    return len(indices.unique()) == num and bool(((indices >= 0) & (indices < full)).all())

@@ -184,7 +184,8 @@ class Values(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-            first, *more = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)] or [None]
+            given: list[Any] = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
+            first, *more = given or [None]
             # A function of the values alone is the same for each element, too, as torch.where(z == 1, ...):
             # test_rows_that_share_a_class.
             if isinstance(first, Values) and type(found) is Tensor and found.shape == first.shape:
