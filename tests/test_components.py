@@ -169,7 +169,7 @@ def test_sobol_indices_of_known_lines():
     a, b, c = 1.3, -2.0, 4.0
     f = a * (x[:, 0] - 1) + b * (x[:, 1] - 0.5) + c * (x[:, 0] - 1) * (x[:, 1] - 0.5) + 7.0
 
-    model = one_function(100.0 * kernel, lambda f: dist.Normal(f, 1e-3))
+    model = one_function(100.0 * kernel, lambda f: dist.Normal(f, 1e-3), jitter=1e-10)
     guide, _ = maximise(model, CoupledCovariance(5), x, f, iterations=60)
     posterior = guide.posterior(x)["f"]
     found = posterior.components.sobol_indices(200, draws=True)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.bases import features
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
@@ -334,6 +335,8 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
     x, y = x[order], y[order]
     y = torch.stack([y, torch.cos(5 * x[:, 1])], -1) if case == "outputs" else y
     results = []
+    monkeypatch.setattr(features, "_ROWS", 8)  # which are passed whole
+    monkeypatch.setattr(features, "_EACH", 1)
     for whole in (1000, 16):
         monkeypatch.setattr(blocks, "_WHOLE", whole)
         monkeypatch.setattr(blocks, "_CHUNK", 8)

@@ -751,7 +751,7 @@ class TestRobustness:
         _, ep = start(model, x)
         refused(r"log density of site 'y' is not finite at 1 of 20 values.*support", ep.step, x, bad)
         loss = ep.step(x, y)  # nothing is left of it
-        refused(r"log density of site 'y' \(1 of 20 values, the first at \d+\) is (NaN|infinite)", ep.step, x, bad)
+        refused(r"log density of site 'y' \(1 of 20 values, the first at \d+\) is not finite", ep.step, x, bad)
         assert ep.evaluate_loss(x, y) < loss
 
     @pytest.mark.parametrize(("size", "scale"), [(20, 1.0), (5, 1000.0)])

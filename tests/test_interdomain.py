@@ -230,9 +230,7 @@ class TestWhatUsersWrite:
             def covariance(self, kernel):
                 return super().covariance(kernel)[:3]
 
-        with pytest.raises(
-            ValueError, match=r"Transposed.cross returned the shape \(5, 40\), \(..., 40, 5\) is wanted"
-        ):
+        with pytest.raises(ValueError, match=r"Transposed.cross returned the shape \(5, 40\), expected \(..., 40, 5\)"):
             AutoSparseGP(model, SVGP(Transposed(points(5), points(5))))(x, y)
-        with pytest.raises(ValueError, match=r"Wrong.covariance returned the shape \(3, 5\), \(..., 5, 5\) is"):
+        with pytest.raises(ValueError, match=r"Wrong.covariance returned the shape \(3, 5\), expected \(..., 5, 5\)"):
             AutoSparseGP(model, SVGP(Wrong(points(5), points(5))))(x, y)

@@ -287,6 +287,7 @@ OF_A_KIND = ["SVGP", "OrthogonalInducing3", "OrthogonalUnwhitened", "DecoupledCo
 OF_A_KIND += ["AdditiveSGPR", "SemiCollapsedOrthogonal", "FreeSites", "ComputationAwareCG"]
 
 
+@pytest.mark.filterwarnings("ignore:the bound changes by")
 @pytest.mark.parametrize(("i", "name"), enumerate(OF_A_KIND))
 def test_families(i, name):
     family, dtype = FAMILIES[name], (torch.float64, torch.float32)[i % 2]

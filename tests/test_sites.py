@@ -586,6 +586,7 @@ class Kinked(dist.Laplace):
     """A Laplace distribution that does not say what its expectation is."""
 
 
+@pytest.mark.filterwarnings("ignore:the bound changes by")
 @pytest.mark.parametrize("scale", [0.3, 0.02, 0.01])
 def test_kinks(scale):
     """Median regression, against the dense bound with E|y − f| = d(2Φ(d/s) − 1) + 2sφ(d/s), d = y − m, in closed form.
@@ -810,6 +811,7 @@ def test_a_likelihood_that_is_gaussian_at_first_only(told):
     assert bounds[0] < 1.01 * bounds[1]
 
 
+@pytest.mark.filterwarnings("ignore:the bound changes by")
 def test_a_scale_that_grows_with_f_is_met_near_the_mean():
     """Under the whole prior its large scales explain all rows: sites stayed there, some 100 nats short."""
     x = torch.rand(60, 1)

@@ -72,7 +72,8 @@ def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]
 def _warn_of_jitter(guide: KnownGuide, posteriors: Mapping[str, Marginals]) -> None:
     """Tell of normal data that are as precise as the jitter lets function values be."""
     sites = dict(all_sites(guide.trace))
-    normal = {name: bare(sites[name]["fn"]) for name in guide.facts.rows if is_normal(sites[name]["fn"])}
+    normal = {name: bare(sites[name]["fn"]) for name in guide.facts.rows if name in sites}
+    normal = {name: fn for name, fn in normal.items() if is_normal(fn)}
     noise = {name: fn.variance.min() for name, fn in normal.items()}
     for gp, posterior in posteriors.items():
         parts = [part.jitter for part in guide.module_of(gp).modules() if isinstance(part, InducingPoints)]

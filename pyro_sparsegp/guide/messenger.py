@@ -199,14 +199,6 @@ class SiteMessenger(KnownGuide):
                 f"{own.device}: convert the inputs, or call guide.double(), guide.float() or guide.to(device)."
             )
         facts = self.core.facts
-        columns = facts.columns.get(name, x.shape[-1])
-        # test_guide.py::test_other_columns_than_in_training_raise
-        if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
-            raise ValueError(
-                f"GP site {name!r} has inputs of shape {tuple(x.shape)}; at the guide's first call they had {columns} "
-                f"columns, not {x.shape[-1]}, and outputs the shape {tuple(module.batch_shape)}, now "
-                f"{tuple(process.batch_shape)}."
-            )
         # Else draws would be joint in other groups than the layer above takes.
         for below, (size, above) in facts.groups.items():
             met = self.run.processes.get(below) if self.run is not None and above == name else None
@@ -216,6 +208,14 @@ class SiteMessenger(KnownGuide):
                     f"the guide's first call {size} of {below!r} went into each of {name!r}, and are drawn together. A "
                     "model's structure must not change between calls."
                 )
+        columns = facts.columns.get(name, x.shape[-1])
+        # test_guide.py::test_other_columns_than_in_training_raise
+        if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
+            raise ValueError(
+                f"GP site {name!r} has inputs of shape {tuple(x.shape)}; at the guide's first call they had {columns} "
+                f"columns, not {x.shape[-1]}, and outputs the shape {tuple(module.batch_shape)}, now "
+                f"{tuple(process.batch_shape)}."
+            )
 
     # Traces.
 

@@ -16,7 +16,7 @@ from ..warned import warn_once
 __all__ = ["Doubt"]
 
 _LOOKS = {4**k for k in range(2, 16)}  # steps after which it is asked
-_LEAST = 1e-3  # nats that are told of
+_LEAST = 0.03  # nats that are told of
 
 
 class Doubt:
