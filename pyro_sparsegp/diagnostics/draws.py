@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..approximations.optimal import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
-from ..guide.runs import Conditions
+from ..guide.runs import LARGEST_JOINT, Conditions
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs
 from ..program.dependence import COUPLED
@@ -31,7 +31,6 @@ from .densities import Densities, DensityReader, Moments
 from .marginal import log_marginal
 
 __all__ = [
-    "LARGEST_JOINT",
     "Call",
     "Draws",
     "GuideSource",
@@ -43,7 +42,6 @@ __all__ = [
     "sites_of",
 ]
 
-LARGEST_JOINT = 5000  # function values that are drawn jointly without being asked twice
 _ROWS = 8192  # whose features are held in memory at once
 
 Call = tuple[tuple, dict[str, Any]]
@@ -114,9 +112,9 @@ class Source(ABC):
     sites: dict[str, Any]
     reader: DensityReader
 
-    @abstractmethod
     def items(self, num: int) -> dict[str, Tensor]:
         """What draws are made of, ``(S, ...)`` each, for num draws where the source does not have them."""
+        return {"": torch.arange(num)}
 
     @abstractmethod
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
@@ -145,9 +143,9 @@ class Source(ABC):
         """The draws' pointwise densities, function values integrated given the rest."""
         return self.reader(draws.held, draws.moments)
 
-    @abstractmethod
     def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
         """By name, log p of the draws and the data, which importance weights set against log q."""
+        return {}
 
     def _observed(self, sites: Mapping[str, Any], draw: Draws, simulates: bool) -> None:
         """Take note of the first run's observed sites, and draw them in each."""
@@ -214,9 +212,6 @@ class GuideSource(Source):
         self.marginal = marginal and not structure.joint and not structure.field
         self.posteriors: dict[str, SparsePosterior] = {}  # of the last draw
         self.reader = DensityReader(guide.model, args, kwargs, [*self.observed, *structure.downstream])
-
-    def items(self, num: int) -> dict[str, Tensor]:
-        return {"": torch.arange(num)}
 
     @torch.no_grad()
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:

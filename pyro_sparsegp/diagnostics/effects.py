@@ -111,7 +111,8 @@ class _Effects(NamedTuple):
 
     def _curves(self, axis: Any, part: SparsePosterior, column: int, codes: Sequence[int]) -> None:
         line = self._line(column, self.num)
-        levels = [({by: level}, f"{self.labels[by]} = {level:g}") for by in codes for level in self._levels(by)]
+        values = [(by, level) for by in codes for level in self.x[:, by].unique().tolist()]
+        levels = [({by: level}, f"{self.labels[by]} = {level:g}") for by, level in values]
         for level, label in levels or [({}, "")]:
             self._curve(axis, part, self._at({column: line, **level}), column, label or None)
         if levels:
@@ -119,9 +120,6 @@ class _Effects(NamedTuple):
         if self.rug:
             ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
             axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
-
-    def _levels(self, column: int) -> list[float]:
-        return self.x[:, column].unique().tolist()
 
     def _curve(
         self, axis: Any, part: SparsePosterior, at: Tensor, column: int, label: Any = None, points: bool = False

@@ -12,11 +12,9 @@ import numpy as np
 
 from .backend import FEWEST, arviz_stats, pandas, xarray
 from .given import is_tree, nothing_unmasked
-from .weights import log_ratio_of, require_target, tree_of, weights_of
+from .weights import log_ratio_of, tree_of, weights_of
 
 __all__ = ["compare", "loo", "loo_large"]
-
-_TARGETS = ("vfe", "fitc", "none")
 
 
 def loo(
@@ -47,7 +45,6 @@ def loo(
     :returns: ArviZ's result, with three more attributes: the ``target`` used, and ``khat`` of p/q (NaN for the target
         "none", −∞ for MCMC) with its standard error ``khat_se``. ``warning`` is set if k-hat is too large.
     """
-    require_target("loo", target, _TARGETS)
     tree = tree_of("loo", tree_or_model, args, target, num_samples, kwargs)
     return _leave_out(tree, target, var_name)
 
@@ -118,7 +115,6 @@ def loo_large(
     :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as in
         :func:`loo`.
     """
-    require_target("loo_large", target, _TARGETS)
 
     def choose(num: int) -> np.ndarray:
         m = min(400, num) if observations is None else observations

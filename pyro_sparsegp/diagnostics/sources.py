@@ -185,9 +185,6 @@ class PriorSource(Source):
         upstream = {name for site, names in dependencies.items() for name in names if name != site}
         return [name for name in self.sites if name in dependencies and name not in (*upstream, *self.gps)]
 
-    def items(self, num: int) -> dict[str, Tensor]:
-        return {"": torch.arange(num)}
-
     @torch.no_grad()
     def make(self, item: Mapping[str, Tensor], new: Optional[Call] = None, simulates: bool = True) -> Draws:
         with whole_plates(), poutine.block():
@@ -196,6 +193,3 @@ class PriorSource(Source):
         simulated = {name: values.pop(name) for name in self.data if name in values}
         functions = {name: values.pop(name) for name in self.gps if name in values}
         return Draws(values=values, functions=functions, simulated=simulated)
-
-    def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
-        return {}

@@ -12,7 +12,7 @@ from .backend import FEWEST, arviz_stats, xarray
 from .given import guide_of, is_tree
 from .tree import to_datatree
 
-__all__ = ["PSIS", "psis", "require_target", "tree_of", "weights_of"]
+__all__ = ["PSIS", "log_ratio_of", "psis", "tree_of", "weights_of"]
 
 _DENSITIES = {"vfe": "lp", "fitc": "lp_fitc", "exact": "lp_exact"}  # in sample_stats, by target
 
@@ -104,7 +104,6 @@ def psis(
     :param kwargs: further arguments of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or if the tree was made for another target.
     """
-    require_target("psis", target, tuple(_DENSITIES))
     # Of log likelihoods no row is kept: weights need their sums alone.
     options = kwargs if is_tree(tree_or_model) else {"_choose": lambda rows: np.arange(0), **kwargs}
     return weights_of(tree_of("psis", tree_or_model, args, target, num_samples, options), target)
@@ -162,27 +161,19 @@ def log_ratio_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
     return stats[name] - stats["log_q"]  # of θ and w, both in float64
 
 
-def require_target(function: str, target: Optional[str], targets: tuple[str, ...]) -> None:
-    """Raise for a target that a function does not know."""
-    if target is not None and target not in targets:
-        raise ValueError(f"{function}'s target must be one of {targets}, got {target!r}")
-
-
 def tree_of(
-    function: str,
-    tree_or_model: Any,
-    args: tuple,
-    target: Optional[str],
-    num_samples: Optional[int],
-    kwargs: dict[str, Any],
+    function: str, tree_or_model: Any, args: tuple, target: Optional[str], num: Optional[int], kwargs: dict[str, Any]
 ) -> xarray.DataTree:
     """A tree that was given, or one made of a model, a guide and the training arguments.
 
-    :param num_samples: by default 1,000, and of up to 10,000 rows more while k-hat leaves open whether the weights may
-        be trusted.
+    :param num: of draws; by default 1,000, and of up to 10,000 rows more while k-hat leaves open whether to trust the
+        weights.
     """
+    targets = (*_DENSITIES,) if function == "psis" else ("vfe", "fitc", "none")
+    if target not in (None, *targets):
+        raise ValueError(f"{function}'s target must be one of {targets}, got {target!r}")
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
-        if args or kwargs or num_samples is not None:
+        if args or kwargs or num is not None:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
         if "sample" in tree_or_model["posterior"].sizes:
             raise ValueError('this tree has all draws along "sample": give the one with chains and draws')
@@ -194,11 +185,11 @@ def tree_of(
             f"{len(args)} more."
         )
     kwargs = {"exact": target == "exact", "posterior_predictive": False, **kwargs}
-    for num in [1000, 4000, 10_000] if num_samples is None else [num_samples]:
-        tree = to_datatree(tree_or_model, *args, num_samples=num, **kwargs)
+    for size in [1000, 4000, 10_000] if num is None else [num]:
+        tree = to_datatree(tree_or_model, *args, num_samples=size, **kwargs)
         is_weighed = target != "none" and "log_q" in tree["sample_stats"]
         numbers = sum(part.size for part in tree.children.get("log_likelihood", {}).values())
         # Leave-one-out of 1,000 rows takes seconds for 1,000 draws.
-        if num == num_samples or numbers > 10_000_000 or not is_weighed or weights_of(tree, target).is_sure:
+        if size == num or numbers > 10_000_000 or not is_weighed or weights_of(tree, target).is_sure:
             break
     return tree
