@@ -169,8 +169,8 @@ conditional-mean: test_process.py::TestGaussianProcess::test_given_is_the_condit
 - return self.mean_at(inputs) + (phi.mT @ white)[..., 0]
 + return (phi.mT @ white)[..., 0]
 site-not-kept: test_sites.py::test_prediction_uses_the_sites_of_the_final_parameters
-- self.kept.keep(self.sites, self.truncated)
-+ self.kept.keep(self.sites, self.truncated) if self.kept.empty else None
+- kept.keep(self.sites, self.truncated)
++ kept.keep(self.sites, self.truncated) if kept.empty else None
 residuals-of-sums-are-independent: test_affine.py::test_sums_of_functions_of_one_posterior_have_exact_expectations
 - return value + root @ t
 + return value + root.diagonal() * t

@@ -675,7 +675,7 @@ def test_messages_for_data_that_do_not_fit():
     guide.float()
     refused(r"call guide\.double\(\)", guide.posterior, x)
     counts = with_likelihood(LIKELIHOODS["poisson"])
-    refused("call needs them", lambda: AutoSparseGP(counts, SGPR(5), independent=True).posterior(x))
+    refused("seen no data", lambda: AutoSparseGP(counts, SGPR(5), independent=True).posterior(x))
     with pytest.raises(ValueError, match="vectorize_particles"):
         pyro.infer.Trace_ELBO(num_particles=2, vectorize_particles=True).loss(
             counts, AutoSparseGP(counts, SGPR(5), independent=True), x, torch.ones(30)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -163,14 +163,14 @@ class ExpectationGP(AbstractModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def require_refined(modules: Mapping[str, Any], predicting: Callable[[], bool]) -> None:
+def require_refined(modules: Mapping[str, Any], predicting: bool = True) -> None:
     """Raise if a module has no sites yet: what it gives is the prior, which would pass for a posterior.
 
     :param modules: of GP sites, by name.
-    :param predicting: asked only then: whether a posterior is wanted.
+    :param predicting: whether a posterior is wanted.
     """
     for name, module in modules.items():
-        if isinstance(module, ExpectationGP) and module.empty and predicting():
+        if isinstance(module, ExpectationGP) and module.empty and predicting:
             raise ValueError(
                 f"GP site {name!r} has the family {module.family['name']}, and has taken no step yet. Take one "
                 "first, ExpectationPropagation(model, guide, optim).step(x, y), or load the state of a trained guide."

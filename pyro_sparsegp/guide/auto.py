@@ -18,17 +18,15 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes, unrecorded
-from ..program.traces import all_sites, as_process, is_free, repeatable, whole_plates
+from ..program.traces import as_process, free_values, repeatable, whole_plates
 from ..warned import require_number
 from .absorb import absorb
 from .arrival import check
 from .checks import check_parameters
 from .conditions import conditions_now, conditions_of_call
-from .correction import note_rows, warn_of_unseen
-from .first_call import ObservesNothingError, initialise, require_arguments
+from .first_call import initialise, require_arguments
 from .known import Families, Rows
-from .quantiles import or_of_training, quantiles_of
-from .rows import note_step, rows_of, share_of_rows
+from .rows import note_rows, note_step, or_of_training, quantiles_of, rows_of, share_of_rows, warn_of_unseen
 from .runs import LARGEST_JOINT, BySite, Conditions, Posteriors, Priors, Run
 from .start import init_to_centre
 from .state import SavedGuide
@@ -148,9 +146,9 @@ class AutoSparseGP(SavedGuide):
         """A run for draws."""
         self.prepare(*args, **kwargs)
         rows, conditions = self._conditioned_on(args, kwargs)
-        require_refined(self.modules_by_site(), lambda: rows.fewer or not self._observes(args, kwargs))
-        asks = bool(self.corrected_modules() or self.facts.enumerated)
+        asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
         has_data = not asks or self._observes(args, kwargs)
+        require_refined(self.modules_by_site(), not has_data)
         most = torch.inf if not self.training else LARGEST_JOINT if rows.fewer else 0
         run = Posteriors(self, conditions, rows, most, new_inputs=self.kept is not None or not has_data)
         run.sums_out = has_data
@@ -279,15 +277,15 @@ class AutoSparseGP(SavedGuide):
         return quantiles_of(self, quantiles, num_draws, args, kwargs)
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        try:
-            with torch.no_grad():
-                self.prepare(*args, **kwargs)
-        except ObservesNothingError as error:
+        # test_messages.py::test_a_guide_that_saw_no_data
+        if not self.core.known and not observes(self.model, None, self.like, args, kwargs):
             raise ValueError(
                 "this guide has seen no data, so it has no posterior yet: train it first, svi.step(x, y) or "
                 "fit(model, guide, (x, y), steps=500), or load a saved state."
-            ) from error
-        require_refined(self.modules_by_site(), lambda: True)
+            )
+        with torch.no_grad():
+            self.prepare(*args, **kwargs)
+        require_refined(self.modules_by_site())
 
     def _predicted(self, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
         with unrecorded(same=False, learns=False), whole_plates():
@@ -303,14 +301,14 @@ class AutoSparseGP(SavedGuide):
         :raises ValueError: naming the GP site of such a family.
         """
         for name, module in self.site_modules().items():
-            if module.num_rows is not None:
+            if module.num_rows is not None:  # test_computation_aware.py::test_other_numbers_of_rows
                 raise ValueError(
                     f"GP site {name!r} has the family {module.family['name']}, with parameters for each row of its "
                     "training data: make a new guide for other data."
                 )
         for module in self.site_modules().values():
             module.sites.forget()
-        self.core.data, self.core.forgotten = None, True
+        self.core.data, self.core.facts.rows = None, dict.fromkeys(self.core.facts.rows, 0)
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:
@@ -319,7 +317,7 @@ class AutoSparseGP(SavedGuide):
         how many updates of training were cut since they lowered the bound; and whether they have converged, with other
         latents at their medians: another update would move no marginal by 0.001 standard deviations.
         """
-        if not self.core.known:
+        if not self.core.known:  # test_sites.py::test_messages_for_data_that_do_not_fit
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
         return {reading.name: reading.status for reading in conditions_now(self, median=True).readings}
 
@@ -389,18 +387,13 @@ class AutoSparseGP(SavedGuide):
 
         :returns: the GP sites' priors under them; the values of latents and the plates' row numbers; the run's trace.
         """
-        relation = self.relation(args, kwargs)
-        own = relation is None or not self.local_latents or relation.inputs
-        run = Priors(self, at_medians=True, own_rows=own)
+        rows = rows_of(self, args, kwargs)
+        run = Priors(self, at_medians=True, own_rows=rows.inputs)
         run.perform(args, kwargs)
         require_sizes(run.trace)
         if self.is_training:
-            share_of_rows(self, Rows(relation=relation))
-        values = {
-            name: torch.as_tensor(site["value"])
-            for name, site in all_sites(run.trace)
-            if is_free(site) and name not in run.processes
-        }
+            share_of_rows(self, rows)
+        values = {name: value for name, value in free_values(run.trace).items() if name not in run.processes}
         return run.processes, values, run.trace
 
     def posterior_given(self, name: str, prior: Any, sites: Optional[Sites]) -> SparsePosterior:
@@ -409,8 +402,6 @@ class AutoSparseGP(SavedGuide):
         :param sites: of a family on sites, those the draw was conditioned on.
         """
         process, _ = as_process(prior)
-        if process is None:
-            raise ValueError(f"site {name!r} is no GP site")
         module = self.module_of(name)
-        self.check_site(name, process, module)
+        self.check_site(name, process, module)  # type: ignore[arg-type]
         return module.predict(process, name, *([SparsePosterior, sites] if isinstance(module, SiteGP) else []))

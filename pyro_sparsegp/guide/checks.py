@@ -99,11 +99,13 @@ def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
     free = {name for name, site in sites.items() if is_free(site) and not site_is_subsample(site)}
     known = {*facts.gps, *facts.latents}
     is_training = all(name in sites and sites[name]["is_observed"] for name in data)
+    # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
     if free != known and is_training:
         raise ValueError(
             f"the model's latent sites are {sorted(free)}, the guide knows {sorted(known)}: it was initialised, or "
             "its state saved, with another model."
         )
+    # A prediction may draw sites of its own: test_messages.py::test_a_latent_that_a_state_does_not_have.
     unknown = sorted(free - known - set(data))
     if unknown:
         warnings.warn(

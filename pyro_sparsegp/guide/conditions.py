@@ -18,7 +18,7 @@ from ..program.data import TrainingData
 from ..program.explore import explore
 from ..program.handlers import held_trace, unrecorded
 from ..program.reader import Expectation, Reader, scale_of, with_priors
-from ..program.traces import all_sites, bare, is_free, log_densities, repeatable
+from ..program.traces import all_sites, bare, free_values, log_densities, repeatable
 from ..warned import warn_once
 from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, negative, settle
@@ -36,15 +36,16 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
     :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
     """
-    if not guide.on_sites or (guide.core.data is None and not guide.has_random_latents):
+    data = guide.core.data
+    if not guide.on_sites or (data is None and not guide.has_random_latents):
         return Conditions()
     name = next(iter(guide.site_modules()))
-    if guide.core.data is None:
+    if data is None:  # test_conditioned.py::test_the_state_holds_the_data_and_says_when_it_cannot
         raise ValueError(
             f"the guide was loaded from a state without its training data, which the posterior of GP site {name!r} "
             "needs. Call the guide with them once, guide(x, y), not under torch.no_grad()."
         )
-    if guide.core.data.overwritten:  # test_data.py::test_data_that_are_written_to_after_training_are_told_of
+    if data.overwritten:  # test_data.py::test_data_that_are_written_to_after_training_are_told_of
         warn_once(
             guide.warned,
             "overwritten",
@@ -53,14 +54,9 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
             f"site {name!r} now uses the changed values. Train on copies, y.clone(), or change copies.",
             stacklevel=4,
         )
-    before, guide._computing_median = guide._computing_median, median
-    try:
-        # Sites that are kept must serve training, too: no tensors of inference mode.
-        with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
-            known = known and not guide.facts.inner
-            return condition(guide, guide.core.data.args, guide.core.data.kwargs, known, False)
-    finally:
-        guide._computing_median = before
+    # Sites that are kept must serve training, too: no tensors of inference mode.
+    with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
+        return condition(guide, data.args, data.kwargs, known and not guide.facts.inner, False, median)
 
 
 def conditions_of_call(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> Conditions:
@@ -68,24 +64,27 @@ def conditions_of_call(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[
     kept = guide.kept
     if kept and not guide.has_random_latents:
         return kept[-1]
-    found = condition(guide, args, kwargs, rows.same and rows.inputs, rows.learns)
+    found = condition(guide, args, kwargs, rows.same, rows.learns)
     if kept is not None:
         kept[:] = [found]
     return found
 
 
-def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool, learns: bool) -> Conditions:
+def condition(
+    guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool, learns: bool, median: bool = False
+) -> Conditions:
     """Draw the latents at the training data, and read under them the sites of families on sites.
 
     :param same: whether the arguments are the training data; else those are taken.
     :param learns: whether this is a step of training: modules keep the sites, gradients pass through them.
+    :param median: take the latents' medians instead.
     """
     core = guide.learnt
     if not same:
         if core.data is None:
             return Conditions()
         args, kwargs = core.data.args, core.data.kwargs
-    run = UnderLatents(guide, same, _reads_itself(guide))
+    run = UnderLatents(guide, same, _reads_itself(guide), median)
     with unrecorded(same, learns), torch.set_grad_enabled(learns or run.reads):
         run.perform(args, kwargs)
     if same and guide.takes_batches and core.data is not None and holds_part(run.trace):
@@ -107,12 +106,10 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
 
 def _values_of(guide: KnownGuide, run: UnderLatents, same: bool, learns: bool) -> dict[str, Tensor]:
     """The values of latents and inner layers that other runs are to have: all of them at the same rows."""
-    values = {}
-    for name, site in all_sites(run.trace):
-        shared = same or (name in guide.facts.latents and name not in guide.local_latents)
-        if shared and is_free(site) and (name in guide.facts.inner or name not in run.processes):
-            values[name] = site["value"] if learns else site["value"].detach()
-    return values
+    facts, free = guide.facts, free_values(run.trace)
+    shared = free.keys() if same else facts.latents.keys() - set(guide.local_latents)
+    held = {n: v for n, v in free.items() if n in shared and (n in facts.inner or n not in run.processes)}
+    return held if learns else {name: value.detach() for name, value in held.items()}
 
 
 def _read(
@@ -141,7 +138,7 @@ def _read(
         settle(reader, readings, marginals, *_patience(guide, readings, learns))
     for reading in readings:  # to look at a guide does not change how it trains
         reading.release()
-        if learns or reading.kept.empty or (reading.direct and guide._computing_median):
+        if learns or reading.module.sites.empty or (reading.direct and run.at_medians):
             reading.keep()
     return readings
 
@@ -159,9 +156,8 @@ def _reads_itself(guide: KnownGuide) -> bool:
     values, and none meets another or itself; not under vmap, by which predict draws: it has no torch.autograd.grad.
     """
     facts, modules = guide.facts, guide.site_modules()
-    meet = facts.interactions or facts.meeting or MAPPED.get()
-    alone = not meet and len(modules) == len(facts.gps)
-    return alone and all(name in facts.quadratic and isinstance(m.sites, KeptSites) for name, m in modules.items())
+    able = [name for name, m in modules.items() if name in facts.quadratic and isinstance(m.sites, KeptSites)]
+    return able == list(facts.gps) and not (facts.interactions or facts.meeting or MAPPED.get())
 
 
 def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:

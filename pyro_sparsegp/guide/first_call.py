@@ -38,14 +38,14 @@ from ..program.traces import (
     repeatable,
     sample_sites,
 )
-from .correction import show_all_rows
 from .field import is_normal_prior
 from .joint import join, require_by_rows, require_families, require_joint
 from .known import Core, KnownGuide
+from .rows import show_all_rows
 from .runs import Setup, held_runs, probed
 from .start import start
 
-__all__ = ["ObservesNothingError", "initialise", "require_arguments", "require_separate_sites"]
+__all__ = ["initialise", "require_arguments", "require_separate_sites"]
 
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
@@ -125,19 +125,6 @@ class _FlatInputsError(Exception):
     """A GP site's inputs have columns in which all rows are the same."""
 
 
-_NOTHING = (
-    "the guide's first call observes nothing, so it cannot tell which sites are latent: call it, or take the first "
-    "SVI step, with the data, guide(x, y)."
-)
-
-
-class ObservesNothingError(ValueError):
-    """A first call came without data."""
-
-    def __init__(self, *args: Any) -> None:  # Pyro's handlers make errors anew, with words of their own added
-        super().__init__(*args or (_NOTHING,))
-
-
 def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Setup:
     """The first run. Latents start at their medians; but where all rows of a GP's inputs would then stand in one place,
     normal ones of several values, which inputs and weights of layers are, start at draws.
@@ -188,7 +175,10 @@ def _require_sites(guide: KnownGuide, trace: poutine.Trace, posteriors: Collecti
     if unknown:
         raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(posteriors)}")
     if not observed:
-        raise ObservesNothingError
+        raise ValueError(
+            "the guide's first call observes nothing, so it cannot tell which sites are latent: call it, or take the "
+            "first SVI step, with the data, guide(x, y)."
+        )
     for what, known in (("independent", trace.nodes.keys() - posteriors), ("point_estimates", trace.nodes.keys())):
         names = getattr(guide, what)
         unknown = [] if isinstance(names, bool) else [name for name in names if name not in known]

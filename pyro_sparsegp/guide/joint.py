@@ -67,7 +67,7 @@ def require_joint(found: Structure, priors: Mapping[str, GaussianProcess]) -> No
     """Raise if sites of one posterior have different outputs, or if one is an inner layer of a deep GP."""
     for group in found.joint:
         shapes = {name: tuple(priors[name].batch_shape) for name in group}
-        if len(set(shapes.values())) > 1:
+        if len(set(shapes.values())) > 1:  # test_joint.py::test_sites_that_can_not_have_one_posterior
             raise ValueError(
                 f"GP sites {group} have one posterior, and different outputs, {shapes}: give each as many outputs, "
                 "GaussianProcess(...).expand([P]).to_event(1), or a family each."

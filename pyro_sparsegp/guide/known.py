@@ -43,8 +43,6 @@ class Core:
     :param calls: the networks that a run calls, where they are to be known.
     :param checked: whether all parameters were seen to train; ``registered`` are the model's.
     :param loaded: whether it is from a state, and was not called since.
-    :param forgotten: whether the data are to be those of the next step, :meth:`AutoSparseGP.forget_data`.
-    :param unscaled: sites whose rows were others than before, and no plate scaled them.
     :param kinds: of the distributions at sites that hold data, as they were last read; ``looks`` are how often.
     """
 
@@ -56,8 +54,6 @@ class Core:
     checked: bool = False
     registered: list[Tensor] = field(default_factory=list)
     loaded: bool = False
-    forgotten: bool = False
-    unscaled: set[str] = field(default_factory=set)
     kinds: Optional[dict[str, Any]] = None
     looks: int = 0
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
@@ -168,7 +164,7 @@ class KnownGuide(AutoNormalMessenger):
         """The family of a GP site."""
         if not isinstance(self.families, Mapping):
             return self.families
-        if name not in self.by_name:
+        if name not in self.by_name:  # test_guide.py::test_refusals
             raise ValueError(
                 f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.by_name)}. Add "
                 f"{{{name!r}: SVGP(64)}}, or give one family for all GP sites."
@@ -179,7 +175,8 @@ class KnownGuide(AutoNormalMessenger):
         """Make the module of a GP site."""
         require_inputs(name, process)
         module = self.family_of(name).build(process, name)
-        # A kernel whose diagonal depends on the rows has a correction there that families know of.
+        # A kernel whose diagonal depends on the rows has a correction there that families know of:
+        # test_guide.py::test_noise_in_the_kernel_is_told_of.
         share = 0.0 if process.kernel.depends_on_rows else float(white_share(process.kernel, process.x).amax())
         if share > 0.01:
             warnings.warn(
@@ -194,7 +191,7 @@ class KnownGuide(AutoNormalMessenger):
     def module_of(self, name: str) -> Any:
         """The variational module of a GP site."""
         module = self.core.modules.get(name) or at_path(self, "gps." + name)
-        if module is None:
+        if module is None:  # test_guide.py::test_refusals
             known = sorted(self.core.facts.gps)
             raise ValueError(f"GP site {name!r} was not there when the guide was initialised; it knows {known}")
         return module
@@ -224,11 +221,9 @@ class KnownGuide(AutoNormalMessenger):
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
         facts = self.facts
-        if name in facts.field:
-            return ExpectedSite if facts.dependence[name] == COUPLED else FunctionSite
-        if name in self.independent_draws or facts.dependence.get(name) != COUPLED:
-            return MarginalSite
-        return GroupedSite if name in facts.groups else ExpectedSite
+        if facts.dependence.get(name) != COUPLED or name in self.independent_draws:
+            return FunctionSite if name in facts.field else MarginalSite
+        return GroupedSite if name in facts.groups and name not in facts.field else ExpectedSite
 
     # Other latents.
 
@@ -280,10 +275,6 @@ class KnownGuide(AutoNormalMessenger):
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""
         known = self.facts.downstream
         return bool(known) and not site["cond_indep_stack"] and name not in known
-
-    def is_data(self, name: str, site: Any) -> bool:
-        """Whether a site observes something else than that."""
-        return site["is_observed"] and not self.is_given(name, site)
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
         """What a call's data have to do with the training data; ``None`` if a state without them was loaded."""

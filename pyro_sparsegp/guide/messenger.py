@@ -17,7 +17,7 @@ from torch.distributions import biject_to
 
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
-from ..process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
+from ..process import GaussianProcess, PriorProcess
 from ..program.checks import warn_of_groups
 from ..program.facts import Structure
 from ..program.handlers import stand_in
@@ -48,6 +48,7 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Call
     facts = guide.core.facts
     if guide.core.known and (name not in facts.latents or _is_new(guide, name, facts)):
         return prior
+    # test_enumeration.py::test_nuts_and_trees
     if getattr(prior.support, "is_discrete", False):
         raise ValueError(
             f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
@@ -87,7 +88,8 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
         if new and not differ and name in facts.grouped:
             warn_of_groups(guide.warned, name, plates)
         return new
-    if differ and not set(plates) & set(guide.amortized_plates):  # test_known_groups.py
+    # Values of other groups would be taken: test_known_groups.py.
+    if differ and not set(plates) & set(guide.amortized_plates):
         raise ValueError(
             f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: it has no values for "
             "new groups. Give plates of the learned sizes; or put the data into the latent's own plate, so that "
@@ -116,6 +118,7 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
         # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
         init_loc_fn: Callable = init_to_sample if name in guide.from_draws else guide.init_loc_fn
         start = init_loc_fn({"name": name, "fn": prior}).detach().to(guide._like).clone()  # the user's may be held
+        # test_field.py::test_the_search_can_be_left_out
         if not start.isfinite().all() or not (prior.event_shape or prior.support.check(start).all()):
             raise ValueError(f"init_loc_fn starts site {name!r} at {start}, which its prior {prior} does not allow")
         loc = guide._adjust_plates(transform.inv(start), event_dim)
@@ -142,8 +145,6 @@ class SiteMessenger(KnownGuide):
         process, event_dim = as_process(prior)
         if process is None:
             return _latent_posterior(self, name, prior, super().get_posterior)
-        if getattr(self, "_outer_plates", ()) or any(plate.name in SAMPLE_PLATES for plate in get_plates()):
-            raise ValueError(f"site {name!r} stands {SAMPLES_ARE_VECTORISED}")
         process.require_place(name)
         if self.core.calls is not None:
             process.origin = self.core.calls.origin(process.x)
@@ -162,6 +163,7 @@ class SiteMessenger(KnownGuide):
         name, nodes = msg["name"], self.trace.nodes
         if name.endswith(LEFT_OUT) and is_left_out(name, nodes):
             settle_left_out(msg, nodes, draw=run.draws_left_out)
+        # test_messages.py::test_data_that_do_not_fit
         if msg["is_observed"] and not isinstance(msg["value"], Tensor):
             raise ValueError(
                 f"site {name!r} observes a {type(msg['value']).__name__}, and not a tensor: give obs a tensor, "
@@ -181,6 +183,7 @@ class SiteMessenger(KnownGuide):
         super()._pyro_post_sample(msg)
         if msg["is_observed"]:
             fill_masked(self.trace.nodes[msg["name"]])
+        # test_field.py::test_what_is_held_by_a_handler_is_refused_by_name
         if isinstance(msg["fn"], FieldLatent) and not msg["fn"].is_drawn:
             raise ValueError(
                 f"site {msg['name']!r} is held at a value by a handler, but its posterior is one with GP sites. "
@@ -199,7 +202,7 @@ class SiteMessenger(KnownGuide):
                 f"{own.device}: convert the inputs, or call guide.double(), guide.float() or guide.to(device)."
             )
         facts = self.core.facts
-        # Else draws would be joint in other groups than the layer above takes.
+        # Else draws would be joint in other groups than the layer above takes: test_patches.py::test_groups_must_stay.
         for below, (size, above) in facts.groups.items():
             met = self.run.processes.get(below) if self.run is not None and above == name else None
             if met is not None and met.event_shape[0] != process.event_shape[0] * size:
@@ -230,6 +233,7 @@ class SiteMessenger(KnownGuide):
         """
         if self.run is not None:  # Pyro's end of a run, which takes the values only
             return super().get_traces()
+        # Its gradient would be 0: test_robust_max.py::test_refused_where_it_needs_a_gradient.
         flat = piecewise_constant(self.trace) if torch.is_grad_enabled() else []
         if flat:
             raise ValueError(

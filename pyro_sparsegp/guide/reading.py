@@ -32,8 +32,8 @@ _NEWTON = 20
 class SiteReading:
     """The Gaussian sites of one GP site while they are read.
 
-    :param quadratic: ℓ is quadratic in each value, so that one reading gives the sites, whatever the marginals, unless
-        several outputs meet in a term.
+    :param quadratic: ℓ is quadratic in each value; ``direct``: no outputs meet in a term either, so that one reading
+        gives the best sites, the other GP sites' posteriors as they are.
     :param truncated: how many had a negative curvature, cut to 0.
     :param change: how far the last update would have moved a marginal, in standard deviations.
     :param halved: how many updates were cut since they lowered the bound.
@@ -43,7 +43,7 @@ class SiteReading:
     process: GaussianProcess
     module: Any  # a SiteGP, or what absorb has for it
     quadratic: bool
-    meeting: bool
+    direct: bool
     sites: Sites
     truncated: Tensor
     unread: bool = True
@@ -62,7 +62,9 @@ class SiteReading:
         unread = kept.empty or kept.inputs.shape != process.x.shape
         zeros = torch.zeros_like(process.mean)
         sites = Sites(process.x, zeros, zeros) if unread else Sites(process.x, kept.precision, kept.linear)
-        return cls(name, process, module, name in found.quadratic, name in found.meeting, sites, kept.truncated, unread)
+        quadratic = name in found.quadratic
+        direct = quadratic and name not in found.meeting
+        return cls(name, process, module, quadratic, direct, sites, kept.truncated, unread)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -71,19 +73,16 @@ class SiteReading:
             "sites": self.sites.precision.numel(),
             "exact": self.quadratic,
             "truncated": int(self.truncated),
-            "halved": self.kept.progress["halved"],
+            "halved": self.module.sites.progress["halved"],
             "converged": self.change <= 1e-3,
         }
 
-    @property
-    def kept(self) -> Any:
-        """What the module has kept."""
-        return self.module.sites
-
     def resume(self) -> Marginal:
         """Go on where training is: its pace, and the marginals that the last step had."""
-        self.pace = 1.0 if self.unread else self.kept.progress["pace"]
-        return (None if self.unread else self.kept.progress["marginals"]) or self.look()[1]
+        if self.unread:
+            return self.look()[1]
+        self.pace = self.module.sites.progress["pace"]
+        return self.module.sites.progress["marginals"] or self.look()[1]
 
     def look(self) -> tuple[SparsePosterior, Marginal]:
         """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
@@ -108,17 +107,13 @@ class SiteReading:
 
     def note(self, posterior: SparsePosterior) -> None:
         """Take note of a step's marginals, where the next one goes on."""
-        self.kept.progress["marginals"] = posterior.mean.detach(), posterior.variance.detach()
+        self.module.sites.progress["marginals"] = posterior.mean.detach(), posterior.variance.detach()
 
     def keep(self) -> None:
         """Let the module have the sites as they are now."""
-        self.kept.keep(self.sites, self.truncated)
-        self.kept.progress |= {"pace": self.pace, "halved": self.kept.progress["halved"] + self.halved}
-
-    @property
-    def direct(self) -> bool:
-        """Whether one reading gives the best sites, the other GP sites' posteriors as they are."""
-        return self.quadratic and not self.meeting
+        kept = self.module.sites
+        kept.keep(self.sites, self.truncated)
+        kept.progress |= {"pace": self.pace, "halved": kept.progress["halved"] + self.halved}
 
     def posterior(self, sites: Optional[Sites]) -> tuple[SparsePosterior, Marginal]:
         """The posterior of these sites, and its marginals; ``None`` is the start, noise as large as the process around

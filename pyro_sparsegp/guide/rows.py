@@ -1,4 +1,6 @@
-"""Which rows a call brings, to a guide of which something may belong to single rows of its training data."""
+"""Which rows a call brings, to a guide of which something may belong to single rows of its training data; and what
+is asked at all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,30 @@ import math
 from dataclasses import replace
 from typing import Any, Union
 
+import torch
+from pyro import poutine
 from pyro.poutine.util import site_is_subsample
+from torch import Tensor
 
-from ..program.checks import require_full_batch
+from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
-from ..program.traces import all_sites, is_free, is_observation
-from ..warned import warn_once
+from ..program.mapping import in_blocks
+from ..program.traces import all_sites, is_free, is_observation, whole_plates
+from ..warned import require_number, warn_once
 from .known import KnownGuide, Rows
-from .runs import Posteriors, Priors
+from .runs import Posteriors, Priors, Run
 
-__all__ = ["note_step", "require_data", "rows_of", "share_of", "share_of_rows"]
+__all__ = [
+    "note_rows",
+    "note_step",
+    "or_of_training",
+    "quantiles_of",
+    "require_data",
+    "rows_of",
+    "share_of_rows",
+    "show_all_rows",
+    "warn_of_unseen",
+]
 
 
 def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
@@ -56,8 +72,8 @@ def note_step(guide: KnownGuide, run: Union[Posteriors, Priors], args: tuple, kw
     if not run.rows.same:
         _refuse_other_data(guide, run, observed[0])
     core.data = core.data or TrainingData(guide.model, args, kwargs)
-    if core.forgotten:
-        core.forgotten = False
+    # After guide.forget_data() the numbers are 0: test_data.py::test_other_data_after_the_first_are_forgotten.
+    if 0 in facts.rows.values():
         facts.rows.update({name: sites[name]["value"].numel() for name in observed})
     return share_of_rows(guide, run.rows)
 
@@ -76,7 +92,8 @@ def require_data(guide: KnownGuide) -> None:
     # Beside what is given, data that are left out, not drawn, may be another step's:
     # test_data.py::test_measurements_that_are_not_of_f_are_data.
     drawn = not observed or any(is_free(sites[name]) for name in rows if name in sites)
-    if rows and drawn and not any(guide.is_data(name, sites[name]) for name in observed):
+    # test_messages.py::test_a_later_step_without_data
+    if rows and drawn and all(guide.is_given(name, sites[name]) for name in observed):
         known = ", ".join(map(repr, rows))
         raise ValueError(
             f"this step observes nothing, where the first call observed {known}: it would "
@@ -113,8 +130,7 @@ def share_of_rows(guide: KnownGuide, rows: Rows) -> float:
 
     Warns of a mini-batch that no plate scales up.
     """
-    core, sites = guide.learnt, dict(all_sites(guide.trace))
-    facts, unscaled = core.facts, core.unscaled
+    facts, sites = guide.facts, dict(all_sites(guide.trace))
     data = {name: sites[name] for name in facts.rows if name in sites and sites[name]["is_observed"]}
     # A plate that scales rows up does so whatever handlers' scales are.
     shares = [share_of(site) for site in data.values()]
@@ -123,14 +139,27 @@ def share_of_rows(guide: KnownGuide, rows: Rows) -> float:
     for (name, site), share in zip(data.items(), shares):
         if share < 1:
             continue
-        num = site["value"].numel()
-        # What is given has as many numbers in every step; so have data beside a batch that is scaled up.
-        compared = num == facts.rows[name] and least == 1 and name not in unscaled and not guide.by_expectation
-        if num < facts.rows[name] or (compared and rows.others and not guide.is_given(name, site)):
-            unscaled.add(name)
-            _warn_of_rows(guide, name, site["scale"], num)
+        num, before, told, what = site["value"].numel(), facts.rows[name], ("rows", name), ""
+        # A handler's number may scale a batch up to the first call's rows: others are weights
+        # (test_data.py::test_a_weight_of_the_data_is_no_size).
+        if num < before and not _equal(site["scale"] * num, before):
+            what = f"{num} values in this step, {before} in the first"
+        # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
+        # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
+        asked = num == before and least == 1 and not (guide.by_expectation or told in guide.warned)
+        if asked and rows.others and not guide.is_given(name, site):
+            what = f"other {num} rows than before"
+        if what:
+            warn_once(
+                guide.warned,
+                *told,
+                f"site {name!r} observes {what}, and no plate scales them up: if this is a mini-batch, give the plate "
+                "the full size, pyro.plate('data', size=N, subsample=x) or subsample_size=B; otherwise the KL "
+                "outweighs the data. The guide takes poutine.scale for the rows' weights.",
+                stacklevel=5,
+            )
         # A handler's scale is of a batch; of other numbers of rows than at first it is not known what they are.
-        known = known and num == facts.rows[name] and name not in unscaled and _equal(site["scale"], scales[0])
+        known = known and num == before and told not in guide.warned and _equal(site["scale"], scales[0])
     return least if known else 0.0
 
 
@@ -139,26 +168,81 @@ def share_of(site: Any) -> float:
     return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])
 
 
-def _warn_of_rows(guide: KnownGuide, name: str, scale: Any, num: int) -> None:
-    """Warn of a mini-batch, unless a handler's number scales it up to the first call's rows: others are weights."""
-    rows = guide.facts.rows[name]
-    if num < rows and not _equal(scale, rows / num):  # test_data.py::test_a_weight_of_the_data_is_no_size
-        what = f"{num} values in this step, {rows} in the first"
-    elif num == rows:
-        what = f"other {num} rows than before"
-    else:
-        return
-    warn_once(
-        guide.warned,
-        "rows",
-        name,
-        f"site {name!r} observes {what}, and no plate scales them up: if this is a mini-batch, give the plate the full "
-        "size, pyro.plate('data', size=N, subsample=x) or subsample_size=B; otherwise the KL outweighs the data. The "
-        "guide takes poutine.scale for the rows' weights.",
-        stacklevel=6,
-    )
-
-
 def _equal(one: Any, other: Any) -> bool:
     """Whether two scales are one number; tensors are not asked, which would be read back from a device."""
     return isinstance(one, (int, float)) and isinstance(other, (int, float)) and math.isclose(one, other)
+
+
+# Kernels whose diagonal depends on the rows of training: which of these a guide has seen.
+
+
+def show_all_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> None:
+    """At a first call: show them the rows that plates with a ``subsample_size`` left out."""
+    modules = guide.corrected_modules()
+    if modules and holds_part(trace):
+        run = Priors(guide, at_medians=True)
+        with torch.no_grad(), poutine.block(), whole_plates():
+            run.perform(args, kwargs)
+        for name, module in modules.items():
+            module.see(run.processes[name].x)
+        guide.trace = trace
+
+
+def note_rows(guide: KnownGuide, run: Posteriors) -> None:
+    """After a run: take note of the rows of training, and of how many there are in all."""
+    if run.new_inputs:
+        warn_of_unseen(guide, run)
+    elif guide.is_training:
+        sites: Any = run.trace.nodes
+        frames = [frame for site in guide.facts.rows if site in sites for frame in sites[site]["cond_indep_stack"]]
+        modules = {name: module for name, module in guide.corrected_modules().items() if name in run.processes}
+        for name, module in modules.items():
+            x = run.processes[name].x
+            module.see(x)
+            sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]
+            module.num_rows = max(sizes, default=module.num_rows)
+
+
+def warn_of_unseen(guide: KnownGuide, run: Run) -> None:
+    """Warn where a prediction's diagonal is relative to a part of the rows of training."""
+    for name, module in guide.corrected_modules().items():
+        # test_deep_basis.py::test_unseen_rows_are_told_of_and_one_call_mends_it
+        if module.num_seen < module.num_rows and name in run.processes:
+            warn_once(
+                guide.warned,
+                "rows unseen",
+                name,
+                f"the kernel of GP site {name!r} has a variance correction relative to the training inputs; the guide "
+                f"has seen at most {module.num_seen} of {module.num_rows} of them in one call. Call it once with all "
+                "of them, guide(x, y), before or after training.",
+                stacklevel=4,
+            )
+
+
+# Summaries.
+
+
+def or_of_training(guide: KnownGuide, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments given; if none are, the training data."""
+    if args or kwargs:
+        return args, kwargs
+    if guide.core.data is None:
+        raise ValueError(f"the guide holds no training data: give the model's arguments, guide.{what}(..., x)")
+    return guide.core.data.args, guide.core.data.kwargs
+
+
+@torch.no_grad()
+def quantiles_of(guide: Any, levels: Any, num: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Quantiles of latents and of GP sites' values, ``(Q, ...)`` by site."""
+    quantiles = torch.as_tensor(levels).to(guide.like)
+    if not ((quantiles >= 0) & (quantiles <= 1)).all():
+        raise ValueError(f"quantiles must be between 0 and 1, got {levels}")
+    require_number("num_draws", num)
+
+    def one(_: Any) -> dict[Any, Tensor]:
+        values = guide.draw(*args, joint=False, **kwargs)
+        return {name: values[name] for name in (*guide.facts.latents, *guide.facts.gps) if name in values}
+
+    # 128 features a value.
+    blocks = list(in_blocks(one, {"": torch.arange(num)}, lambda draw: 128 * sum(map(torch.numel, draw.values()))))
+    return {name: torch.cat([block[name] for block in blocks]).quantile(quantiles, 0) for name in blocks[0]}

@@ -117,9 +117,10 @@ class Run(ABC):
         if self.takes_field and self.guide.core.facts.field:
             self._meet_field(args, kwargs)
         guide, held = self.guide, self.conditions
+        self.at_medians = self.at_medians or guide._computing_median
         state = vars(guide)  # by the way round a Pyro module's attributes, which takes long
         before = {"run": guide.run, "_computing_median": guide._computing_median}
-        state.update(run=self, _computing_median=self.at_medians or guide._computing_median)
+        state.update(run=self, _computing_median=self.at_medians)
         if self.sums_out and (not guide.core.known or guide.core.facts.enumerated):
             self.enumeration = Enumeration()
         calls = guide.core.calls
@@ -158,7 +159,7 @@ class Run(ABC):
         if self.field is None:
             return prior.mean
         posterior = FieldLatent(prior, self.field.share(name))
-        return posterior.mean if self.guide._computing_median else posterior
+        return posterior.mean if self.at_medians else posterior
 
     def at_site(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
         """The answer at a GP site: a posterior to be drawn from, or a value."""
@@ -294,9 +295,9 @@ class UnderLatents(Run):
     :param reads: whether its densities are to be derived by GP sites' values, ``moves`` off the prior's mean.
     """
 
-    def __init__(self, guide: KnownGuide, same: bool, reads: bool) -> None:
+    def __init__(self, guide: KnownGuide, same: bool, reads: bool, at_medians: bool) -> None:
         super().__init__(guide)
-        self.same, self.reads = same, reads
+        self.same, self.reads, self.at_medians = same, reads, at_medians
         self.moves: dict[str, Tensor] = {}
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
@@ -305,9 +306,8 @@ class UnderLatents(Run):
                 return process.mean
             self.moves[name] = torch.zeros_like(process.mean, requires_grad=True)
             return process.mean + self.moves[name]
-        median = self.guide._computing_median
-        posterior = self.posteriors[name] = self.free(name, process, module, self.kind(name, median))
-        draws = self.same and name in self.guide.facts.inner and not median
+        posterior = self.posteriors[name] = self.free(name, process, module, self.kind(name, self.at_medians))
+        draws = self.same and name in self.guide.facts.inner and not self.at_medians
         return self.drawn_from(name, posterior) if draws else posterior.mean
 
     def is_of_new_rows(self, differ: bool, whole: bool) -> bool:
@@ -347,7 +347,7 @@ class Posteriors(Run):
         if self.nodes is not None and name in self.nodes:
             posterior = self.posteriors[name] = self.drawn_from(name, self._at(name, process, module, NodeSite))
             return posterior.at_nodes(self.nodes)
-        median, num = self.guide._computing_median, process.event_shape[0]
+        median, num = self.at_medians, process.event_shape[0]
         joint = median or num <= self.joint_up_to
         if self.is_prediction:
             require_inputs(name, process)

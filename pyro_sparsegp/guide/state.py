@@ -36,11 +36,6 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     if not saved:
         return
     tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-    if any(".following." in key for key in tensors):
-        raise ValueError(
-            "the saved guide was trained with coupled=, which has left: its coefficients follow other latents. Make a "
-            "new guide, whose latents are joint by default, and train it."
-        )
     facts = Structure(**{key: value for key, value in saved.items() if key not in _BESIDE})
     if sorted(facts.joint) != sorted(guide.groups):  # test_joint.py::test_states_and_copies
         raise ValueError(
