@@ -63,7 +63,7 @@ class Grid:
 
     def once(self, *node: Tensor) -> Tensor:
         """The bound's terms of one run at a node."""
-        return self._total(*self.run(*node)[:2])
+        return log_density_minus_kl(*self.run(*node)[:2])
 
     def held(
         self, model_trace: poutine.Trace, guide_trace: poutine.Trace, whole: poutine.Trace
@@ -80,7 +80,7 @@ class Grid:
             args, kwargs = self.call
             moved = self._moved(guide_trace, node)
             trace = held_trace(self.guide.model, values | moved, args, kwargs, model_trace)
-            return self._total(trace, guide_trace, self.closed.sites)
+            return log_density_minus_kl(trace, guide_trace, self.closed.sites)
 
         return at
 
@@ -103,7 +103,10 @@ class Grid:
         values = self._moved(guide_trace, tuple(along))
         total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
         for name, functions in found.items():
-            changed = {key: function(values[gp]) for key, (gp, function) in (functions or {}).items()}
+            changed = {
+                key: functools.reduce(lambda t, step: step(t), steps, values[gp])
+                for key, (gp, steps) in (functions or {}).items()
+            }
             each = rebuilt(sites[name]["fn"], changed).log_prob(sites[name]["value"])
             total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
         return total
@@ -113,9 +116,6 @@ class Grid:
         nodes = self._at(node)
         sites: dict[str, NodeSite] = {name: posterior_at(guide_trace, name) for name in nodes}
         return {name: site.at_nodes(nodes).rsample() for name, site in sites.items()}
-
-    def _total(self, *args: Any) -> Tensor:
-        return torch.as_tensor(log_density_minus_kl(*args))  # 0.0 of a model that is masked as a whole
 
     def _at(self, node: tuple[Tensor, ...]) -> dict[str, Any]:
         return {name: at_axes(node, used) for name, used in self.axes.items()}
@@ -136,14 +136,14 @@ def warn_of_draws(guide: AutoSparseGP, structure: Structure) -> None:
         )
 
 
-def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[str, Elementwise]]]:
+def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[str, list[Elementwise]]]]:
     """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise;
     ``None`` if other things are, or the graph does not show it.
 
     :param made: the GP sites by the nodes of autograd's graph that their values are from.
     """
     fn = site["fn"]
-    found: dict[str, tuple[str, Elementwise]] = {}
+    found: dict[str, tuple[str, list[Elementwise]]] = {}
     if fn.event_shape or not type(fn).__module__.startswith("pyro.distributions"):
         return None  # a subclass may be more than its parameters
     rest = [part for part in (site["scale"], site["mask"]) if isinstance(part, Tensor)]
@@ -153,14 +153,10 @@ def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[s
             steps.append(_ELEMENTWISE[node.name()](node))
             node = node.next_functions[0][0]
         if node in made:
-            found[key] = made[node], functools.partial(_composed, steps[::-1])
+            found[key] = made[node], steps[::-1]
         else:
             rest.append(part)
     return None if made.keys() & graph_of(rest) else found
-
-
-def _composed(steps: Collection[Elementwise], value: Tensor) -> Tensor:
-    return functools.reduce(lambda t, step: step(t), steps, value)
 
 
 def mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
@@ -194,4 +190,4 @@ def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace,
     for name, site in guide_trace.nodes.items():  # auxiliary sites of an overridden get_posterior
         if site["type"] == "sample" and name not in model_trace.nodes:
             total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)
-    return total
+    return torch.as_tensor(total)  # 0.0 of a model that is masked as a whole

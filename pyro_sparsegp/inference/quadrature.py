@@ -287,9 +287,7 @@ class TraceQuadrature_ELBO(ELBO):
         if not grid.num_axes:
             return grid.once() if ran is None else grid.held(*ran)()
         nodes, weights = self._rule(grid.guide)
-        values = self._directly(grid, ran, nodes)
-        if values is None:
-            values = self._at_all_nodes(grid, ran, nodes)
+        values = self._at_all_nodes(grid, ran, nodes)
         for _ in range(grid.num_axes):
             values = values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
         return values
@@ -301,27 +299,20 @@ class TraceQuadrature_ELBO(ELBO):
             self._placed[key] = self._nodes.to(like), self._weights.to(like)
         return self._placed[key]
 
-    def _directly(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Optional[Tensor]:
-        """The bound's terms at all nodes off one run, as :meth:`Grid.direct` has them, where it has a graph."""
-        known = self._direct.get(grid.guide)
-        if known is False or not torch.is_grad_enabled():
-            return None
-        state = None if known else RandomState(grid.guide.like)
-        with dist.validation_enabled(False) if known else nullcontext():
-            values = grid.direct(*(grid.run() if ran is None else ran)[:2], nodes)
-        self._direct[grid.guide] = values is not None
-        if values is None and ran is None and state is not None:
-            state.restore()
-        return values
-
     def _at_all_nodes(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Tensor:
-        """The bound's terms on the product grid, ``(K,) * num_axes``, of any program.
+        """The bound's terms on the product grid, ``(K,) * num_axes``.
 
-        It runs once, mapped. torch.func.vmap refuses some programs: where it does so before f, the guide's run and the
-        program's are apart, and only this one is mapped, with all that does not depend on nodes held; where after f,
-        they run once for each node.
+        A step's graph may show all, by :meth:`Grid.direct`. Else the program runs once, mapped. torch.func.vmap refuses
+        some: where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with
+        all that does not depend on nodes held; where after f, they run once for each node.
         """
-        guide, num_axes = grid.guide, grid.num_axes
+        guide, num_axes, is_known = grid.guide, grid.num_axes, grid.guide in self._ways
+
+        def direct() -> Optional[Tensor]:
+            with dist.validation_enabled(False) if is_known else nullcontext():
+                return (
+                    grid.direct(*(grid.run() if ran is None else ran)[:2], nodes) if torch.is_grad_enabled() else None
+                )
 
         def held(evaluate: Callable) -> Tensor:
             terms, state = grid.held(*(grid.run() if ran is None else ran)), RandomState(guide.like)
@@ -330,23 +321,26 @@ class TraceQuadrature_ELBO(ELBO):
                 raise ValueError("with all values held, the model drew random numbers by itself, others than before")
             return values
 
-        ways = [lambda: mapped(grid.once, nodes, num_axes), lambda: held(mapped), lambda: held(one_by_one)]
-        first = self._ways.get(guide, 0 if ran is None else 1)
-        for way in range(first, len(ways)):
+        once = [] if ran else [lambda: mapped(grid.once, nodes, num_axes)]
+        ways: list[Callable[[], Optional[Tensor]]] = [direct, *once, lambda: held(mapped), lambda: held(one_by_one)]
+        refusal = None
+        for way in range(min(self._ways.get(guide, 0), len(ways) - 1), len(ways)):
             state = RandomState(guide.like)
             try:
                 values = ways[way]()
             except (RuntimeError, TypeError, ValueError) as error:
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
-                state.restore()
-                refusal = str(error).splitlines()[0]
-                continue
+                values, refusal = None, str(error).splitlines()[0]
+            if values is not None:
+                break
+            state.restore()
+        if torch.is_grad_enabled():
             self._ways[guide] = way
-            if way == 2 and way > first:
-                _warn_of_loops(guide, refusal, self.num_nodes**num_axes)
-            return values
-        raise RuntimeError("no way of evaluating the bound is left")
+        if refusal and way == len(ways) - 1:
+            _warn_of_loops(guide, refusal, self.num_nodes**num_axes)
+        assert values is not None
+        return values
 
 
 def _warn_of_loops(guide: AutoSparseGP, refusal: str, runs: int) -> None:

@@ -1,15 +1,15 @@
-"""One training step of SVGP or SGPR against GPyTorch, pyro.contrib.gp and a hand-written floor, interleaved in one run.
+"""One training step of README's model against GPyTorch, pyro.contrib.gp, Pyro's floor and plain torch, in one run.
 
-python tests/benchmarks/step_time.py [--device cuda] [--rounds 15] [--dtypes float32] [--out table.md]
+python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--out step_time.md]
 python tests/benchmarks/step_time.py --sgpr [--rounds 9] [--sizes 10000,256 10000,512] [--dtypes float64]
 
-The step is forward, backward and an update, Adam's of all parameters or, "natural", our default, natural for q(u) and
-Adam's for the rest, on 8-dimensional uniform inputs, with a Matern-3/2 kernel (a length scale a column, an output
-scale), a Gaussian likelihood and a mini-batch of a larger data set; all hyperparameters, inducing inputs and
-variational parameters are trained. "GPyTorch NGD" is its natural step for q(u), with Adam for the rest. Adam is torch's
-fused one wherever it can be had, which is all but pyro.contrib.gp, whose step is Pyro's. Times, of this process's CPU
-(on a GPU by the clock), are medians over rounds, ratios medians of each round's ratio, so that a machine that slows
-down does so for all of them. With --sgpr it is a step on Titsias' bound of all data, with the same kernel.
+The step is that of README as a user writes it: priors on the kernel's variance and length, Pyro's Adam, the default
+TraceQuadrature_ELBO; all rows, all of float32. "natural" is the default, "Adam" has ``natural=False``. GPyTorch's is
+its documentation's loop with torch's Adam, and with its natural step of q(u), NGD; both, pyro.contrib.gp's and plain
+torch's learn kernels' parameters as numbers. "Pyro's floor" is a step of AutoNormal and Trace_ELBO on the same program
+with a plain normal for f: what Pyro's handlers, priors and optimisers take without any GP. Times, of this process's CPU
+(on a GPU by the clock), are medians over rounds that take turns, ratios medians of each round's ratio. With --sgpr it
+is a step on Titsias' bound of all data, in eight dimensions.
 """
 
 import math
@@ -19,56 +19,92 @@ from functools import partial
 
 import bench
 import gpytorch
+import numpy as np
 import pyro
+import pyro.distributions as dist
 import torch
 from others import Approximate, Exact, matern, optimisers, stepping
 from pyro.contrib import gp
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoNormal
 
-from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP
 
-NUM, DIM = 100_000, 8
+DIM = 8  # of --sgpr
 COLLAPSED_SIZES = [(1000, 64), (10_000, 256), (10_000, 512)]  # N, M
-SIZES = [(12, 200), (128, 256), (512, 1024), (1024, 1024)]
+SIZES = [(16, 500), (64, 1000), (128, 256), (512, 1024)]  # M, N
+LIKELIHOODS = {
+    "Poisson": lambda f: dist.Poisson(f.exp()),
+    "Gaussian": lambda f: dist.Normal(f, 0.3),
+    "Bernoulli": lambda f: dist.Bernoulli(logits=f),
+}
 
 
-def ours(z, family=SVGP, size=NUM):
-    """pyro_sparsegp, with the hyperparameters as parameters."""
-    model = partial(bench.regression(0.7), size=size)
-    guide = AutoSparseGP(model, family(z))
-    return pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step
+class GPyTorchPoisson(gpytorch.likelihoods._OneDimensionalLikelihood):
+    """Counts, as GPyTorch's documentation has users write a likelihood."""
+
+    def forward(self, f, **kwargs):
+        return torch.distributions.Poisson(f.exp())
 
 
-def gpytorchs(z, natural=False):
-    """GPyTorch's approximate GP, and its natural gradients."""
-    model, likelihood = Approximate(z, matern(DIM), natural).to(z), gpytorch.likelihoods.GaussianLikelihood().to(z)
-    objective = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=NUM)
-    return stepping(
-        lambda x, y: -objective(model(x), y), *optimisers(model, likelihood, natural, NUM, 0.01, fused=True)
+OTHERS = {  # GPyTorch's likelihoods, and pyro.contrib's
+    "Poisson": (GPyTorchPoisson, gp.likelihoods.Poisson),
+    "Gaussian": (gpytorch.likelihoods.GaussianLikelihood, partial(gp.likelihoods.Gaussian, torch.tensor(0.09))),
+    "Bernoulli": (gpytorch.likelihoods.BernoulliLikelihood, gp.likelihoods.Binary),
+}
+
+
+def program(name, process):
+    """README's, with what f is."""
+
+    def model(x, y=None, size=None):
+        variance = pyro.sample("variance", dist.LogNormal(0.0, 1.0))
+        length = pyro.sample("length", dist.LogNormal(-1.0, 1.0))
+        f = pyro.sample("f", process(variance, length, x))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", LIKELIHOODS[name](f), obs=y)
+
+    return model
+
+
+def ours(name, x, y, z, **options):
+    """README's step."""
+    model = program(name, lambda v, length, x: GaussianProcess(v * kernels.Matern32(length), x, mean=1.0))
+    svi = SVI(
+        model, AutoSparseGP(model, SVGP(len(z), **options)), pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO()
     )
+    return lambda: svi.step(x, y)
 
 
-def contrib(z):
-    """pyro.contrib.gp, with a mini-batch by set_data."""
-    kernel = gp.kernels.Matern32(DIM, lengthscale=torch.full((DIM,), 0.7)).to(z)
-    likelihood = gp.likelihoods.Gaussian(torch.tensor(0.09))
-    x, y = z.new_zeros(1, DIM), z.new_zeros(1)
-    jitter = 1e-4 if z.dtype == torch.float32 else 1e-6
-    model = gp.models.VariationalSparseGP(x, y, kernel, z, likelihood, num_data=NUM, whiten=True, jitter=jitter).to(z)
-    loss = pyro.infer.TraceMeanField_ELBO()
-    svi = pyro.infer.SVI(model.model, model.guide, pyro.optim.Adam({"lr": 0.01}), loss)
-
-    def step(x, y):
-        model.set_data(x, y)
-        return svi.step()
-
-    return step
+def pyros_floor(name, x, y, z):
+    """The same without a GP."""
+    model = program(name, lambda v, length, x: dist.Normal(x.new_ones(len(x)), v * length).to_event(1))
+    svi = SVI(model, AutoNormal(model), pyro.optim.Adam({"lr": 0.02}), Trace_ELBO())
+    return lambda: svi.step(x, y)
 
 
-def by_hand(z):
+def gpytorchs(name, x, y, z, natural=False):
+    """GPyTorch's approximate GP, and its natural gradients."""
+    model, likelihood = Approximate(z, matern(None), natural).to(z), OTHERS[name][0]().to(z)
+    model.mean_module = gpytorch.means.ConstantMean().to(z)
+    objective = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(x))
+    return stepping(lambda: -objective(model(x), y), *optimisers(model, likelihood, natural, len(x), 0.02))
+
+
+def contrib(name, x, y, z):
+    """pyro.contrib.gp's."""
+    kernel, jitter = gp.kernels.Matern32(1), 1e-4 if z.dtype == torch.float32 else 1e-6
+    likelihood = OTHERS[name][1]()
+    model = gp.models.VariationalSparseGP(x, y, kernel, z, likelihood, whiten=True, jitter=jitter).to(z)
+    svi = SVI(model.model, model.guide, pyro.optim.Adam({"lr": 0.02}), TraceMeanField_ELBO())
+    return svi.step
+
+
+def by_hand(z, dim=DIM):
     """The logarithms of scale, noise and length scales, as leaves, and the kernel of them."""
     log_scale, log_noise = z.new_zeros(()).requires_grad_(), z.new_full((), math.log(0.3)).requires_grad_()
-    log_length = z.new_full((DIM,), math.log(0.7)).requires_grad_()
+    log_length = z.new_full((dim,), math.log(0.7)).requires_grad_()
 
     def kernel(a, b):
         a, b = a / log_length.exp(), b / log_length.exp()
@@ -79,25 +115,42 @@ def by_hand(z):
     return [log_scale, log_noise, log_length], kernel
 
 
-def floor(z):
+def plain(name, x, y, z):
     """What an expert would write by hand in plain torch."""
-    (log_scale, log_noise, log_length), kernel = by_hand(z)
-    inputs, loc = z.clone().requires_grad_(), z.new_zeros(len(z)).requires_grad_()
+    (log_scale, _, log_length), kernel = by_hand(z, 1)
+    inputs, loc, level = (
+        z.clone().requires_grad_(),
+        z.new_zeros(len(z)).requires_grad_(),
+        z.new_ones(()).requires_grad_(),
+    )
     eye = torch.eye(len(z), dtype=z.dtype, device=z.device)
     raw, jitter = eye.clone().requires_grad_(), 1e-5 if z.dtype == torch.float32 else 1e-6
+    nodes, weights = (torch.from_numpy(part).to(z) for part in np.polynomial.hermite_e.hermegauss(20))
+    weights = weights / weights.sum()
 
-    def loss(x, y):
+    def loss():
         chol = torch.linalg.cholesky(kernel(inputs, inputs) + jitter * eye)
         phi = torch.linalg.solve_triangular(chol, kernel(inputs, x), upper=False)
         tril = raw.tril()
-        mean = loc @ phi
+        mean = level + loc @ phi
         variance = log_scale.exp() - phi.square().sum(0) + (tril.mT @ phi).square().sum(0)
-        noise = (2 * log_noise).exp()
-        fit = -0.5 * (((y - mean).square() + variance) / noise + noise.log() + math.log(2 * math.pi)).sum()
+        if name == "Gaussian":
+            fit = -0.5 * (((y - mean).square() + variance) / 0.09 + math.log(2 * math.pi * 0.09)).sum()
+        else:
+            f = mean + variance.sqrt() * nodes[:, None]
+            each = y * f - f.exp() if name == "Poisson" else y * f - torch.nn.functional.softplus(f)
+            fit = (weights @ each).sum()
         kl = 0.5 * (tril.square().sum() + loc @ loc - len(z)) - tril.diagonal().abs().log().sum()
-        return kl - fit * NUM / len(x)
+        return kl - fit
 
-    return stepping(loss, torch.optim.Adam([log_scale, log_noise, log_length, inputs, loc, raw], lr=0.01, fused=True))
+    return stepping(loss, torch.optim.Adam([log_scale, log_length, level, inputs, loc, raw], lr=0.02))
+
+
+def collapsed_ours(x, y, z):
+    """SGPR, with hyperparameters as parameters."""
+    model = partial(bench.regression(0.7), size=len(x))
+    svi = SVI(model, AutoSparseGP(model, SGPR(z)), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+    return lambda: svi.step(x, y)
 
 
 def collapsed_gpytorchs(x, y, z):
@@ -106,23 +159,23 @@ def collapsed_gpytorchs(x, y, z):
     model = Exact(x, y, gpytorch.kernels.InducingPointKernel(matern(DIM), z, likelihood), likelihood).to(z)
     objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
     model.train()
-    return stepping(lambda x, y: -objective(model(x), y), torch.optim.Adam(model.parameters(), lr=0.01))
+    return stepping(lambda: -objective(model(x), y), torch.optim.Adam(model.parameters(), lr=0.01))
 
 
 def collapsed_contrib(x, y, z):
     """pyro.contrib.gp's collapsed bound."""
     kernel = gp.kernels.Matern32(DIM, lengthscale=torch.full((DIM,), 0.7)).to(z)
     model = gp.models.SparseGPRegression(x, y, kernel, z.clone(), noise=torch.tensor(0.09), jitter=1e-6).to(z)
-    objective = pyro.infer.Trace_ELBO().differentiable_loss
-    return stepping(lambda x, y: objective(model.model, model.guide), torch.optim.Adam(model.parameters(), lr=0.01))
+    objective = Trace_ELBO().differentiable_loss
+    return stepping(lambda: objective(model.model, model.guide), torch.optim.Adam(model.parameters(), lr=0.01))
 
 
-def collapsed_floor(x, y, z):
+def collapsed_plain(x, y, z):
     """Titsias' bound by hand."""
     (log_scale, log_noise, log_length), kernel = by_hand(z)
     inputs, eye = z.clone().requires_grad_(), torch.eye(len(z), dtype=z.dtype)
 
-    def loss(x, y):
+    def loss():
         variance = (2 * log_noise).exp()
         chol = torch.linalg.cholesky(kernel(inputs, inputs) + 1e-6 * eye)
         a = torch.linalg.solve_triangular(chol, kernel(inputs, x), upper=False)
@@ -137,66 +190,75 @@ def collapsed_floor(x, y, z):
 
 MAKERS = {
     "natural": ours,
-    "Adam": partial(ours, family=partial(SVGP, natural=False)),
+    "Adam": partial(ours, natural=False),
     "GPyTorch": gpytorchs,
     "GPyTorch NGD": partial(gpytorchs, natural=True),
     "pyro.contrib.gp": contrib,
-    "floor": floor,
+    "Pyro's floor": pyros_floor,
+    "plain torch": plain,
 }
 COLLAPSED = {
-    "ours": lambda x, y, z: ours(z, SGPR, len(x)),
+    "ours": collapsed_ours,
     "GPyTorch": collapsed_gpytorchs,
     "pyro.contrib.gp": collapsed_contrib,
-    "floor": collapsed_floor,
+    "plain torch": collapsed_plain,
 }
 RATIOS = [  # whose times are divided by whose
-    ("natural", "GPyTorch NGD"),
-    *((own, other) for own in ("natural", "Adam") for other in ("GPyTorch", "floor")),
+    *(("natural", other) for other in ("GPyTorch", "GPyTorch NGD", "pyro.contrib.gp", "Pyro's floor", "plain torch")),
+    *(("Adam", other) for other in ("GPyTorch", "Pyro's floor")),
 ]
 
 
-def measure(size, dtype, options, pairs):
-    """One row of the table: of M and a batch's rows, or with ``--sgpr`` of all rows and M."""
-    (m, num), batch = (size[::-1], 0) if options.sgpr else ((size[0], NUM), size[1])
+def apart(make):
+    """A step with a parameter store of its own: names are alike in all."""
+    store = pyro.get_param_store()
+    with store.scope() as state:
+        step = make()
+
+    def taken():
+        with store.scope(state):
+            return step()
+
+    return taken
+
+
+def measure(size, name, dtype, options, pairs):
+    """One row of the table: of M and N, or with ``--sgpr`` of N and M."""
+    num, m = size if options.sgpr else size[::-1]
     bench.seeded()
-    data = torch.rand(num, DIM, dtype=getattr(torch, dtype), device=options.device)
-    target = torch.sin(4 * data.sum(-1)) + 0.1 * torch.randn(num).to(data)
-    z = data[:m].clone()
-    made = {name: make(data, target, z) for name, make in COLLAPSED.items()} if options.sgpr else None
-    made = made or {name: make(z.clone()) for name, make in MAKERS.items()}
-
-    def step(of):
-        rows = torch.randint(0, NUM, (batch,), device=data.device) if batch else slice(None)
-        return of(data[rows], target[rows])
-
-    steps = {name: partial(step, of) for name, of in made.items()}
-    times = bench.interleaved(steps, options.rounds, repeats=2, device=options.device)
+    x = torch.rand(num, DIM if options.sgpr else 1, dtype=getattr(torch, dtype), device=options.device)
+    f = torch.sin((4 if options.sgpr else 8) * x.sum(-1))
+    y = f + 0.1 * torch.randn(num).to(x) if options.sgpr else LIKELIHOODS[name](1 + f).sample()
+    z = x[:m].clone()
+    makers = COLLAPSED if options.sgpr else {key: partial(make, name) for key, make in MAKERS.items()}
+    steps = {key: apart(partial(make, x, y, z.clone())) for key, make in makers.items()}
+    times = bench.interleaved(steps, options.rounds, warm=4, repeats=2, device=options.device)
     medians = [f"{statistics.median(each):.1f}" for each in times.values()]
-    return [f"{size[0]}, {size[1]}", dtype, *medians, *(f"{bench.ratio(times, *pair):.2f}" for pair in pairs)]
+    return [f"{size[0]}, {size[1]}", name, dtype, *medians, *(f"{bench.ratio(times, *pair):.2f}" for pair in pairs)]
 
 
 def main():
-    options = bench.parsed(
-        __doc__, device="cpu", rounds=15, sizes=[""], sgpr=False, dtypes=["float32", "float64"], out=None
-    )
+    options = bench.parsed(__doc__, device="cpu", rounds=11, sizes=[""], sgpr=False, dtypes=["float32"], out=None)
     warnings.filterwarnings("ignore", category=gpytorch.utils.warnings.NumericalWarning)
     makers = COLLAPSED if options.sgpr else MAKERS
     pairs = [("ours", other) for other in list(COLLAPSED)[1:]] if options.sgpr else RATIOS
     page = bench.Page(options.out)
     page.say(
+        f"Made by `python tests/benchmarks/step_time.py{' --sgpr' if options.sgpr else ''}`: "
         f"{bench.machine(options.device)}, GPyTorch {gpytorch.__version__}, pyro-ppl {pyro.__version__}, "
-        f"{options.rounds} rounds",
+        f"{options.rounds} rounds; milliseconds of CPU a step, and medians of each round's ratio.",
         "",
     )
     page.head(
-        *("N, M" if options.sgpr else "M, batch", "dtype"),
+        *("N, M" if options.sgpr else "M, N", "likelihood", "dtype"),
         *(f"{name} (ms)" for name in makers),
         *(f"{own} / {other}" for own, other in pairs),
     )
     sizes = [tuple(map(int, size.split(","))) for size in options.sizes if size]
     for size in sizes or (COLLAPSED_SIZES if options.sgpr else SIZES):
-        for dtype in options.dtypes:
-            page.row(*measure(size, dtype, options, pairs))
+        for name in ["Gaussian"] if options.sgpr else LIKELIHOODS:
+            for dtype in options.dtypes:
+                page.row(*measure(size, name, dtype, options, pairs))
 
 
 if __name__ == "__main__":
