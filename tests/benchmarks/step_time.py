@@ -124,7 +124,7 @@ def plain(name, x, y, z):
         z.new_ones(()).requires_grad_(),
     )
     eye = torch.eye(len(z), dtype=z.dtype, device=z.device)
-    raw, jitter = eye.clone().requires_grad_(), 1e-5 if z.dtype == torch.float32 else 1e-6
+    raw, jitter = eye.clone().requires_grad_(), 1e-4 if z.dtype == torch.float32 else 1e-6
     nodes, weights = (torch.from_numpy(part).to(z) for part in np.polynomial.hermite_e.hermegauss(20))
     weights = weights / weights.sum()
 
