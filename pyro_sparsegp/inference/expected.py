@@ -177,16 +177,12 @@ def _variances_by_rows(run: Run, posteriors: dict[str, SparsePosterior], names: 
         for q, row in zip(map(posteriors.get, means), rows):
             if q is not None and row is not None:
                 weights = over_scale(fn, row).movedim(0, -2)
-                prior = _of_terms(q.prior_variance_of(weights))
-                change = _of_terms(q.coefficients.moments([weights @ phi for phi in q.features])[1])
+                change = q.coefficients.moments([weights @ phi for phi in q.features])[1]
+                # Added up over the outputs of a process, whose functions are independent.
+                prior, change = (v.reshape(-1, v.shape[-1]).sum(0) for v in (q.prior_variance_of(weights), change))
                 total = total + above_rounding(prior + change, prior)
         found[name] = total.reshape(parameter_of(fn).shape)
     return found
-
-
-def _of_terms(variance: Tensor) -> Tensor:
-    """Added up over the outputs of a process, whose functions are independent."""
-    return variance.reshape(-1, variance.shape[-1]).sum(0)
 
 
 def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Tensor], ...]:
