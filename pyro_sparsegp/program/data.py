@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..numerics.rows import fingerprints
 
@@ -81,7 +82,10 @@ class TrainingData:
 
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
-        return TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))
+        args, kwargs = tree_map(
+            lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
+        )
+        return TrainingData(model, args, kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Copies count writes from their own start: test_sites.py::test_copies_predict_the_same_and_train_on.
@@ -146,16 +150,6 @@ def _is_plain(item: Any) -> bool:
     if type(item) is dict:
         return all(isinstance(key, (str, int)) and _is_plain(part) for key, part in item.items())
     return all(map(_is_plain, item)) if type(item) in (list, tuple) else isinstance(item, _PLAIN)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], item: Any) -> Any:
-    if isinstance(item, Tensor):
-        return function(item)
-    if isinstance(item, dict):
-        return {key: _mapped(function, part) for key, part in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(_mapped(function, part) for part in item)
-    return item
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -207,12 +207,9 @@ class SummedOut(TorchDistribution):
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """A draw of y, z drawn with it: in the plates that they share."""
-        if tuple(sample_shape):
-            each = [self.sample() for _ in range(torch.Size(sample_shape).numel())]
-            return torch.stack(each).reshape(*sample_shape, *self.shape())
         shared = next(iter(self.group.latents.values()))
-        if any(plates.keys() != shared.keys() for plates in self.group.latents.values()):
-            raise NotImplementedError("no draw where discrete latents stand in several sets of plates")
+        if tuple(sample_shape) or any(plates.keys() != shared.keys() for plates in self.group.latents.values()):
+            raise NotImplementedError("one draw, and none where discrete latents stand in several sets of plates")
         # z ~ p(z | y₁, ..., yᵢ₋₁), all latents at once, and then y ~ p(y | z).
         joint = self.group.product([term(True) for term in self.before], shared).value
         plates = padded(torch.empty(self.batch_shape)).shape
