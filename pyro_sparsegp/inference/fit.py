@@ -132,9 +132,7 @@ def fit(
         raise ValueError("resume=True continues from the file checkpoint, and none is given")
     method = _method(model, guide, optim, loss, method, group)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
-    if steps is not None and epochs is not None:
-        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
-    total = epochs * len(batches) if epochs is not None else 2000 if steps is None else steps
+    total = _total(steps, epochs, batches)
     path = None if checkpoint is None else Path(checkpoint)
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path)
     if resume and path is not None and path.exists():
@@ -146,6 +144,15 @@ def fit(
     for line in notes if progress else ():
         tqdm.write(line)
     return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds, tuple(notes))
+
+
+def _total(steps: Optional[int], epochs: Optional[int], batches: Any) -> int:
+    """How many steps there are to be."""
+    if steps is not None and epochs is not None:
+        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
+    if epochs is not None:
+        return epochs * len(batches)
+    return 2000 if steps is None else steps
 
 
 def _method(
