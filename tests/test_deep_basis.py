@@ -336,7 +336,7 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
     y = torch.stack([y, torch.cos(5 * x[:, 1])], -1) if case == "outputs" else y
     results = []
     monkeypatch.setattr(features, "_ROWS", 8)  # which are passed whole
-    monkeypatch.setattr(features, "_EACH", 1)
+    monkeypatch.setattr(features, "_EACH", 0)
     for whole in (1000, 16):
         monkeypatch.setattr(blocks, "_WHOLE", whole)
         monkeypatch.setattr(blocks, "_CHUNK", 8)

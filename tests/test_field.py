@@ -280,7 +280,7 @@ def test_steps_of_hyperparameters_are_natural_gradients():
     curved = torch.diag(torch.tensor([1.0, 3.0]))
     with recording(loc) as record:
         drawn = q(noise)
-        loss = 0.5 * (drawn.value - loc) @ curved @ (drawn.value - loc) + drawn.weighed(torch.zeros(2)).sum()
+        loss = 0.5 * (drawn.value - loc) @ curved @ (drawn.value - loc) + drawn.densities_of(noise).sum()
     record.differentiate(loss)
     record.step(1.0)
     pull = root.T @ curved @ root @ noise

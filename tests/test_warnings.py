@@ -7,7 +7,6 @@ import pyro_sparsegp
 
 # Some words of each text, and its end.
 WARNINGS = {
-    "hyperparameters multiply these values": "a GP site into its kernel, scale**2 * kernel.",
     "changes by": "or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
     "did not converge": "Absorb fewer rows at a time.",
     "drawn jointly, at O(N³) time": "draws them independently, in O(N).",
