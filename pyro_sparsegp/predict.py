@@ -42,8 +42,8 @@ def predict(
 
     A guide's function values come from its sparse posterior. MCMC has drawn f at the training inputs, and f at new
     inputs is drawn given those values (:meth:`GaussianProcess.given`). Latents under a plate that holds data are drawn
-    from the model; subsampling is off. ``torch.func.vmap`` makes up to 100 draws at once if the program allows it, in
-    some 100 MB of memory; otherwise there is a run of the program for each.
+    from the model; subsampling is off. If the program allows ``torch.func.vmap``, it runs once for up to 100 draws, in
+    some 100 MB of memory. Otherwise it runs once for each draw.
     A :class:`~pyro_sparsegp.NumericalWarning` counts the transitions of an ``MCMC`` that diverged.
 
     :param model: the guide's model, or one with the same latent sites and another likelihood.

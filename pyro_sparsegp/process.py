@@ -66,7 +66,7 @@ class GaussianProcess(TorchDistribution):
     :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, a number, or ``None``
         (zero).
     :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32. For
-        inducing points in float32 it is 3e-8 if the kernel, as the library's own do, computes K_ZZ in float64. The
+        inducing points in float32 it is 3e-8 if the kernel computes K_ZZ in float64, as the library's kernels do. The
         jitter stays when the dtype of a guide changes.
     :raises ValueError: if x is not a matrix of finite floating point numbers, or mean or kernel do not fit.
     """
@@ -228,7 +228,7 @@ class GaussianProcess(TorchDistribution):
         return new
 
     def require_place(self, site: Optional[str] = None) -> None:
-        """Raise a ValueError if this process has unfit inputs, or was sampled where its values would become (N, N)."""
+        """Raise a ValueError if this process has unfit inputs, or is inside a plate of rows."""
         if self._unfit is not None:
             raise ValueError(f"{'' if site is None else f'GP site {site!r}: '}GaussianProcess's {self._unfit}")
         if self._misplaced is not None:

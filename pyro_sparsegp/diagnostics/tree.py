@@ -42,28 +42,25 @@ def to_datatree(
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
 
-    Groups: ``posterior`` (hyperparameters; of each GP site f the coefficients ``f_w`` of its basis, N(0, I) a priori),
-    ``posterior_predictive``, ``log_likelihood``, ``log_prior``, ``sample_stats``, ``observed_data``,
-    ``constant_data``, with ``predict`` also ``predictions`` and ``predictions_constant_data``, with ``prior`` also
-    ``prior`` and ``prior_predictive``; what is drawn has dimensions ``(chain, draw, ...)``. One fit is one chain:
-    several guides of the same model, restarts, become chains.
+    Its groups are ``posterior``, ``posterior_predictive``, ``log_likelihood``, ``log_prior``, ``sample_stats``,
+    ``observed_data`` and ``constant_data``. ``predict`` adds ``predictions`` and ``predictions_constant_data``;
+    ``prior`` adds ``prior`` and ``prior_predictive``. ``posterior`` holds the hyperparameters, and for each GP site f
+    the coefficients ``f_w`` of its basis, N(0, I) a priori. Draws have dimensions ``(chain, draw, ...)``. One fit is
+    one chain: several guides of the same model become several chains.
 
-    The log likelihood is integrated over what a draw leaves open, log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ; of MCMC, whose
-    draws hold f itself, log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Weights of rows (``poutine.scale``) are not in it: they
-    are its coordinate ``{site}_weight``, which :func:`loo` takes into account and stock ArviZ does not.
-    ``sample_stats`` has ``diverging`` of MCMC; of a guide ``log_q``, the log density of (θ, w) under it, and ``lp``,
-    what is set against it in importance weights, both in float64:
+    The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
+    log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Weights of rows (``poutine.scale``) are kept beside it, as the coordinate
+    ``{site}_weight``: :func:`loo` uses them, stock ArviZ does not. ``sample_stats`` has ``diverging`` for MCMC. For a
+    guide it has, in float64, ``log_q``, the log density of (θ, w) under q, and the targets of importance weights:
 
-    * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe" that the evidence lower bound is for;
-    * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, that of expectation propagation;
+    * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe", which belongs to the evidence lower bound;
+    * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, the target of expectation propagation;
     * ``lp_exact``, with ``exact=True``: log p(θ) p(w) + log p(y | w, θ) under the exact prior, in O(N³).
 
-    Draws are of the posterior that the guide predicts with. Where a kernel's variance correction changes q(w)
-    (:class:`~pyro_sparsegp.families.ExactWeightSpace`), it is the changed one, and "fitc" its target.
-
-    :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws are made
-    in blocks, by ``torch.func.vmap`` if the program allows it. Memory is that of the arrays returned and of a block,
-    some 100 MB.
+    The draws are of the posterior that the guide predicts with. :class:`~pyro_sparsegp.families.ExactWeightSpace`
+    changes its q(w) if the kernel has a variance correction. Draws then are of the changed q(w), and "fitc" is its
+    target. :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws
+    are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes some 100 MB of memory.
 
     :param model: the model.
     :param guide: a fitted guide, several of them in a list, an object that has a guide (SVI, expectation
@@ -73,7 +70,7 @@ def to_datatree(
     :param predict: the model's arguments at new inputs, observations left out: a tensor, a tuple or a mapping.
     :param prior: how many draws of the prior and of its predictions to add (:func:`prior_predictive`); 0 adds none.
     :param include_f: keep function values at the training inputs, ``(chain, draw, N)``.
-    :param exact: whether to do what takes O(N³) a draw.
+    :param exact: whether to compute ``lp_exact``, in O(N³) a draw.
     :param log_likelihood: whether to compute it, and ``lp``.
     :param posterior_predictive: whether to draw it.
     :param coords: coordinate values by dimension.

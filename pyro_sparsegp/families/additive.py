@@ -152,11 +152,11 @@ class CoupledPrecision(AdditiveFamily):
 
     @property
     def can_step(self) -> bool:
-        """Whether there are natural steps for what it learns."""
+        """Whether it can learn q(w) by natural steps: it can."""
         return True
 
     def in_natural_steps(self) -> NewCoefficients:
-        """That posterior, by natural steps."""
+        """The posterior of w, learned by natural steps."""
         return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.natural_rate)
 
 

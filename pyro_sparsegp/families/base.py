@@ -99,9 +99,9 @@ class FreeFormFamily(BasisFamily):
 
     A subclass names its basis and the :class:`~pyro_sparsegp.gaussians.Coefficients` it takes.
 
-    :param start: where the covariance of q(w) starts. "data", the default, is the posterior given the first call's
-        inputs under noise as large as the process, (I + ΦᵀΦ/k̄)⁻¹. "prior" starts at the prior, as in the papers, and
-        takes more steps. The mean starts at the prior's. Inner layers of a deep GP always start at the prior.
+    :param start: where the covariance of q(w) starts. "data", the default, is its posterior if each row of the first
+        call has noise of the prior's mean variance k̄: (I + ΦᵀΦ/k̄)⁻¹. "prior" starts at the prior, as in the papers,
+        and takes more steps. The mean starts at the prior's. Inner layers of a deep GP always start at the prior.
     :param natural: whether q(w) learns by natural gradients (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021),
         one step in each ``svi.step`` under :class:`~pyro_sparsegp.TraceQuadrature_ELBO`. The default,
         ``None``, uses them if the family can. ``False`` leaves q's mean and scale to the optimiser.
@@ -127,7 +127,7 @@ class FreeFormFamily(BasisFamily):
 
     @property
     def can_step(self) -> bool:
-        """Whether there are natural steps for what it learns."""
+        """Whether it can learn q(w) by natural steps."""
         return NaturalGaussian.takes(self.new_coefficients())
 
     @property
@@ -178,7 +178,7 @@ class FreeFormFamily(BasisFamily):
         return DEFAULT_RATE if self.rate is None else self.rate
 
     def in_natural_steps(self) -> NewCoefficients:
-        """That posterior, by natural steps."""
+        """The posterior of w that :meth:`new_coefficients` makes, learned by natural steps."""
         return partial(NaturalGaussian, kind=self.new_coefficients(), rate=self.natural_rate)
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:

@@ -70,12 +70,12 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
 class SVGP(InducingFamily):
     """Inducing points with a full covariance (Hensman, Fusi and Lawrence, 2013; Titsias, 2009).
 
-    q(f) has mean μ + Φm and covariance k − ΦΦᵀ + ΦSΦᵀ, with LLᵀ = K_ZZ, Φ = K_XZ L⁻ᵀ and free m and S = RRᵀ, R lower
-    triangular. A step takes O(BM² + M³) for B rows; any likelihood, mini-batches.
+    q(f) has mean μ + Φm and covariance k − ΦΦᵀ + ΦSΦᵀ. Here LLᵀ = K_ZZ and Φ = K_XZ L⁻ᵀ; m and S = RRᵀ are free, R
+    lower triangular. It takes any likelihood and mini-batches; a step on B rows costs O(BM² + M³).
 
     :param inducing: their number M, or the inputs ``(M, D)``, or
         :class:`~pyro_sparsegp.bases.InducingVariables`.
-    :raises ValueError: at the guide's first call, which has fewer distinct inputs than M.
+    :raises ValueError: at the guide's first call, if that has fewer than M distinct inputs.
     """
 
     inducing: Inducing = 64

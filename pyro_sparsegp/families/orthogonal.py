@@ -84,7 +84,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
     @property
     def can_step(self) -> bool:
-        """Whether there are natural steps for what it learns."""
+        """Whether it can learn q(w) by natural steps."""
         return self.num_columns is None
 
     def declared(self) -> dict[str, Any]:

@@ -57,25 +57,25 @@ class AutoSparseGP(SavedGuide):
     mini-batch has fewer rows than inducing points, first call the guide on more rows.
 
     ``guide(*args)`` draws all sites. Sites that were observed at the first call and are not now (``y=None``) are drawn
-    from the model. ``guide.train()``, the default, draws function values independently of each other, for likelihoods
-    of single values; ``guide.eval()`` draws them jointly. ``state_dict`` and ``load_state_dict`` restore everything
-    into a new guide. Override :meth:`get_posterior` for a posterior of your own.
+    from the model. ``guide.train()``, the default, draws each function value from its marginal: likelihoods of single
+    values need no more. ``guide.eval()`` draws function values jointly. ``state_dict`` and ``load_state_dict`` restore
+    everything into a new guide. Override :meth:`get_posterior` for a posterior of your own.
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
         ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and one
         Gaussian q(w) covers the coefficients of all. The family must be one that couples them.
-    :param init_loc_fn: where other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
+    :param init_loc_fn: where latents other than f start, from Pyro's ``pyro.infer.autoguide.initialization``.
     :param init_scale: their initial standard deviation, in unconstrained space.
-    :param point_estimates: names of other latents to fit as points (maximum a posteriori), or ``True`` for all. By
+    :param point_estimates: names of such latents to fit as points (maximum a posteriori), or ``True`` for all. By
         default there are none; under expectation propagation all are points.
     :param independent_draws: names of GP sites whose values training draws independently, although the model couples
         them. An example is a deep convolutional GP's site at an image's patches. Such draws are cheaper, and common
         practice, but training then maximises only an approximation of the bound.
-    :param independent: names of other latents to give independent normal posteriors (mean field), or ``True`` for all.
+    :param independent: names of such latents to give independent normal posteriors (mean field), or ``True`` for all.
         This is cheaper for thousands of latents, but its intervals are too narrow. By default there are none.
-    :param start: "mode" (default) starts hyperparameters at their posterior mode, ``None`` where ``init_loc_fn`` says.
-    :param coupled: raises a ValueError: other latents have a joint posterior by default.
+    :param start: where hyperparameters start: "mode" (default) at their posterior mode, ``None`` by ``init_loc_fn``.
+    :param coupled: has left: it raises a ValueError. Latents have a joint posterior by default.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     :raises ValueError: if ``model`` or ``families`` are invalid; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
@@ -181,15 +181,15 @@ class AutoSparseGP(SavedGuide):
         q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) keeps two sums over all rows so far, (G₀, r₀). absorb adds the sites
         N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). If the likelihood is Gaussian in f
         the sites are exact, and rows absorbed in pieces give the posterior of all rows. For other likelihoods absorb
-        finds them by iteration, λ = −E[ℓ''], λ(z − m) = E[ℓ'], with (G₀, r₀) as the prior; the old rows' sites stay as
-        they were. Hyperparameters, inducing inputs and other latents, held at their medians, stay too.
+        iterates λ = −E[ℓ''], λ(z − m) = E[ℓ'] with (G₀, r₀) as the prior. The sites of the old rows do not change, nor
+        do hyperparameters and inducing inputs. Latents other than f are held at their medians.
 
         Training afterwards moves q towards the sum over the rows that it is given, scaled to the plate's size: give it
         the old rows too. A guide that has taken no step starts at the prior.
 
-        :param args: the arguments of the model, with the new rows; plates have the new rows' number.
+        :param args: the arguments of the model, with the new rows; the data plate has as many rows.
         :param forget: the share of (G₀, r₀) dropped before, for functions that drift; 0.1 at each call gives the last
-            ten most of the weight.
+            ten calls most of the weight.
         :param kwargs: keyword arguments of the model.
         :raises ValueError: naming the site and the remedy, where q is no such sum (families on sites, expectation
             propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
@@ -221,15 +221,15 @@ class AutoSparseGP(SavedGuide):
         return check(self, args, kwargs)
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
-        """The posterior of each GP site at these inputs, other latents at their posterior median.
+        """The posterior of each GP site at these inputs, with other latents at their posterior medians.
 
-        The variance is over all other latents with normal priors, at these hyperparameters. To include that of the
-        hyperparameters, use :func:`~pyro_sparsegp.predict`. An inner layer of a deep GP is at its posterior
-        mean. Subsampling is off. Latents of single rows are as learned if all arguments are the training data,
-        observations included; otherwise they are drawn from the model.
+        The variance includes that of latents with normal priors, but not that of hyperparameters:
+        :func:`~pyro_sparsegp.predict` includes both. An inner layer of a deep GP is at its posterior mean.
+        Subsampling is off. Latents of single rows have their learned posterior at the training data (all arguments,
+        with observations). At other data they are drawn from the model.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
-        :raises KeyError: where the dict has no such GP site.
+        :raises KeyError: by the dict, for the name of a site that is no GP.
         """
         args, kwargs = or_of_training(self, "posterior", args, kwargs)
         self._ready(args, kwargs)
@@ -266,8 +266,8 @@ class AutoSparseGP(SavedGuide):
         return super().median(*args, **kwargs)
 
     def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
-        """Quantiles of each latent's posterior, ``(Q, ...)`` by site, as Pyro's AutoNormal has them, and of each GP
-        site's values at these inputs, by default the training data's.
+        """Quantiles of each latent and of each GP site's values at these inputs, by default the training data's. They
+        are ``(Q, ...)`` by site, as in Pyro's AutoNormal.
 
         >>> guide.quantiles([0.05, 0.5, 0.95])["length"]           # doctest: +SKIP
 
@@ -294,7 +294,7 @@ class AutoSparseGP(SavedGuide):
         return run
 
     def forget_data(self) -> None:
-        """Forget the training data: the next call with observations brings new ones for families on sites.
+        """Forget the training data. To families on sites the next call with observations brings new data.
 
         Parameters stay. Families with parameters for each row (FreeSites, sparse actions) need a new guide.
 
@@ -312,10 +312,10 @@ class AutoSparseGP(SavedGuide):
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:
-        """For each GP site whose Gaussian sites are read off the model: how many there are; whether they are exact
-        (the likelihood is Gaussian in f); how many had negative curvature, which was cut to 0, at the last reading;
-        how many updates of training were cut since they lowered the bound; and whether they have converged, with other
-        latents at their medians: another update would move no marginal by 0.001 standard deviations.
+        """The state of the Gaussian sites that a family reads off the model, by GP site: their number; whether they are
+        exact (the likelihood is Gaussian in f); how many curvatures were negative at the last reading, and cut to 0;
+        how many updates in training were cut because they lowered the bound; and whether the sites have converged. If
+        they have, another update, at the medians of other latents, moves no marginal by 0.001 standard deviations.
         """
         if not self.core.known:  # test_sites.py::test_messages_for_data_that_do_not_fit
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
@@ -327,7 +327,7 @@ class AutoSparseGP(SavedGuide):
     def predicting(self, kept: list[Conditions]) -> Iterator[None]:
         """Treat the inputs of calls as new ones, even if observations come with them.
 
-        :param kept: what a call before was conditioned on, if any, which is taken again where nothing is drawn.
+        :param kept: what an earlier call was conditioned on. It is used again if nothing is drawn.
         """
         before, self.kept = self.kept, kept
         try:
@@ -337,7 +337,7 @@ class AutoSparseGP(SavedGuide):
 
     @contextmanager
     def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-        """Runs at nodes within are conditioned on sites that are read once, before them: they may be mapped."""
+        """Read the sites once, before the runs at nodes that follow: these may then be under vmap."""
 
         def read(args: tuple, kwargs: dict[str, Any]) -> None:
             self._ahead = self._conditioned_on(args, kwargs)
@@ -361,7 +361,7 @@ class AutoSparseGP(SavedGuide):
         """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
 
         :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
-        :param ahead: the run to make instead, of a field at its prior's mean.
+        :param ahead: a run to make instead, with the field at its prior's mean.
         :returns: the model's trace, the guide's, and one of all sites, the plates' row numbers among them.
         """
 
@@ -399,7 +399,7 @@ class AutoSparseGP(SavedGuide):
     def posterior_given(self, name: str, prior: Any, sites: Optional[Sites]) -> SparsePosterior:
         """The posterior of a GP site under a prior of new inputs, given the sites of a draw.
 
-        :param sites: of a family on sites, those the draw was conditioned on.
+        :param sites: for a family on sites, the sites that the draw was conditioned on.
         """
         process, _ = as_process(prior)
         module = self.module_of(name)

@@ -110,7 +110,7 @@ def fit(
     :param optim: a Pyro optimiser. The schedule of a ``PyroLRScheduler`` advances after each step. The
         default is Adam with a falling step size, which is smaller for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
-    :param method: an ``SVI`` or an :class:`ExpectationPropagation` of your own, instead of these two.
+    :param method: an ``SVI`` or an :class:`ExpectationPropagation` of your own, instead of ``optim`` and ``loss``.
     :param stopping: a function of the losses so far that returns whether to stop; called after each step.
     :param checkpoint: a file for the state of the fit, replaced in one operation; its folder must exist.
     :param checkpoint_every: seconds between checkpoints; 0 writes one after each step.

@@ -49,9 +49,9 @@ class TraceQuadrature_ELBO(ELBO):
     A linear predictor of several sites and latents is itself normal, and is integrated as one variable. Other densities
     of two sites use the product grid, rotated by each row's covariance if the sites have one posterior. Densities of
     more values, and inner layers of a deep GP, are drawn. A model whose likelihoods have f, ``f.exp()`` or the like for
-    parameters runs once. Another runs once more under :func:`torch.func.vmap` over the nodes, and sees f as ``(N,)``;
-    one with a network, or one that draws its rows, runs only so. Hyperparameters are drawn once per particle; without
-    any, the bound is deterministic.
+    parameters runs once. Other models run once more under :func:`torch.func.vmap` over the nodes, and see f as
+    ``(N,)``. Models with a network, and models that draw their rows, run only under vmap. Hyperparameters are drawn
+    once per particle; without any, the bound is deterministic.
 
     A distribution's own method ``expected_log_prob(value, variance)``
     (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) gives its expectation over normal parameters. It
@@ -103,7 +103,7 @@ class TraceQuadrature_ELBO(ELBO):
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'.
 
-        Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, by the
+        Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, on the
         same arguments: see :func:`~pyro_sparsegp.inference.first_steps.meet`.
 
         Warns once if the loss has risen a hundredfold under a q that is not whitened.

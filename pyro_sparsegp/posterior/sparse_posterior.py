@@ -17,9 +17,9 @@ class SparsePosterior(Marginals):
     """The posterior of a Gaussian process under a finite basis and a Gaussian over its coefficients.
 
     A distribution over the values at the process's inputs x, with event shape ``(N,)``; :meth:`at` gives it at
-    other inputs. ``rsample`` draws values jointly. ``log_prob`` is relative to the prior process,
-    log dq/dp, the only base measure that a function has: log q(w) − log p(w) at the coefficients of a draw of
-    this object (kept with the last draw, as TransformedDistribution caches).
+    other inputs. ``rsample`` draws values jointly. A function has no Lebesgue density, so ``log_prob`` is relative to
+    the prior process: log dq/dp = log q(w) − log p(w). It takes this object's last draw, whose coefficients w are
+    kept, as TransformedDistribution keeps its last value.
 
     :param process: the prior at the inputs.
     :param basis: the basis under that prior's kernel.
@@ -53,12 +53,12 @@ class SparsePosterior(Marginals):
         return SparsePosterior(process, self.basis, self.coefficients, self.name, self.sites)
 
     def paths(self, num: int, num_features: int = 2048) -> Callable[[Tensor], Tensor]:
-        """``num`` sample functions, x ↦ ``(num, ..., N)``, that agree with themselves wherever they are evaluated.
+        """``num`` sample functions, x ↦ ``(num, ..., N)``: at one input a function has one value, at every call.
 
         By Matheron's rule (Wilson et al., 2020, eq. 8): a prior function plus φ(x)ᵀ(w − w'), where w' are that
         function's own coefficients. The prior functions of a stationary kernel are ``num_features`` random
-        Fourier waves; a kernel with finite features has exact ones. Where the kernel offers neither (a
-        :class:`~pyro_sparsegp.kernels.Periodic` or an adapted one), values are drawn exactly, conditioned on all
-        values drawn before, which costs O(n³) in the number n of points evaluated in all.
+        Fourier waves; a kernel with finite features has exact ones. A kernel with neither is
+        :class:`~pyro_sparsegp.kernels.Periodic` or an adapted one: values are then drawn exactly, conditioned on all
+        values drawn before. That costs O(n³) for n points in all.
         """
         return sample_paths(self, num, num_features)
