@@ -81,6 +81,8 @@ def predict(
         return most * ((most if joint else 128) if apart else 1)
 
     blocks = list(in_blocks(one, samples, numbers))
+    if isinstance(result, AutoSparseGP):
+        result.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 

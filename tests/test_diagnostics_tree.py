@@ -214,6 +214,7 @@ def test_draws_in_blocks_are_those_of_a_loop(family, monkeypatch):
     looped = False
     assert predict(refusing, guide, x[:3], num_samples=10)["f"].shape == (10, 3)
     assert len(runs) <= 12
+    assert not guide.trace.nodes  # of a mapped run
     noise, make = torch.randn(4, 1000), GuideSource.make
 
     def given(source, item, *rest):

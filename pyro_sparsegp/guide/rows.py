@@ -245,4 +245,5 @@ def quantiles_of(guide: Any, levels: Any, num: int, args: tuple, kwargs: dict[st
 
     # 128 features a value.
     blocks = list(in_blocks(one, {"": torch.arange(num)}, lambda draw: 128 * sum(map(torch.numel, draw.values()))))
+    guide.trace = poutine.Trace()  # as in predict
     return {name: torch.cat([block[name] for block in blocks]).quantile(quantiles, 0) for name in blocks[0]}
