@@ -12,8 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, fit, kernels, predict
-from pyro_sparsegp.diagnostics import predictive_scores
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
 from pyro_sparsegp.diagnostics.draws import GuideSource
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.gaussians import FullCholesky, Whole
@@ -157,16 +156,6 @@ def test_draws_are_joint_and_weigh_the_evidence():
         assert (model_trace.log_prob_sum() - guide_trace.log_prob_sum()).item() == pytest.approx(evidence, abs=0.01)
 
 
-@pytest.mark.parametrize("rank", [None, 6])
-def test_draws_of_rows_train_it_too(rank):
-    data = _data()
-    plain = families.SVGP(**EXACT, rate=slowly)
-    family = plain if rank is None else families.CoupledPrecision(**EXACT, rate=slowly, rank=rank)
-    # By plain gradients. Independent posteriors are 3 nats short.
-    guide = _trained(_model(), family, *data, steps=800, lr=0.02, loss=Trace_ELBO())
-    assert _bound(guide, *data) == pytest.approx(_exact(SUM)[2], abs=1.0)
-
-
 def _groups(f, g):
     return f + g[torch.arange(N) // 2]
 
@@ -236,13 +225,6 @@ def test_three_sites_are_drawn_row_by_row():
     assert sites[0].covariance_with(sites[2]).abs().max() > 0.01
 
 
-def heteroscedastic(x, y=None):
-    f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
-    g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x[:, 1:], mean=x.new_full((), -1.0)))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
-
-
 def product(x, y=None):
     f = pyro.sample("f", GaussianProcess(KF, x[:, :1], mean=x.new_full((), 1.0)))
     g = pyro.sample("g", GaussianProcess(KG, x[:, 1:], mean=x.new_full((), 1.0)))
@@ -279,38 +261,16 @@ def test_a_mean_and_its_noise_begin_together(kind):
     assert losses[-1] < -7
 
 
-@pytest.mark.slow  # test_a_mean_and_its_noise_begin_together sees the explosion in ten steps
-def test_batches_fit_a_mean_and_its_noise_together():
-    (x, y), held_out = _noisy(400, seed=0), _noisy(200, seed=50)
-    scores = []
-    for sites in ({("f", "g"): families.SVGP(15)}, {name: families.SVGP(15) for name in "fg"}):
-        pyro.set_rng_seed(0)
-        guide = AutoSparseGP(_mean_and_noise, sites)
-        fit(_mean_and_noise, guide, (x, y), steps=300, batch_size=60, progress=False)
-        found = predictive_scores(_mean_and_noise, guide, *held_out, num_samples=1)
-        scores.append(found.summary.loc["log_score", "mean"])
-    assert scores[0] == pytest.approx(scores[1], abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("model", "gain"),
-    [pytest.param(heteroscedastic, 0.01, marks=pytest.mark.slow), (product, 2.0)],  # the product sees the same faults
-)
-def test_other_likelihoods_against_importance_sampling(model, gain):
-    # One posterior is nearer to the exact one than independent ones, much so for a product, whose factors trade off.
+def test_a_product_against_importance_sampling():
+    # One posterior is far nearer to the exact one than independent ones: factors trade off.
     x, y = _data()
-    y = (y + 1) if model is product else y
-    guide = _trained(
-        model, families.SVGP(**EXACT), x, y, steps=20 if model is product else 60, loss=TraceQuadrature_ELBO(6)
-    )
+    model, y, num = product, y + 1, 50
+    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=20, loss=TraceQuadrature_ELBO(6))
     bound = _bound(guide, x, y, nodes=20)
-    independent = _best(
-        AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=20 if model is product else 60, nodes=6
-    )
-    assert bound > independent + gain
+    assert bound > _best(AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=20, nodes=6) + 2.0
     guide.eval()
     pyro.set_rng_seed(3)
-    weights, sums, num = [], [], 50 if model is product else 90
+    weights, sums = [], []
     with torch.no_grad():
         for _ in range(num):
             draw = guide(x, y)
@@ -322,12 +282,11 @@ def test_other_likelihoods_against_importance_sampling(model, gain):
     assert abs(weights.mean() - bound) < 4 * weights.std() / num**0.5
     evidence = weights.logsumexp(0) - math.log(num)
     assert bound < evidence
-    if model is product:
-        share = (weights - weights.logsumexp(0)).exp()
-        known = (share[:, None] * torch.stack(sums)).sum(0)
-        q = guide.posterior(x)
-        mean = q["f"].mean * q["g"].mean + q["f"].covariance_with(q["g"]).diagonal()
-        torch.testing.assert_close(mean, known, rtol=0.0, atol=0.15)
+    share = (weights - weights.logsumexp(0)).exp()
+    known = (share[:, None] * torch.stack(sums)).sum(0)
+    q = guide.posterior(x)
+    mean = q["f"].mean * q["g"].mean + q["f"].covariance_with(q["g"]).diagonal()
+    torch.testing.assert_close(mean, known, rtol=0.0, atol=0.15)
 
 
 TOLD = "GP sites 'f', 'g' enter densities by their sum, weighted or not, and have independent posteriors"

@@ -224,21 +224,13 @@ class Nested:
                 self.last = self._nowhere
         return None
 
-    def curvature(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """H⁻¹ at the mode, and ∂x̂/∂θ, ``(num, len(θ))``, by differences."""
-        rows, moves = [], []
-        for i in range(self.size):
-            move = torch.zeros_like(theta)
-            move[i] = _DIFFERENCE
-            above, below = self.at(theta + move), self.at(theta - move)
-            rows.append((below.slope - above.slope) / (2 * _DIFFERENCE))
-            moves.append((above.x - below.x) / (2 * _DIFFERENCE))
-        if not rows:
-            return theta.new_zeros(0, 0), theta.new_zeros(self.layout.num, 0)
-        precision = torch.stack(rows)
+    def curvature(self, theta: Tensor) -> Tensor:
+        """H⁻¹ at the mode, by differences of gradients."""
+        moves = _DIFFERENCE * torch.eye(self.size).to(theta)
+        rows = [(self.at(theta - move).slope - self.at(theta + move).slope) / (2 * _DIFFERENCE) for move in moves]
+        precision = torch.stack(rows) if rows else moves
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
-        covariance = (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
-        return covariance, torch.stack(moves, -1)
+        return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
 
 
 def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:
@@ -299,13 +291,10 @@ def _precision(found: Predictors, curvature: Mapping[Any, Tensor]) -> Tensor:
             cross = second.new_zeros(entries.stop - entries.start, len(common))
             cross = cross.index_add(0, owner, (weight * slope)[:, None] * second)
             here = torch.arange(entries.start, entries.stop, device=like.device)
+            # W has each pair of places both ways, and so has J: the other one's owned entries come as this one's.
             total = total.index_put((here[:, None], common), cross, accumulate=True)
+            total = total.index_put((common[:, None], here), cross.mT, accumulate=True)
             for others, its, again in found.owned[other]:
                 places = (entries.start + owner, others.start + its)
                 total = total.index_put(places, weight * slope * again, accumulate=True)
-        for entries, owner, slope in found.owned[other]:
-            cross = first.new_zeros(entries.stop - entries.start, len(common))
-            cross = cross.index_add(0, owner, (weight * slope)[:, None] * first)
-            here = torch.arange(entries.start, entries.stop, device=like.device)
-            total = total.index_put((common[:, None], here), cross.mT, accumulate=True)
     return total

@@ -117,8 +117,8 @@ def _find(search: Search) -> None:
         some, nested = nested, search.at_rows(nested, search.most[1])
         if moves and nested is not some:
             theta = nested.mode([theta])
-        covariance, slopes = nested.curvature(theta)
-        search.settle(nested, theta, nested.at(theta), covariance, slopes)
+        covariance = nested.curvature(theta)
+        search.settle(nested, theta, nested.at(theta), covariance)
 
 
 class Search:
@@ -135,18 +135,18 @@ class Search:
         sites = dict(all_sites(first.trace))
         self.inputs = {name: process.x for name, process in first.processes.items()}
         self.order = list(sites)
-        taken = {n: site for n, site in sites.items() if is_free(site) and site_is_subsample(site)}
-        self.plates = {name: site["fn"].size for name, site in taken.items()}
         rows = next(iter(first.processes.values())).event_shape[0]
-        # A plate that draws its rows has all of them, by their numbers.
-        sizes = [site["fn"].size for site in taken.values() if len(site["value"]) == rows]
-        self.num = max([rows, *sizes])
-        self.is_drawn = self.num > rows
+        # A plate that draws so many rows has all of them, by their numbers.
+        drawn = {n: site["fn"] for n, site in sites.items() if is_free(site) and site_is_subsample(site)}
+        self.plates = {name: fn.size for name, fn in drawn.items() if fn.subsample_size == rows < fn.size}
+        self.num = max([rows, *self.plates.values()])
         self.priors = {name: sites[name]["infer"]["prior"] for name in able}
         self.held = {name: sites[name]["value"].detach() for name in able}
         exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, _ALL_ROWS)  # first, and in the end
         self._take(self.most[0])
+        if self.rows < self.num and not self._has_fewer():
+            self._take(self.num)
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
         if normal:
             others = _without(self.held, normal)
@@ -156,8 +156,6 @@ class Search:
         scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
         if len(scales) > 1:
             raise ValueError(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
-        if self.rows < self.num and not self._has_fewer(_without(self.held, normal)):
-            self._take(self.num)
 
     def _take(self, most: int) -> None:
         """Take so many rows at most, at equal distances: by a plate's numbers, or those of tensors with as many as the
@@ -165,16 +163,13 @@ class Search:
         """
         step, (self.args, self.kwargs) = math.ceil(self.num / most), self.whole
         self.rows = math.ceil(self.num / step)
-        self.values = {name: torch.arange(size, device=self.guide.like.device) for name, size in self.plates.items()}
-        for name in [name for name, size in self.plates.items() if size == self.num and step > 1]:
-            self.values[name] = self.values[name][::step]
-            if not self.is_drawn:
-                del self.values[name]
+        numbers = torch.arange(self.num, device=self.guide.like.device)[::step]
+        self.values = dict.fromkeys(self.plates, numbers)
 
         def some(value: Any) -> Any:
             return value[::step] if isinstance(value, Tensor) and value.dim() and len(value) == self.num else value
 
-        if not self.is_drawn:
+        if not self.plates:
             self.args = tuple(map(some, self.args))
             self.kwargs = {key: some(value) for key, value in self.kwargs.items()}
 
@@ -215,11 +210,11 @@ class Search:
             draws = [self.theta({name: self.priors[name].sample() for name in self.hyper}) for _ in range(num)]
         return [draw for draw in draws if draw.isfinite().all()]
 
-    def _has_fewer(self, values: Mapping[str, Tensor]) -> bool:
+    def _has_fewer(self) -> bool:
         """Whether the program has as many rows as it was given."""
         handler = at_zero(self.guide, {})
         try:
-            self._run(handler, values)
+            self._run(handler, self.held)
         except (ValueError, RuntimeError, IndexError):
             return False
         return all(blocks[0].shape[-2] < self.num for blocks in handler.features.values())
@@ -243,16 +238,17 @@ class Search:
     def _unconstrained(self, name: str, value: Tensor) -> Tensor:
         return biject_to(self.priors[name].support).inv(value).to(self.guide.like)
 
-    def settle(self, nested: Nested, mode: Tensor, best: Optimum, covariance: Tensor, moves: Tensor) -> None:
+    def settle(self, nested: Nested, mode: Tensor, best: Optimum, covariance: Tensor) -> None:
         """Start q at the mode.
 
-        :param covariance: H⁻¹; ``moves``: ∂x̂/∂θ.
+        :param covariance: H⁻¹.
         """
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         free = {name for name in self.able if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
         is_field = self._wants_field(field)
-        precision = self._precision(covariance, moves, best.root)
+        # An independent posterior is that given all others.
+        precision = torch.block_diag(torch.linalg.inv(covariance), best.root @ best.root.mT)
         _, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
         loc = nested.theta_of(mode) | {name: handler.values[name].detach() for name in self.normal}
         joint = [name for name in self.hyper if name in free]
@@ -261,8 +257,8 @@ class Search:
             if name in joint or (is_field and name in field):
                 continue
             own = precision[rows[name], rows[name]].diagonal()
-            latent, scale = facts.latents[name], self._scaled(name, handler, own.rsqrt())
-            mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], scale))
+            latent, unit = facts.latents[name], 1.0 if name in self.hyper else handler.priors[name].stddev.reshape(-1)
+            mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], unit * own.rsqrt()))
             guide.set_latent(name, mean, latent["event_dim"], scale)
         facts.coupled = joint
         if joint:
@@ -322,20 +318,6 @@ class Search:
         most = ExpectationGP if self.rows == self.num else (ExpectationGP, ExactGP)
         apart = any(isinstance(module, most) for module in gps.values())
         return (len(field) > len(gps) or bool(self.guide.facts.interactions)) and not apart
-
-    def _precision(self, covariance: Tensor, moves: Tensor, root: Tensor) -> Tensor:
-        """Of (θ, x): x | θ ~ N(x̂ + Xδ, P⁻¹) with X = ∂x̂/∂θ has [H + XᵀPX, −XᵀP; −PX, P]."""
-        given = root @ root.mT
-        across = given @ moves
-        first = torch.linalg.inv(covariance) if len(covariance) else covariance
-        above = torch.cat([first + moves.mT @ across, -across.mT], 1)
-        return torch.cat([above, torch.cat([-across, given], 1)])
-
-    def _scaled(self, name: str, handler: Standardised, z: Tensor) -> Tensor:
-        prior = handler.priors[name]
-        if not is_normal_prior(prior) or name in handler.theta:
-            return z
-        return (prior.variance.expand(prior.shape()).reshape(-1).sqrt() * z).detach()
 
 
 def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

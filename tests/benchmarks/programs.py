@@ -5,13 +5,14 @@ dictionary PROGRAMS of them; a reference is (mean or None, sd) by latent. Makes 
 """
 
 import importlib.util
+import math
 import statistics
 import sys
 
 import pyro
 import torch
 
-from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, families, fit
+from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, diagnostics, families, fit
 
 from .bench import HERE, clock, parsed
 
@@ -39,6 +40,13 @@ def compared(guide, args, reference):
         yield name, away, float(values.std(0).mean()) / sd
 
 
+def evidence(model, guide, args):
+    """By importance weights of draws."""
+    stats = diagnostics.to_datatree(model, guide, *args, num_samples=DRAWS).sample_stats
+    weights = torch.tensor((stats.lp - stats.log_q).values).reshape(-1)
+    return float(weights.logsumexp(0)) - math.log(len(weights))
+
+
 def row(program, kind, way):
     """A row of the table."""
     model, args, sites, reference = program()
@@ -57,7 +65,8 @@ def row(program, kind, way):
     found = [f"{name} {away} x{ratio:.2f}".replace("  ", " ") for name, away, ratio in compared(guide, args, reference)]
     bound = -statistics.mean(losses[-50:])
     names = ", ".join(line.split(":")[0].split(" has not")[0].strip("'") for line in told)
-    place = f"| {program.__name__} | {kind.__name__} | {way} | {bound:.1f} | {seconds:.1f}"
+    place = f"| {program.__name__} | {kind.__name__} | {way} | {bound:.1f} | {evidence(model, guide, args):.1f}"
+    place += f" | {seconds:.1f}"
     return f"{place} | {', '.join(found)} | {names} |", told
 
 
@@ -72,11 +81,12 @@ def main():
         "",
         f"Made by `python -m tests.benchmarks.programs --file FILE`. {STEPS} steps of README's loop (Adam at 0.02) or",
         "of `fit`, one seed, float64, one thread. By latent: the distance of means in the reference's sd, where it has",
-        "a mean, and the ratio of sds (NUTS or an exact grid). The bound is the mean of the last 50 steps. The last",
-        "column names what `guide.check` tells of; its lines are below.",
+        "a mean, and the ratio of sds (NUTS or an exact grid). The bound is the mean of the last 50 steps, the",
+        f"log evidence is by importance weights of {DRAWS} draws. The last column names what `guide.check` tells",
+        "of; its lines are below.",
         "",
-        "| program | family | way | bound | CPU s | latents | told of |",
-        "|---|---|---|---|---|---|---|",
+        "| program | family | way | bound | evidence | CPU s | latents | told of |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     below = []
     torch.set_default_dtype(torch.float64)
