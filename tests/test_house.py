@@ -110,28 +110,28 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
-    "root": 850,
-    "numerics": 1284,
+    "root": 851,
+    "numerics": 1224,
     "kernels": 2798,
-    "gaussians": 3760,
-    "bases": 2341,
-    "posterior": 885,
-    "approximations": 866,
-    "families": 1085,
+    "gaussians": 3525,
+    "bases": 2227,
+    "posterior": 880,
+    "approximations": 719,
+    "families": 1013,
     "distributions": 252,
-    "program": 2857,
-    "guide": 4976,
-    "inference": 2862,
-    "diagnostics": 2537,
-    "interop": 334,
+    "program": 2639,
+    "guide": 4932,
+    "inference": 2829,
+    "diagnostics": 2377,
+    "interop": 333,
 }
-ALL_LINES = 27687
-STATEMENTS = 16461
+ALL_LINES = 26599
+STATEMENTS = 15738
 BRANCHES_PER_1000_LINES = 115
-COMMENTS = 0.0203  # at least
+COMMENTS = 0.0243  # at least
 FILE_LINES = 449
 FUNCTION_BRANCHES = 14
-TEST_LINES = 24000
+TEST_LINES = 23992
 
 
 @functools.cache
