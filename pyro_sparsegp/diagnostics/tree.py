@@ -51,15 +51,15 @@ def to_datatree(
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
     log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Weights of rows (``poutine.scale``) are kept beside it, as the coordinate
     ``{site}_weight``: :func:`loo` uses them, stock ArviZ does not. ``sample_stats`` has ``diverging`` for MCMC. For a
-    guide it has, in float64, ``log_q``, the log density of (θ, w) under q, and the targets of importance weights:
+    guide it has ``log_q``, the log density of (θ, w) under q, and the targets of importance weights, in float64:
 
     * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe", which belongs to the evidence lower bound;
     * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, the target of expectation propagation;
     * ``lp_exact``, with ``exact=True``: log p(θ) p(w) + log p(y | w, θ) under the exact prior, in O(N³).
 
     The draws are of the posterior that the guide predicts with. :class:`~pyro_sparsegp.families.ExactWeightSpace`
-    changes its q(w) if the kernel has a variance correction. Draws then are of the changed q(w), and "fitc" is its
-    target. :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws
+    changes its q(w) if the kernel has a variance correction. Draws are then of this q(w), and its target is "fitc".
+    :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws
     are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes some 100 MB of memory.
 
     :param model: the model.

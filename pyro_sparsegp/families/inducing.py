@@ -70,8 +70,8 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
 class SVGP(InducingFamily):
     """Inducing points with a full covariance (Hensman, Fusi and Lawrence, 2013; Titsias, 2009).
 
-    q(f) has mean μ + Φm and covariance k − ΦΦᵀ + ΦSΦᵀ. Here LLᵀ = K_ZZ and Φ = K_XZ L⁻ᵀ; m and S = RRᵀ are free, R
-    lower triangular. It takes any likelihood and mini-batches; a step on B rows costs O(BM² + M³).
+    q(f) has mean μ + Φm and covariance k − ΦΦᵀ + ΦSΦᵀ. Here LLᵀ = K_ZZ and Φ = K_XZ L⁻ᵀ; m and S = RRᵀ are free, with
+    R lower triangular. It takes any likelihood and mini-batches; a step on B rows costs O(BM² + M³).
 
     :param inducing: their number M, or the inputs ``(M, D)``, or
         :class:`~pyro_sparsegp.bases.InducingVariables`.

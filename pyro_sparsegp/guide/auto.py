@@ -66,13 +66,13 @@ class AutoSparseGP(SavedGuide):
         ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and one
         Gaussian q(w) covers the coefficients of all. The family must be one that couples them.
     :param init_loc_fn: where latents other than f start, from Pyro's ``pyro.infer.autoguide.initialization``.
-    :param init_scale: their initial standard deviation, in unconstrained space.
-    :param point_estimates: names of such latents to fit as points (maximum a posteriori), or ``True`` for all. By
+    :param init_scale: the initial standard deviation of these latents, in unconstrained space.
+    :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all. By
         default there are none; under expectation propagation all are points.
     :param independent_draws: names of GP sites whose values training draws independently, although the model couples
         them. An example is a deep convolutional GP's site at an image's patches. Such draws are cheaper, and common
         practice, but training then maximises only an approximation of the bound.
-    :param independent: names of such latents to give independent normal posteriors (mean field), or ``True`` for all.
+    :param independent: names of latents to give independent normal posteriors (mean field), or ``True`` for all.
         This is cheaper for thousands of latents, but its intervals are too narrow. By default there are none.
     :param start: where hyperparameters start: "mode" (default) at their posterior mode, ``None`` by ``init_loc_fn``.
     :param coupled: has left: it raises a ValueError. Latents have a joint posterior by default.
@@ -294,7 +294,7 @@ class AutoSparseGP(SavedGuide):
         return run
 
     def forget_data(self) -> None:
-        """Forget the training data. To families on sites the next call with observations brings new data.
+        """Forget the training data. The next call with observations gives families on sites new data.
 
         Parameters stay. Families with parameters for each row (FreeSites, sparse actions) need a new guide.
 
@@ -315,7 +315,7 @@ class AutoSparseGP(SavedGuide):
         """The state of the Gaussian sites that a family reads off the model, by GP site: their number; whether they are
         exact (the likelihood is Gaussian in f); how many curvatures were negative at the last reading, and cut to 0;
         how many updates in training were cut because they lowered the bound; and whether the sites have converged. If
-        they have, another update, at the medians of other latents, moves no marginal by 0.001 standard deviations.
+        they have, another update moves no marginal by 0.001 standard deviations (other latents at their medians).
         """
         if not self.core.known:  # test_sites.py::test_messages_for_data_that_do_not_fit
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")

@@ -18,8 +18,8 @@ class SparsePosterior(Marginals):
 
     A distribution over the values at the process's inputs x, with event shape ``(N,)``; :meth:`at` gives it at
     other inputs. ``rsample`` draws values jointly. A function has no Lebesgue density, so ``log_prob`` is relative to
-    the prior process: log dq/dp = log q(w) − log p(w). It takes this object's last draw, whose coefficients w are
-    kept, as TransformedDistribution keeps its last value.
+    the prior process: log dq/dp = log q(w) − log p(w). It takes only the last draw of
+    this object, because it keeps the coefficients w of that draw alone.
 
     :param process: the prior at the inputs.
     :param basis: the basis under that prior's kernel.
@@ -57,8 +57,8 @@ class SparsePosterior(Marginals):
 
         By Matheron's rule (Wilson et al., 2020, eq. 8): a prior function plus φ(x)ᵀ(w − w'), where w' are that
         function's own coefficients. The prior functions of a stationary kernel are ``num_features`` random
-        Fourier waves; a kernel with finite features has exact ones. A kernel with neither is
-        :class:`~pyro_sparsegp.kernels.Periodic` or an adapted one: values are then drawn exactly, conditioned on all
-        values drawn before. That costs O(n³) for n points in all.
+        Fourier waves; a kernel with finite features has exact ones. For other kernels
+        (:class:`~pyro_sparsegp.kernels.Periodic`, adapted ones) values are drawn exactly, conditioned on all values
+        drawn before. That costs O(n³) for n points in all.
         """
         return sample_paths(self, num, num_features)
