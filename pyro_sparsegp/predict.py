@@ -50,13 +50,13 @@ def predict(
     :param result: a fitted guide, an ``MCMC`` that has run, or its samples, each ``(S, ...)``. MCMC may have run
         on the model under :class:`~pyro_sparsegp.Whitening`.
     :param args: the model's arguments at the new inputs, observations left out (``None``).
-    :param num_samples: the number of draws of a guide, by default 100; MCMC has as many as its samples.
+    :param num_samples: the number of draws of a guide, by default 100; MCMC gives one per sample.
     :param joint: draw a guide's function values jointly, in O(N³) a draw, or independently of each other.
     :param data: the training arguments, ``(x, y)``, if ``result`` is a mapping of samples.
     :param kwargs: the model's further arguments.
     :returns: the draws of each site, by name, ``(S, ...)``; function values are ``(S, N)``.
-    :raises ValueError: if ``result`` is not one of these, or lacks the training data; or if the model itself holds data
-        that do not match the new inputs.
+    :raises ValueError: if ``result`` is none of the above, or lacks the training data; or if the model itself holds
+        data that do not match the new inputs.
     """
     require_number("num_samples", 1 if num_samples is None else num_samples)
     rows, apart = 0, True

@@ -63,8 +63,8 @@ class GaussianProcess(TorchDistribution):
 
     :param kernel: a kernel, or a callable with a kernel's two methods ``k(x, z)`` and ``k.diag(x)``.
     :param x: inputs, ``(N, D)``; leading batch dimensions broadcast with the hyperparameters'.
-    :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, a number, or ``None``
-        (zero).
+    :param mean: μ: ``None`` (zero), a number, a tensor ``(..., N)`` or ``()``, or a callable of x that returns
+        ``(..., N)``.
     :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32. For
         inducing points in float32 it is 3e-8 if the kernel computes K_ZZ in float64, as the library's kernels do. The
         jitter stays when the dtype of a guide changes.
@@ -182,7 +182,7 @@ class GaussianProcess(TorchDistribution):
             )
 
     def relative_to(self, rows: Tensor) -> GaussianProcess:
-        """The same process, with its kernel's diagonal term relative to ``rows``, ``(N₀, D)``."""
+        """The same process, where a diagonal term max k − k(x, x) of its kernel takes the maximum over ``rows``."""
         return self.with_kernel(self.kernel.relative_to(rows))
 
     def with_kernel(self, kernel: Any) -> GaussianProcess:

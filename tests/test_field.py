@@ -402,9 +402,9 @@ def test_a_check_names_the_latents_that_have_not_converged():
     assert any(re.match(r"'s' .* best width 1\.[4-9]", line) for line in guide.check())
     apart, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 100, independent=True)
     lines = apart.check(x, 50 + y)
-    assert any(re.match(r"'mu': .* sd 0\.0.* leave it out of independent=", line) for line in lines)
+    assert any(re.match(r"'mu': .* sd 0\.0.* drop independent=, or this name", line) for line in lines)
     point, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 20, point_estimates=["mu"])
-    assert re.match(r"'f': .* sd 0\.[0-3].* given 'mu': leave that out of point_estimates=", point.check()[-1])
+    assert re.match(r"'f': .* sd 0\.[0-3].* given 'mu': drop point_estimates=", point.check()[-1])
     with pytest.raises(ValueError, match=r"training arguments, check\(x, y\)"):
         guide.check(x)
     assert (

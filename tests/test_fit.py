@@ -360,8 +360,8 @@ BATCH = (torch.zeros(4, 1), torch.zeros(4))
         ("size: the model takes", {"data": [BATCH]}),
         ("guide must be", {"model": fit_worker.classes}),
         ("guide must be", {"guide": regression}),
-        ("held_out= has left fit: score rows", {"held_out": fit_worker.rows(5)}),
-        ("warm_start= has left fit: leave it out", {"warm_start": False}),
+        ("held_out= was removed from fit: score rows", {"held_out": fit_worker.rows(5)}),
+        ("warm_start= was removed from fit: leave it out", {"warm_start": False}),
     ],
 )
 def test_bad_arguments_are_named(named, keywords):

@@ -49,16 +49,16 @@ def to_datatree(
     one chain: several guides of the same model become several chains.
 
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
-    log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Weights of rows (``poutine.scale``) are kept beside it, as the coordinate
-    ``{site}_weight``: :func:`loo` uses them, stock ArviZ does not. ``sample_stats`` has ``diverging`` for MCMC. For a
-    guide it has ``log_q``, the log density of (θ, w) under q, and the targets of importance weights, in float64:
+    log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Row weights (``poutine.scale``) are the coordinate ``{site}_weight`` of
+    ``log_likelihood``: :func:`loo` uses the weights, stock ArviZ does not. For MCMC ``sample_stats`` has ``diverging``;
+    for a guide, ``log_q``, the log density of (θ, w) under q, and the targets of importance weights, in float64:
 
     * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe", which belongs to the evidence lower bound;
     * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, the target of expectation propagation;
     * ``lp_exact``, with ``exact=True``: log p(θ) p(w) + log p(y | w, θ) under the exact prior, in O(N³).
 
     The draws are of the posterior that the guide predicts with. :class:`~pyro_sparsegp.families.ExactWeightSpace`
-    changes its q(w) if the kernel has a variance correction. Draws are then of this q(w), and its target is "fitc".
+    changes its q(w) if the kernel has a variance correction. Draws are then of the changed q(w); the target is "fitc".
     :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws
     are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes some 100 MB of memory.
 
@@ -66,13 +66,13 @@ def to_datatree(
     :param guide: a fitted guide, several of them in a list, an object that has a guide (SVI, expectation
         propagation), an ``MCMC`` that has run, or its samples.
     :param args: the model's training arguments, all rows, with observations.
-    :param num_samples: draws of each guide; MCMC has as many as its samples.
+    :param num_samples: draws of each guide; MCMC gives one per sample.
     :param predict: the model's arguments at new inputs, observations left out: a tensor, a tuple or a mapping.
     :param prior: how many draws of the prior and of its predictions to add (:func:`prior_predictive`); 0 adds none.
     :param include_f: keep function values at the training inputs, ``(chain, draw, N)``.
     :param exact: whether to compute ``lp_exact``, in O(N³) a draw.
-    :param log_likelihood: whether to compute it, and ``lp``.
-    :param posterior_predictive: whether to draw it.
+    :param log_likelihood: whether to compute the log likelihood, and ``lp``.
+    :param posterior_predictive: whether to draw posterior predictions.
     :param coords: coordinate values by dimension.
     :param dims: names of a variable's dimensions, instead of the plates' names and ``{variable}_dim_{i}``.
     :param dtype: of all groups but ``sample_stats``.

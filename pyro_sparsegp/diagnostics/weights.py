@@ -88,10 +88,10 @@ def psis(
     * "fitc": p(θ) p(w) Πₙ ∫ p(yₙ | fₙ) p(fₙ | w) dfₙ, the target of expectation propagation.
     * "exact": p(θ) p(w) p(y | w, θ), the model itself, in O(N³). It also shows errors of the sparse approximation.
 
-    k-hat looks only where q has draws. A q that is too narrow can have a low k-hat: mean field had 0.39 where
-    its interval of the intercept was ten times too narrow. A low k-hat says that the weights are reliable where q has
-    mass. :func:`sbc`, or NUTS on part of the data, shows whether q is wide enough. Coverage of held-out data may not,
-    because f makes up for the intercept in predictions.
+    k-hat looks only where q has draws. A q that is too narrow can have a low k-hat: in one model mean field had 0.39,
+    its interval of an intercept a tenth as wide as it should be. A low k-hat says that the weights are reliable where
+    q has mass. :func:`sbc`, or NUTS on part of the data, shows whether q is wide enough. Held-out coverage may miss it:
+    in predictions f makes up for the intercept.
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
 
@@ -99,8 +99,8 @@ def psis(
         training arguments.
     :param args: the guide and the training arguments, after a model.
     :param target: "vfe", "fitc" or "exact"; by default the tree's own.
-    :param num_samples: S, draws of the guide. By default 1,000. On at most 10,000 rows it draws more, up
-        to 10,000, until k-hat has a standard error of 0.1 or is two standard errors from the threshold.
+    :param num_samples: S, draws of the guide. By default 1,000, and on at most 10,000 rows more, up to
+        10,000, until k-hat has a standard error of 0.1 or is two standard errors from the threshold.
     :param kwargs: further arguments of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or if the tree was made for another target.
     """

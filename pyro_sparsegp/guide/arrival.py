@@ -171,7 +171,7 @@ class _Compared:
             run.perform(args, kwargs)
         held = ", ".join(repr(name) for name in self.search.normal if name not in guide.facts.field)
         advice = (
-            f"It is given {held}: leave that out of point_estimates= and independent=." if held else "Train longer."
+            f"Its q is given {held}: drop point_estimates= or independent=, or that name." if held else "Train longer."
         )
         covariance, lines = torch.cholesky_inverse(found.root), list[str]()
         for name, (mean, by_x, left) in self._members(self.loc, found.x)[-1].items():
@@ -179,9 +179,7 @@ class _Compared:
                 q, sd = run.posteriors[name], (_quadratic(by_x, covariance) + left).sqrt()
                 away, ratio, is_off = _beside((q.mean[:_ROWS] - mean) / sd, q.variance[:_ROWS].sqrt() / sd)
                 if is_off:
-                    lines.append(
-                        f"{name!r}: the mean is {away:.1f} sd off, and the sd {ratio:.2f} times the best. {advice}"
-                    )
+                    lines.append(f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times the best. {advice}")
         return lines
 
     def _add(self, name: str, *values: Tensor) -> None:
@@ -191,8 +189,8 @@ class _Compared:
         facts = self.guide.facts
         if name in self.search.priors and name not in facts.coupled and name not in facts.field:
             if not self.guide.is_independent(name):
-                return "This family has it independent of f: take SVGP or SGPR."
-            return "Train longer, or leave it out of independent=." if late else "Leave it out of independent=."
+                return f"Under this family {name!r} is independent of f: take SVGP or SGPR."
+            return ("Train longer, or drop" if late else "Drop") + " independent=, or this name from it."
         return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."
 
     def _weights(self) -> tuple[Tensor, ...]:
@@ -249,7 +247,7 @@ class _Compared:
         if worth < min(_LEAST, num):
             names = ", ".join(repr(name) for name, rows in self.rows.items() if self.free[rows].any())
             return [
-                f"{names}: {num} draws are worth {worth:.1f} by importance weights, so q is far from the posterior. "
+                f"{names}: {num} weighted draws have effective size {worth:.1f}, so q is far from the posterior. "
                 + ("Train longer." if late else "Compare with NUTS.")
             ]
         for name, values in self.seen.items():
@@ -257,8 +255,8 @@ class _Compared:
             away, ratio, is_off = _beside((own - mean) / sd, its / sd)
             if is_off:
                 found.append(
-                    f"{name!r}: the mean is {away:.1f} sd off, and the sd {ratio:.2f} times that of {num} weighted "
-                    f"draws (worth {worth:.0f}). {self._advice(name, bool(late))}"
+                    f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times that of {num} weighted draws "
+                    f"(effective size {worth:.0f}). {self._advice(name, bool(late))}"
                 )
         return found
 

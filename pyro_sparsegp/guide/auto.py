@@ -46,36 +46,36 @@ class AutoSparseGP(SavedGuide):
     >>> SVI(model, guide, optim, TraceQuadrature_ELBO()).step(x, y)  # doctest: +SKIP
     >>> guide.posterior(x_new)["f"].mean  # doctest: +SKIP
 
-    q(θ, x) = q(θ) q(x | θ). A GP site is f = μ + φᵀw + r with coefficients w; the residual r keeps its prior. The field
-    x joins all w and all latents with normal priors. Given θ it has one Gaussian posterior. The hyperparameters θ are
-    all other latents, jointly normal in unconstrained space. A field has at most 2,000 numbers, and needs linear
-    predictors (a Normal's loc or log scale, a Poisson's log rate, a Bernoulli's logit). Where there is no field, each w
-    has its family's q(w | θ), and latents are independent of each other and of f.
+    q(θ, u) = q(θ) q(u | θ). A GP site is f = μ + φᵀw + r with coefficients w; the residual r keeps its prior. u joins
+    all coefficients w and all latents with normal priors; q(u | θ) is one Gaussian. The hyperparameters θ are all other
+    latents, jointly normal in unconstrained space. u has at most 2,000 numbers, and needs linear predictors (a Normal's
+    loc or log scale, a Poisson's log rate, a Bernoulli's logit). Where there is no such u, each w has its family's
+    q(w | θ), and latents other than f are independent of each other and of f.
 
     The first call initialises the guide: it finds the GP sites and the posterior mode of the hyperparameters, chooses
     inducing points among that call's inputs, and finds out how the likelihood depends on function values. If the first
     mini-batch has fewer rows than inducing points, first call the guide on more rows.
 
     ``guide(*args)`` draws all sites. Sites that were observed at the first call and are not now (``y=None``) are drawn
-    from the model. ``guide.train()``, the default, draws each function value from its marginal: likelihoods of single
-    values need no more. ``guide.eval()`` draws function values jointly. ``state_dict`` and ``load_state_dict`` restore
-    everything into a new guide. Override :meth:`get_posterior` for a posterior of your own.
+    from the model. ``guide.train()``, the default, draws each function value from its marginal: enough if each row
+    depends on its own value. ``guide.eval()`` draws function values jointly. ``state_dict`` and ``load_state_dict``
+    restore everything into a new guide. Override :meth:`get_posterior` for a posterior of your own.
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
         ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and one
         Gaussian q(w) covers the coefficients of all. The family must be one that couples them.
-    :param init_loc_fn: where latents other than f start, from Pyro's ``pyro.infer.autoguide.initialization``.
+    :param init_loc_fn: start of latents other than f: one of ``pyro.infer.autoguide.initialization``.
     :param init_scale: the initial standard deviation of these latents, in unconstrained space.
     :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all. By
         default there are none; under expectation propagation all are points.
-    :param independent_draws: names of GP sites whose values training draws independently, although the model couples
-        them. An example is a deep convolutional GP's site at an image's patches. Such draws are cheaper, and common
-        practice, but training then maximises only an approximation of the bound.
+    :param independent_draws: GP sites with coupled values that training is to draw independently all the same. An
+        example is a deep convolutional GP's site at an image's patches. Such draws are cheaper, and common practice,
+        but training then maximises only an approximation of the bound.
     :param independent: names of latents to give independent normal posteriors (mean field), or ``True`` for all.
-        This is cheaper for thousands of latents, but its intervals are too narrow. By default there are none.
-    :param start: where hyperparameters start: "mode" (default) at their posterior mode, ``None`` by ``init_loc_fn``.
-    :param coupled: has left: it raises a ValueError. Latents have a joint posterior by default.
+        Mean field is cheaper for thousands of latents, but its intervals are too narrow. By default there are none.
+    :param start: hyperparameters start at their posterior mode ("mode", default) or at ``init_loc_fn`` (``None``).
+    :param coupled: removed: raises a ValueError. Latents have a joint posterior by default.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     :raises ValueError: if ``model`` or ``families`` are invalid; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
@@ -187,12 +187,12 @@ class AutoSparseGP(SavedGuide):
         Training afterwards moves q towards the sum over the rows that it is given, scaled to the plate's size: give it
         the old rows too. A guide that has taken no step starts at the prior.
 
-        :param args: the arguments of the model, with the new rows; the data plate has as many rows.
-        :param forget: the share of (G₀, r₀) dropped before, for functions that drift; 0.1 at each call gives the last
+        :param args: the model's arguments, with the new rows alone; the data plate has as many rows.
+        :param forget: the share of (G₀, r₀) to drop first, for functions that drift; 0.1 at each call gives the last
             ten calls most of the weight.
         :param kwargs: keyword arguments of the model.
-        :raises ValueError: naming the site and the remedy, where q is no such sum (families on sites, expectation
-            propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
+        :raises ValueError: naming the site and the remedy, where q keeps no (G₀, r₀) (``SGPR`` and its kind,
+            expectation propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
         """
         if "memory" in kwargs:
             raise ValueError(f"absorb takes no memory= any more: {_KEEP_ROWS}")
@@ -200,17 +200,17 @@ class AutoSparseGP(SavedGuide):
         absorb(self, args, kwargs, forget)
 
     def relearn(self, *args: Any, **kwargs: Any) -> None:
-        """No longer there: raises a ValueError that says what to do instead."""
-        raise ValueError(f"guide.relearn has left: {_KEEP_ROWS}")
+        """Removed: raises a ValueError that says what to do instead."""
+        raise ValueError(f"guide.relearn was removed: {_KEEP_ROWS}")
 
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
         """Check the posteriors of the latents and of f after training: a line for each that is wrong, with what to do.
 
         The reference is the nested Laplace approximation of the posterior, at draws of the hyperparameters. The check
-        asks whether the bound would still move their means and widths. It compares means and widths of latents and of f
-        with importance-weighted draws. It searches for another mode from other starts, and tests whether the inducing
-        points are enough. An empty list says that all means are within 0.3 standard deviations, and all
-        widths within a factor of 0.75 to 1.33.
+        asks whether the bound would still move means and widths of q(θ). It compares q's means and widths of latents
+        and of f with importance-weighted draws. It searches for another mode from other starts, and tests whether the
+        inducing points are enough. An empty list says that q's means are all within 0.3 standard deviations of the
+        reference, and q's widths within a factor of 0.75 to 1.33.
 
         :param args: the arguments of the model, with the training data, by default the first call's.
         """
@@ -223,13 +223,13 @@ class AutoSparseGP(SavedGuide):
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, with other latents at their posterior medians.
 
-        The variance includes that of latents with normal priors, but not that of hyperparameters:
+        The variance includes the uncertainty of latents with normal priors, but not of hyperparameters:
         :func:`~pyro_sparsegp.predict` includes both. An inner layer of a deep GP is at its posterior mean.
-        Subsampling is off. Latents of single rows have their learned posterior at the training data (all arguments,
-        with observations). At other data they are drawn from the model.
+        Subsampling is off. At the training data (all arguments, with observations) latents of single rows are as
+        learned. At other data these latents are drawn from the model.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
-        :raises KeyError: by the dict, for the name of a site that is no GP.
+        :raises KeyError: by the dict returned, for a site that is no GP.
         """
         args, kwargs = or_of_training(self, "posterior", args, kwargs)
         self._ready(args, kwargs)
@@ -244,7 +244,7 @@ class AutoSparseGP(SavedGuide):
 
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> list[dict[str, Tensor]]:
         """Draws of every site at new inputs, a dictionary for each draw. Subsampling is off. Latents under the
-        data plate are drawn from the model, unless all arguments are the training data: then they are as learned.
+        data plate are drawn from the model, or as learned if all arguments are the training data.
 
         :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
@@ -271,7 +271,7 @@ class AutoSparseGP(SavedGuide):
 
         >>> guide.quantiles([0.05, 0.5, 0.95])["length"]           # doctest: +SKIP
 
-        :param num_draws: the number of draws that they are estimated from.
+        :param num_draws: the number of draws to estimate the quantiles from.
         """
         args, kwargs = or_of_training(self, "quantiles", args, kwargs)
         return quantiles_of(self, quantiles, num_draws, args, kwargs)
@@ -294,7 +294,7 @@ class AutoSparseGP(SavedGuide):
         return run
 
     def forget_data(self) -> None:
-        """Forget the training data. The next call with observations gives families on sites new data.
+        """Forget the training data. ``SGPR`` and its kind take new data from the next call with observations.
 
         Parameters stay. Families with parameters for each row (FreeSites, sparse actions) need a new guide.
 
@@ -312,10 +312,10 @@ class AutoSparseGP(SavedGuide):
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:
-        """The state of the Gaussian sites that a family reads off the model, by GP site: their number; whether they are
-        exact (the likelihood is Gaussian in f); how many curvatures were negative at the last reading, and cut to 0;
-        how many updates in training were cut because they lowered the bound; and whether the sites have converged. If
-        they have, another update moves no marginal by 0.001 standard deviations (other latents at their medians).
+        """By GP site, the state of its Gaussian sites (pseudo-observations): how many there are; whether they are exact
+        (the likelihood is Gaussian in f); how many precisions were negative at the last update, and cut to 0; how many
+        updates in training were halved because they lowered the bound; and whether the sites have converged: another
+        update moves no marginal by over 0.001 standard deviations (other latents at their medians).
         """
         if not self.core.known:  # test_sites.py::test_messages_for_data_that_do_not_fit
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
@@ -325,9 +325,9 @@ class AutoSparseGP(SavedGuide):
 
     @contextmanager
     def predicting(self, kept: list[Conditions]) -> Iterator[None]:
-        """Treat the inputs of calls as new ones, even if observations come with them.
+        """Treat each call's inputs as new inputs, even if the call brings observations.
 
-        :param kept: what an earlier call was conditioned on. It is used again if nothing is drawn.
+        :param kept: conditions of earlier calls (latents, Gaussian sites), used again if no latent is drawn.
         """
         before, self.kept = self.kept, kept
         try:
@@ -337,7 +337,7 @@ class AutoSparseGP(SavedGuide):
 
     @contextmanager
     def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-        """Read the sites once, before the runs at nodes that follow: these may then be under vmap."""
+        """Read the Gaussian sites once, before runs at quadrature nodes: the runs may then be under vmap."""
 
         def read(args: tuple, kwargs: dict[str, Any]) -> None:
             self._ahead = self._conditioned_on(args, kwargs)
@@ -360,9 +360,9 @@ class AutoSparseGP(SavedGuide):
     ) -> tuple[Any, Any, Any]:
         """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
 
-        :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
-        :param ahead: a run to make instead, with the field at its prior's mean.
-        :returns: the model's trace, the guide's, and one of all sites, the plates' row numbers among them.
+        :param wrapped: this guide, or this guide inside handlers such as ``poutine.scale``.
+        :param ahead: a run to make instead, with u at its prior mean.
+        :returns: the model's trace, the guide's trace, and a trace of all sites, with the plates' row numbers.
         """
 
         def makes(args: tuple, kwargs: dict[str, Any]) -> Run:
@@ -383,9 +383,9 @@ class AutoSparseGP(SavedGuide):
     def priors(
         self, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[dict[str, GaussianProcess], dict[str, Tensor], poutine.Trace]:
-        """One run with other latents at their points, for expectation propagation.
+        """One run with latents other than f at their medians, for expectation propagation.
 
-        :returns: the GP sites' priors under them; the values of latents and the plates' row numbers; the run's trace.
+        :returns: the GP sites' priors given these latents; values of latents and plates' row numbers; the run's trace.
         """
         rows = rows_of(self, args, kwargs)
         run = Priors(self, at_medians=True, own_rows=rows.inputs)
@@ -399,7 +399,7 @@ class AutoSparseGP(SavedGuide):
     def posterior_given(self, name: str, prior: Any, sites: Optional[Sites]) -> SparsePosterior:
         """The posterior of a GP site under a prior of new inputs, given the sites of a draw.
 
-        :param sites: for a family on sites, the sites that the draw was conditioned on.
+        :param sites: for ``SGPR`` and its kind, the Gaussian sites that the draw was conditioned on.
         """
         process, _ = as_process(prior)
         module = self.module_of(name)

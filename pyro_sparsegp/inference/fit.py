@@ -125,7 +125,7 @@ def fit(
     for name in kwargs:
         if name not in _LEFT:
             raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
-        raise ValueError(f"{name}= has left fit: {_LEFT[name]}.")
+        raise ValueError(f"{name}= was removed from fit: {_LEFT[name]}.")
     if not isinstance(guide, AutoSparseGP) or model != guide.model:
         raise ValueError(f"guide must be an AutoSparseGP of the model given, got {type(guide).__name__}")
     if resume and checkpoint is None:

@@ -176,7 +176,7 @@ class CovarianceFunction(ABC):
         return any(map(_DEPENDS, self.parts))
 
     def relative_to(self, rows: Tensor) -> Any:
-        """The kernel with its diagonal term relative to ``rows``, ``(N, D)``, the training inputs."""
+        """The kernel, where a diagonal term max k − k(x, x) takes the maximum over ``rows``, the training inputs."""
         return self.with_parts([part.relative_to(self.own_columns(rows)) for part in self.parts])
 
     @property

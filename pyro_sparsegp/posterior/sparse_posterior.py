@@ -18,14 +18,14 @@ class SparsePosterior(Marginals):
 
     A distribution over the values at the process's inputs x, with event shape ``(N,)``; :meth:`at` gives it at
     other inputs. ``rsample`` draws values jointly. A function has no Lebesgue density, so ``log_prob`` is relative to
-    the prior process: log dq/dp = log q(w) − log p(w). It takes only the last draw of
-    this object, because it keeps the coefficients w of that draw alone.
+    the prior process: log dq/dp = log q(w) − log p(w). ``log_prob`` takes only the
+    last draw: the object keeps the coefficients w of no other.
 
     :param process: the prior at the inputs.
     :param basis: the basis under that prior's kernel.
     :param coefficients: q(w).
     :param name: the site, for errors.
-    :param sites: the Gaussian sites that q(w) comes from, if it does.
+    :param sites: the Gaussian sites behind q(w), if any.
     :param features: Φ at the inputs, if known already.
     """
 
@@ -53,7 +53,7 @@ class SparsePosterior(Marginals):
         return SparsePosterior(process, self.basis, self.coefficients, self.name, self.sites)
 
     def paths(self, num: int, num_features: int = 2048) -> Callable[[Tensor], Tensor]:
-        """``num`` sample functions, x ↦ ``(num, ..., N)``: at one input a function has one value, at every call.
+        """``num`` sample functions, x ↦ ``(num, ..., N)``: the same input gives the same value at every call.
 
         By Matheron's rule (Wilson et al., 2020, eq. 8): a prior function plus φ(x)ᵀ(w − w'), where w' are that
         function's own coefficients. The prior functions of a stationary kernel are ``num_features`` random
