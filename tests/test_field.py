@@ -555,6 +555,5 @@ def test_exact_starts_at_the_noise_of_all_rows(monkeypatch):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(f, noise), obs=y)
 
-    guide = AutoSparseGP(model, families.Exact())
-    guide(x, y)
+    (guide := AutoSparseGP(model, families.Exact()))(x, y)
     assert 0.2 < guide.median(x, y)["noise"] < 0.5

@@ -172,3 +172,15 @@ def test_a_mask_of_the_whole_model(family):
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     with pytest.raises(ValueError, match=r"site 'f'.*mask of shape \(30,\).*once for each row.*around the observed"):
         AutoSparseGP(poutine.mask(program, mask=rows), FAMILIES[family])(x, y)
+
+
+def test_an_intercept_beside_an_obs_mask():
+    """What is left out and what is deterministic is made of latents, and makes nothing a hyperparameter."""
+    x, y, mask = data("normal")
+
+    def program(x, y=None, mask=None):
+        mu, f = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(pyro.deterministic("eta", mu + f), NOISE), obs=y, obs_mask=mask)
+
+    assert {*prepared(program, FAMILIES["SVGP"], x, y, mask).facts.field} == {"mu", "f"}
