@@ -120,18 +120,18 @@ LINES = {
     "families": 1013,
     "distributions": 252,
     "program": 2639,
-    "guide": 4932,
+    "guide": 4933,
     "inference": 2829,
     "diagnostics": 2377,
     "interop": 333,
 }
-ALL_LINES = 26599
-STATEMENTS = 15738
+ALL_LINES = 26600
+STATEMENTS = 15741
 BRANCHES_PER_1000_LINES = 115
 COMMENTS = 0.0243  # at least
 FILE_LINES = 449
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23992
+TEST_LINES = 24000
 
 
 @functools.cache
