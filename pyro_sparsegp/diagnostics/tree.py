@@ -51,7 +51,7 @@ def to_datatree(
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
     log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Row weights (``poutine.scale``) are the coordinate ``{site}_weight`` of
     ``log_likelihood``: :func:`loo` uses the weights, stock ArviZ does not. For MCMC ``sample_stats`` has ``diverging``;
-    for a guide, ``log_q``, the log density of (θ, w) under q, and the targets of importance weights, in float64:
+    for a guide, ``log_q`` (log density of (θ, w) under q) and the targets of importance weights, in float64:
 
     * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe", which belongs to the evidence lower bound;
     * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, the target of expectation propagation;

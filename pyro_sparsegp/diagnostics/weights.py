@@ -99,8 +99,8 @@ def psis(
         training arguments.
     :param args: the guide and the training arguments, after a model.
     :param target: "vfe", "fitc" or "exact"; by default the tree's own.
-    :param num_samples: S, draws of the guide. By default 1,000, and on at most 10,000 rows more, up to
-        10,000, until k-hat has a standard error of 0.1 or is two standard errors from the threshold.
+    :param num_samples: S, draws of the guide. By default 1,000; with at most 10,000 rows it adds draws, up to
+        10,000, until k-hat's standard error is 0.1, or half its distance to the threshold.
     :param kwargs: further arguments of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or if the tree was made for another target.
     """

@@ -69,7 +69,7 @@ class AutoSparseGP(SavedGuide):
     :param init_scale: the initial standard deviation of these latents, in unconstrained space.
     :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all. By
         default there are none; under expectation propagation all are points.
-    :param independent_draws: GP sites with coupled values that training is to draw independently all the same. An
+    :param independent_draws: GP sites whose values training draws independently although they are coupled. An
         example is a deep convolutional GP's site at an image's patches. Such draws are cheaper, and common practice,
         but training then maximises only an approximation of the bound.
     :param independent: names of latents to give independent normal posteriors (mean field), or ``True`` for all.

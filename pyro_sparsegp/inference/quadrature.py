@@ -59,7 +59,7 @@ class TraceQuadrature_ELBO(ELBO):
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
-    :param num_nodes: K, the number of quadrature nodes per axis. Gaussian sites are computed with as many.
+    :param num_nodes: K, the number of quadrature nodes per axis. Sites of ``SGPR`` and its kind use K nodes, too.
     :param num_particles: the number of draws of other latents to average over.
     """
 
