@@ -90,7 +90,7 @@ def psis(
 
     k-hat looks only where q has draws. A q that is too narrow can have a low k-hat: in one model mean field had 0.39,
     its interval of an intercept a tenth as wide as it should be. A low k-hat says that the weights are reliable where
-    q has mass. :func:`sbc`, or NUTS on part of the data, shows whether q is wide enough. Held-out coverage may miss it:
+    q has mass. :func:`sbc`, or NUTS on part of the data, shows whether q is wide enough. Held-out coverage may not:
     in predictions f makes up for the intercept.
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
@@ -99,8 +99,8 @@ def psis(
         training arguments.
     :param args: the guide and the training arguments, after a model.
     :param target: "vfe", "fitc" or "exact"; by default the tree's own.
-    :param num_samples: S, draws of the guide. By default 1,000; with at most 10,000 rows it adds draws, up to
-        10,000, until k-hat's standard error is 0.1, or half its distance to the threshold.
+    :param num_samples: S, draws of the guide. By default 1,000. With few rows (at most 10,000) draws
+        are added until k-hat's standard error is 0.1 or half of |k-hat − threshold|, up to 10,000 draws.
     :param kwargs: further arguments of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or if the tree was made for another target.
     """

@@ -46,11 +46,11 @@ class AutoSparseGP(SavedGuide):
     >>> SVI(model, guide, optim, TraceQuadrature_ELBO()).step(x, y)  # doctest: +SKIP
     >>> guide.posterior(x_new)["f"].mean  # doctest: +SKIP
 
-    q(θ, u) = q(θ) q(u | θ). A GP site is f = μ + φᵀw + r with coefficients w; the residual r keeps its prior. u joins
+    q(θ, u) = q(θ) q(u | θ). A GP site is f = μ + φᵀw + r with coefficients w; the residual r keeps its prior. u is
     all coefficients w and all latents with normal priors; q(u | θ) is one Gaussian. The hyperparameters θ are all other
-    latents, jointly normal in unconstrained space. u has at most 2,000 numbers, and needs linear predictors (a Normal's
-    loc or log scale, a Poisson's log rate, a Bernoulli's logit). Where there is no such u, each w has its family's
-    q(w | θ), and latents other than f are independent of each other and of f.
+    latents, jointly normal in unconstrained space. u has at most 2,000 numbers, and enters densities linearly (as a
+    Normal's loc or log scale, a Poisson's log rate, a Bernoulli's logit). Without such a u each w has its family's
+    q(w | θ), and the normal latents are independent of each other and of f.
 
     The first call initialises the guide: it finds the GP sites and the posterior mode of the hyperparameters, chooses
     inducing points among that call's inputs, and finds out how the likelihood depends on function values. If the first

@@ -51,7 +51,7 @@ class TraceQuadrature_ELBO(ELBO):
     more values, and inner layers of a deep GP, use draws. A model runs once if the parameters of its likelihoods are
     f, ``f.exp()`` or such. Other models run once more under :func:`torch.func.vmap` over the nodes, and see f as
     ``(N,)``. Models with a network, and models that subsample, run only under vmap. Hyperparameters are drawn
-    once per particle; without any, the bound is deterministic.
+    once per particle; without them the bound is deterministic.
 
     A distribution's own method ``expected_log_prob(value, variance)``
     (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) gives its expectation over normal parameters. It

@@ -25,7 +25,7 @@ class SparsePosterior(Marginals):
     :param basis: the basis under that prior's kernel.
     :param coefficients: q(w).
     :param name: the site, for errors.
-    :param sites: q(w)'s Gaussian factors of the data, if any.
+    :param sites: q(w)'s Gaussian likelihood terms, if any.
     :param features: Φ at the inputs, if known already.
     """
 
