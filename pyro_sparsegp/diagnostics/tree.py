@@ -58,7 +58,7 @@ def to_datatree(
     * ``lp_exact``, with ``exact=True``: log p(θ) p(w) + log p(y | w, θ) under the exact prior, in O(N³).
 
     The draws are of the posterior that the guide predicts with. :class:`~pyro_sparsegp.families.ExactWeightSpace`
-    predicts with another q(w) if the kernel has a variance correction. Draws are then of that q(w); the target is "fitc".
+    predicts with another q(w) if the kernel has a variance correction. Draws are of that one; the target is "fitc".
     :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws
     are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes some 100 MB of memory.
 
