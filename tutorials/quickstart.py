@@ -15,7 +15,7 @@
 # Sick people go more often, on a curve that nobody has a formula for: a Gaussian process. Beside it stand an
 # intercept, an effect of each plan, and hyperparameters. The data ship with statsmodels.
 #
-# On the command line: `python tutorials/quickstart.py [--steps 50] [--draws 70] [--out DIR] [--short]`.
+# On the command line: `python tutorials/quickstart.py [--steps 50] [--draws 45] [--out DIR] [--short]`.
 
 # %% tags=["hide-input"]
 import time
@@ -47,7 +47,7 @@ options = command_line.options(
     "One program under four guides and NUTS, on counts of visits to a doctor.",
     device=False,
     steps=(50, "training steps of each guide"),
-    draws=(70, "draws of NUTS, after 70 to warm up"),
+    draws=(45, "draws of NUTS, after 45 to warm up"),
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
@@ -143,7 +143,7 @@ found = {name: latents(guide) for name, guide in guides.items()}
 # %% [markdown]
 # ## NUTS on the same program
 #
-# `Whitening` samples f as independent standard normals, so that the chain mixes. This chain is short: 70 draws show
+# `Whitening` samples f as independent standard normals, so that the chain mixes. This chain is short: 45 draws show
 # the widths, not their second digit.
 
 # %%

@@ -304,7 +304,7 @@ def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) 
 
 def _beside(moves: Tensor, ratios: Tensor) -> tuple[float, float, bool]:
     """A root mean square in standard deviations, a mean ratio of widths, and whether they are told."""
-    away, ratio = float(moves.square().mean().sqrt()), float(ratios.mean())
+    away, ratio = float(moves.detach().square().mean().sqrt()), float(ratios.detach().mean())
     return away, ratio, away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]
 
 
