@@ -100,7 +100,7 @@ def psis(
     :param args: the guide and the training arguments, after a model.
     :param target: "vfe", "fitc" or "exact"; by default the tree's own.
     :param num_samples: S, draws of the guide. By default 1,000. With few rows (at most 10,000) draws
-        are added until k-hat's standard error is 0.1 or half of |k-hat − threshold|, up to 10,000 draws.
+        are added until k-hat's standard error is 0.1 or half of its distance from the threshold, up to 10,000 draws.
     :param kwargs: further arguments of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or if the tree was made for another target.
     """
