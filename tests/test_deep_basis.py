@@ -62,9 +62,6 @@ def elbo(model, guide, *args, **kwargs):
     return -TraceQuadrature_ELBO(2).loss(model, guide, *args, **kwargs)
 
 
-# The kernel.
-
-
 def test_kernel_is_the_gram_matrix_with_a_level_diagonal():
     network, x, z = mlp(), torch.rand(7, 2), torch.rand(4, 2)
     k = DeepBasis(network)
@@ -163,9 +160,6 @@ def test_exact_process_needs_no_more_than_the_kernel():
     torch.testing.assert_close(given.variance, (k(new) - gain @ k(x, new))[0] + 1e-8, rtol=1e-5, atol=1e-6)
 
 
-# Exact weight space: eq. 5, 6, 11 and 12.
-
-
 @pytest.mark.parametrize("correcting", [False, True])
 def test_exact_evidence_and_predictions_are_dense_algebra(correcting):
     network, (x, y) = mlp(), data(num=40)
@@ -225,9 +219,6 @@ def test_free_posterior_reaches_the_exact_one_for_a_fixed_network():
     torch.testing.assert_close(one.variance, other.variance + correction(network, x), atol=1e-3, rtol=0)
 
 
-# Theorem 1.
-
-
 def _table(x, y, start):
     def model(x, y=None):
         table = pyro.param("table", start)
@@ -246,9 +237,6 @@ def test_features_collapse_to_rank_one_without_correction():
     assert s[0] ** 2 / s.square().sum() > 1 - 1e-9
     assert abs(u[:, 0] @ y) / y.norm() > 1 - 1e-9
     torch.testing.assert_close(s[0] ** 2, y.square().sum() - 0.01, rtol=1e-4, atol=0)
-
-
-# Natural steps under features that move.
 
 
 def test_q_follows_features_that_turn():
@@ -301,9 +289,6 @@ def test_natural_steps_keep_up_with_a_network():
     assert batches < exact + 60
 
 
-# Blocks of rows.
-
-
 class Watched(nn.Module):
     """Remembers the largest number of rows it was given."""
 
@@ -352,9 +337,6 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
         assert network.rows == (45 if whole == 1000 else 8)
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
-
-
-# Mini-batches, and which rows predictions know.
 
 
 def batches(model, guide, x, y, steps=30, size=16):
@@ -583,9 +565,6 @@ def test_components_of_a_sum(family):
     torch.testing.assert_close(q.components[2].variance, torch.full((6,), 0.1))
     torch.testing.assert_close(q.components[2].mean, torch.zeros(6))
     torch.testing.assert_close(q.components[3].variance, (2 * new @ s[6:, 6:] * new).sum(-1))
-
-
-# What is refused.
 
 
 @pytest.mark.parametrize("family", [SVGP(6), SGPR(6), OrthogonalInducing(3, 3), SparseEP(6)])

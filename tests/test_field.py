@@ -557,3 +557,24 @@ def test_exact_starts_at_the_noise_of_all_rows(monkeypatch):
 
     (guide := AutoSparseGP(model, families.Exact()))(x, y)
     assert 0.2 < guide.median(x, y)["noise"] < 0.5
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_exact_is_no_field_of_a_batch_or_of_inputs_that_move(moves):
+    x, _, y = _data()
+
+    def model(x, y=None, size=None):
+        mu, length = pyro.sample("mu", dist.Normal(0.0, 2.0)), pyro.sample("length", dist.LogNormal(0.0, 0.3))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x / length if moves else x))
+        with pyro.plate("data", size or len(x), subsample=x):
+            pyro.sample("y", dist.Normal(mu + f, NOISE), obs=y)
+
+    guide, loss = AutoSparseGP(model, families.Exact()), TraceQuadrature_ELBO().loss_and_grads
+    if moves:
+        loss(model, guide, x, y)
+        assert not guide.facts.field
+        return
+    with pytest.raises(ValueError, match=f"trains on all data at once; site 'y' observes 10 of the {N} rows"):
+        loss(model, guide, x[:10], y[:10], size=N)
+    loss(model, new := AutoSparseGP(model, families.Exact()), x, y)
+    assert {*new.facts.field} == {"mu", "f"}

@@ -119,16 +119,16 @@ LINES = {
     "approximations": 719,
     "families": 1013,
     "distributions": 252,
-    "program": 2639,
-    "guide": 4933,
-    "inference": 2829,
+    "program": 2640,
+    "guide": 4935,
+    "inference": 2826,
     "diagnostics": 2377,
     "interop": 333,
 }
 ALL_LINES = 26600
-STATEMENTS = 15741
+STATEMENTS = 15740
 BRANCHES_PER_1000_LINES = 115
-COMMENTS = 0.0243  # at least
+COMMENTS = 0.0244  # at least
 FILE_LINES = 449
 FUNCTION_BRANCHES = 14
 TEST_LINES = 24000

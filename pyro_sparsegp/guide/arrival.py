@@ -91,6 +91,7 @@ class _Compared:
         self.guide, self.search, self.nested = guide, search, nested
         self.rows = slices({name: shape.numel() for name, shape in nested.hyper.items()})
         self.loc, self.root = self._q_of_theta()
+        self.best = nested.tried(self.loc)
         self.free = self.root.diagonal() > 0  # of θ: what is no point
         # Of values at each draw means and variances, the approximation's and q's.
         self.seen: dict[str, list[tuple[Tensor, ...]]] = {}
@@ -161,7 +162,7 @@ class _Compared:
 
     def of_functions(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         """Of GP sites that are no part of a field, at medians of the hyperparameters."""
-        guide, found = self.guide, self.nested.tried(self.loc)
+        guide, found = self.guide, self.best
         apart = [name for name in guide.facts.gps if name not in guide.facts.field]
         if found is None or not apart:
             return []
@@ -201,11 +202,10 @@ class _Compared:
 
     def of_inducing_points(self) -> list[str]:
         """What bases leave out of GP sites, in nats of the bound."""
-        found = self.nested.tried(self.loc)
         return [
             f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, which "
             "makes the learned function too smooth. Give its family more inducing points."
-            for name, nats in ({} if found is None else found.left).items()
+            for name, nats in ({} if self.best is None else self.best.left).items()
             if nats > _LOST
         ]
 
@@ -287,11 +287,11 @@ class _Compared:
 
     def _end_of(self, start: Tensor) -> Optional[tuple[Tensor, float]]:
         """The mode that a search from there ends at, and F."""
-        if self.nested.tried(start) is None:
+        try:
+            theta = self.nested.mode([start])
+        except ValueError:  # no density there
             return None
-        theta = self.nested.mode([start])
-        found = self.nested.tried(theta)
-        return None if found is None else (theta, float(found.value))
+        return theta, float(self.nested.tried(theta).value)  # type: ignore[union-attr]
 
 
 def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:

@@ -72,13 +72,12 @@ def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]
 def _warn_of_jitter(guide: KnownGuide, posteriors: Mapping[str, Marginals]) -> None:
     """Tell of normal data that are as precise as the jitter lets function values be."""
     sites = dict(all_sites(guide.trace))
-    normal = {name: bare(sites[name]["fn"]) for name in guide.facts.rows if name in sites}
-    normal = {name: fn for name, fn in normal.items() if is_normal(fn)}
-    noise = {name: fn.variance.min() for name, fn in normal.items()}
+    noise = {n: fn.variance.min() for n in guide.facts.rows if n in sites and is_normal(fn := bare(sites[n]["fn"]))}
     for gp, posterior in posteriors.items():
         parts = [part.jitter for part in guide.module_of(gp).modules() if isinstance(part, InducingPoints)]
-        relative = posterior.process.jitter or max(filter(None, parts), default=default_jitter(guide.like.dtype))
-        jitter = relative * posterior.process.variance.mean()
+        own = posterior.process.jitter  # before a basis' own, as in InducingPoints.forward
+        own = max(filter(None, parts), default=default_jitter(guide.like.dtype)) if own is None else own
+        jitter = own * posterior.process.variance.mean()
         names = [name for name, variance in noise.items() if variance < 10 * jitter]  # sd 5 % too wide, and more
         if names:
             warnings.warn(

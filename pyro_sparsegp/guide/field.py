@@ -265,13 +265,12 @@ def hyperparameters_among(
     for name, site in sites.items():
         fn = site["fn"]
         process, _ = as_process(fn)
-        if is_left_out(name, sites):  # no latent: test_missing.py::test_an_intercept_beside_an_obs_mask
-            continue
         if process is not None:
             made += [process.variance, *handler.features[name]]
         elif name in normal:
             made.append(_scale_of(fn))
-        elif not site["is_observed"] and hasattr(fn, "arg_constraints"):
+        # What is deterministic or left out is no latent: test_missing.py::test_an_intercept_beside_an_obs_mask.
+        elif not site["is_observed"] and not is_left_out(name, sites) and hasattr(fn, "arg_constraints"):
             made += parameters(fn).values()
     made = [part.sum() for part in made if part.requires_grad]
     if not made:

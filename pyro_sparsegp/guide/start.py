@@ -22,7 +22,8 @@ from ..approximations.free import SparseGP
 from ..approximations.optimal import ExactGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
-from ..program.traces import all_sites, is_free, repeatable, whole_plates
+from ..program.checks import holds_part
+from ..program.traces import all_sites, as_process, is_free, repeatable, whole_plates
 from .coupled import able_to_couple, couple, drop_latents
 from .field import (
     LARGEST,
@@ -144,6 +145,7 @@ class Search:
         self.held = {name: sites[name]["value"].detach() for name in able}
         exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, _ALL_ROWS)  # first, and in the end
+        self.is_part = holds_part(first.trace)
         self._take(self.most[0])
         if self.rows < self.num and not self._has_fewer():
             self._take(self.num)
@@ -246,11 +248,12 @@ class Search:
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         free = {name for name in self.able if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
-        is_field = self._wants_field(field)
         # An independent posterior is that given all others.
         precision = torch.block_diag(torch.linalg.inv(covariance), best.root @ best.root.mT)
+        mode = mode.detach().requires_grad_()  # which shows whether inputs move with θ
         _, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
-        loc = nested.theta_of(mode) | {name: handler.values[name].detach() for name in self.normal}
+        is_field = self._wants_field(field, handler)
+        loc = nested.theta_of(mode.detach()) | {name: handler.values[name].detach() for name in self.normal}
         joint = [name for name in self.hyper if name in free]
         rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})
         for name in self.able:
@@ -293,12 +296,12 @@ class Search:
         """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
         hyperparameters b: what q(x | θ) is about (test_non_centred_latents_have_the_posterior_of_centred_ones).
         """
-        theta, found = mode.detach().requires_grad_(), dict[str, dict[str, list[float]]]()
-        predictors, _, handler = nested.predictors(theta)
+        found = dict[str, dict[str, list[float]]]()
+        predictors, _, handler = nested.predictors(mode)
         squares = torch.stack([predictors.dense(place).square().sum(0) for place in predictors.eta]).sum(0)
         for name, own in nested.layout.rows.items():
-            gain = 0.5 * (squares[own].sum() / handler.size_of(name)).log() + 0 * theta.sum()
-            (slope,) = torch.autograd.grad(gain, theta, retain_graph=True, materialize_grads=True)
+            gain = 0.5 * (squares[own].sum() / handler.size_of(name)).log() + 0 * mode.sum()
+            (slope,) = torch.autograd.grad(gain, mode, retain_graph=True, materialize_grads=True)
             if (slope @ covariance @ slope).sqrt() > _FACTOR:
                 found[name] = {other: part.reshape(-1).tolist() for other, part in nested.theta_of(slope).items()}
         return found
@@ -310,12 +313,13 @@ class Search:
         eye = torch.eye(len(index), dtype=given.dtype, device=given.device)
         coefficients.put_sums(anchor, given - eye, given @ best.x[index])
 
-    def _wants_field(self, field: list[str]) -> bool:
-        """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP, and not for values at
-        more rows than were taken.
+    def _wants_field(self, field: list[str], handler: Standardised) -> bool:
+        """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP, and of values at all
+        rows only if these are here, and stay where they are: test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         """
         gps = self.guide.modules_by_site()
-        most = ExpectationGP if self.rows == self.num else (ExpectationGP, ExactGP)
+        moves = any(as_process(handler.priors[name])[0].x.requires_grad for name in gps)  # type: ignore[union-attr]
+        most = (ExpectationGP, ExactGP) if self.rows < self.num or self.is_part or moves else ExpectationGP
         apart = any(isinstance(module, most) for module in gps.values())
         return (len(field) > len(gps) or bool(self.guide.facts.interactions)) and not apart
 

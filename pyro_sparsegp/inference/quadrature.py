@@ -86,9 +86,6 @@ class TraceQuadrature_ELBO(ELBO):
         self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
         self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
-        self._direct: WeakKeyDictionary[AutoSparseGP, bool] = (
-            WeakKeyDictionary()
-        )  # whether one run's graph has shown all
         self._expectations: WeakKeyDictionary[AutoSparseGP, ClosedForms] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:

@@ -110,7 +110,8 @@ class _Program:
 
     def __init__(self, held: Callable[[Values], poutine.Trace], processes: Mapping[str, GaussianProcess]) -> None:
         self.held, self.names = held, list(processes)
-        self.rows = {name: process.x[..., [0, -1], :].detach() for name, process in processes.items()}
+        # The first and the last: a list of numbers would be copied to the device.
+        self.rows = {name: torch.stack([p.x[..., 0, :], p.x[..., -1, :]], -2).detach() for name, p in processes.items()}
         self.kinds: dict[str, Any] = {}  # distributions of declared densities
         generator = torch.Generator().manual_seed(0)
         self.base: Values = {}
