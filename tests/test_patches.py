@@ -215,19 +215,6 @@ def test_features_of_the_response_are_features_of_the_function():
     assert make("TICK")[0].features(x) is None
 
 
-@KINDS
-def test_prior_functions_have_the_covariance(kind):
-    kernel, _, _, _ = make(kind, 2, weighted=False)
-    x, z = images(3), images(2, 1)
-    draw = (1.7 * kernel).prior_functions(8000, 64, x)
-    patches = kernel.source_inputs(z)[0, :2]
-    values = torch.cat([draw(x), draw.source(patches)], -1)
-    scaled = 1.7 * kernel
-    top = torch.cat([scaled(x), scaled.from_source(x, patches)], -1)
-    bottom = torch.cat([scaled.from_source(x, patches).mT, scaled.source(patches)], -1)
-    assert_close(values.mT.cov(), torch.cat([top, bottom]), atol=0.12, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -16,7 +16,6 @@ from typing import Any, Optional, Self
 from torch import Tensor
 
 from ..gaussians.base import Gaussian
-from ..kernels.draws import of_each
 from ..modules import AbstractModule
 from ..numerics.chunks import in_chunks
 from ..numerics.linalg import sum_blocks
@@ -116,7 +115,7 @@ class CrossFeatures(Features):
         draw = self.kernel.prior_functions(num, num_features, x)
         if draw is None:
             return None
-        own = self.coefficients_of(of_each(lambda f: in_chunks(f, num * num_features), draw))
+        own = self.coefficients_of(in_chunks(draw, num * num_features))
         return None if own is None else (draw, own)
 
 

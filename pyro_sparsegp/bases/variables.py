@@ -120,9 +120,8 @@ class SourceValues(Values):
             return kernel.source(self.z, other.z)
         return other.between(kernel, self).mT
 
-    def of(self, draw: Callable) -> Optional[Tensor]:
-        of_source = getattr(draw, "source", None)
-        return None if of_source is None else of_source(self.z)
+    def of(self, draw: Callable) -> None:
+        return None  # a draw of f does not tell g's values
 
 
 Variables = Union[InducingVariables, Values]  # a set of inducing variables

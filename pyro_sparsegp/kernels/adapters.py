@@ -9,30 +9,23 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .algebra import Kernel
+from .algebra import Foreign, Kernel
 
 __all__ = ["from_function", "from_gpytorch", "from_pyro"]
 
 
-class _FromFunction(Kernel):
-    any_dtype = False
+class _FromFunction(Foreign): ...
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], variance: Callable[[Tensor], Tensor]) -> None:
-        self.function, self.variance = function, variance
 
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.function(x, x if z is None else z)
+class _FromPyro(Foreign): ...
 
-    def diag(self, x: Tensor) -> Tensor:
-        return self.variance(x)
 
-    def _repr_arguments(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
+class _FromGPyTorch(Foreign): ...
 
 
 def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[Tensor], Tensor]) -> Kernel:
@@ -49,24 +42,7 @@ def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[
     for name, value in (("function", function), ("diag", diag)):
         if not callable(value) or isinstance(value, type):
             raise ValueError(f"from_function's {name} must be a function of tensors, got {value!r}")
-    return _FromFunction(function, diag)
-
-
-class _FromPyro(Kernel):
-    any_dtype = False
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self._frozen = _freeze(module)
-
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self._frozen(_matrix(x), None if z is None else _matrix(z))
-
-    def diag(self, x: Tensor) -> Tensor:
-        return self._frozen(_matrix(x), diag=True)
-
-    def _repr_arguments(self) -> str:
-        return type(self.module).__name__
+    return _FromFunction(lambda x, z: function(x, x if z is None else z), diag, function)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -111,27 +87,12 @@ def from_pyro(kernel: Any) -> Kernel:
     """
     if not _is_pyro_kernel(kernel):
         raise ValueError(f"from_pyro needs a pyro.contrib.gp.kernels.Kernel, got {type(kernel).__name__}")
-    return _FromPyro(kernel)
-
-
-class _FromGPyTorch(Kernel):
-    any_dtype = False
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.module(x, z).to_dense()
-
-    def diag(self, x: Tensor) -> Tensor:
-        return self.module(x, diag=True)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.module.batch_shape
-
-    def _repr_arguments(self) -> str:
-        return type(self.module).__name__
+    frozen = _freeze(kernel)
+    return _FromPyro(
+        lambda x, z: frozen(_matrix(x), None if z is None else _matrix(z)),
+        lambda x: frozen(_matrix(x), diag=True),
+        kernel,
+    )
 
 
 def from_gpytorch(kernel: Any) -> Kernel:
@@ -157,4 +118,4 @@ def from_gpytorch(kernel: Any) -> Kernel:
                 "outputs are GaussianProcess(kernel, x).expand([P]).to_event(1), mixed in the model, A @ f, where they "
                 "are correlated."
             )
-    return _FromGPyTorch(kernel)
+    return _FromGPyTorch(lambda x, z: kernel(x, z).to_dense(), lambda x: kernel(x, diag=True), kernel)

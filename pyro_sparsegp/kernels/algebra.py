@@ -6,7 +6,7 @@ import copy
 import functools
 import numbers
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..numerics.linalg import side_by_side
 from ..numerics.shapes import broadcast_shapes
-from .base import CovarianceFunction, Explicit, Scalar, as_tensor, describe, positive
-from .draws import PriorFunctions, SourceFunctions, of_each
+from .base import CovarianceFunction, Explicit, PriorFunctions, Scalar, as_tensor, describe, positive
 
 __all__ = ["Constant", "Foreign", "Kernel", "Product", "Scaled", "Select", "Sum", "as_kernel", "in_batch", "term_names"]
 
@@ -53,40 +52,43 @@ class Kernel(CovarianceFunction):
 
 
 class Foreign(Kernel):
-    """A callable k(x, z), k(x) with a method ``diag`` that is no kernel of this library's, as one.
+    """Functions of tensors as a kernel, of something that is no kernel of this library's.
 
-    It may declare ``batch_shape``, ``columns`` and ``features(x)``.
+    :param function: k(x, z), or k(x) where z is ``None``.
+    :param variance: its diagonal, a function of x.
+    :param of: what they are of; it may declare ``batch_shape``, ``columns`` and ``features(x)``.
     """
 
     any_dtype = False
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Tensor], variance: Callable[[Tensor], Tensor], of: Any) -> None:
+        self.function, self.variance, self.of = function, variance, of
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         return self.function(x, z)
 
     def diag(self, x: Tensor) -> Tensor:
-        return self.function.diag(x)
+        return self.variance(x)
 
     @property
     def name(self) -> Optional[str]:
-        found = self._name or getattr(self.function, "name", None)
+        found = self._name or getattr(self.of, "name", None)
         return found if isinstance(found, str) else None
 
     @property
     def batch_shape(self) -> torch.Size:
-        return getattr(self.function, "batch_shape", torch.Size())
+        return getattr(self.of, "batch_shape", torch.Size())
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
-        return getattr(self.function, "columns", None)
+        return getattr(self.of, "columns", None)
 
     def features(self, x: Tensor) -> Optional[Tensor]:
-        return self.function.features(x) if hasattr(self.function, "features") else None
+        return self.of.features(x) if hasattr(self.of, "features") else None
 
     def __repr__(self) -> str:
-        return repr(self.function)
+        adapted = f"{type(self).__name__}({getattr(self.of, '__name__', type(self.of).__name__)})"
+        return repr(self.of) if type(self) is Foreign else adapted
 
 
 def as_kernel(value: Any, name: str) -> Kernel:
@@ -101,7 +103,7 @@ def as_kernel(value: Any, name: str) -> Kernel:
             f"{name} must be a kernel (k(x, z), k(x) and k.diag(x)), got {type(value).__name__}; kernels.from_function "
             "makes one of functions, kernels.from_pyro and kernels.from_gpytorch adapt those libraries' modules."
         )
-    return Foreign(value)
+    return Foreign(value, value.diag, value)
 
 
 class Compound(Kernel):
@@ -286,9 +288,7 @@ class Scaled(_Modified):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         draw = self.kernel.prior_functions(num, num_features, in_batch(x, self.batch_shape))
-        if draw is None:
-            return None
-        return of_each(lambda f: lambda x: as_tensor(self.variance, x).sqrt()[..., None] * f(x), draw)
+        return None if draw is None else lambda x: as_tensor(self.variance, x).sqrt()[..., None] * draw(x)
 
     def __repr__(self) -> str:
         return f"{describe(self.variance)} * {_bracketed(self.kernel, Sum)}"
@@ -387,14 +387,7 @@ class Select(_Modified):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         draw = self.kernel.prior_functions(num, num_features, self.own_columns(x))
-        if draw is None:
-            return None
-
-        def sliced(x: Tensor) -> Tensor:
-            return draw(self.own_columns(x))
-
-        # The source's inputs, patches, are not columns of f's.
-        return SourceFunctions(sliced, draw.source) if isinstance(draw, SourceFunctions) else sliced
+        return None if draw is None else lambda x: draw(self.own_columns(x))
 
     def __repr__(self) -> str:
         return f"{_bracketed(self.kernel, (Sum, Product, Scaled))}[{self._written}]"
@@ -437,7 +430,7 @@ def term_names(kernel: Any) -> tuple[str, ...]:
 def _kind(kernel: Any) -> str:
     while isinstance(kernel, _Modified):
         kernel = kernel.kernel
-    return type(kernel.function if isinstance(kernel, Foreign) else kernel).__name__.lower()
+    return type(kernel.of if type(kernel) is Foreign else kernel).__name__.lower()
 
 
 def _bracketed(kernel: Kernel, types: Any) -> str:

@@ -19,8 +19,7 @@ from torch import Tensor
 from ..numerics.codes import require_count
 from ..numerics.functions import Function
 from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel, in_batch
-from .base import Scalar, as_tensor, describe, per_column, require_one
-from .draws import PriorFunctions
+from .base import PriorFunctions, Scalar, as_tensor, describe, per_column, require_one
 from .stationary import RBF, Matern12, Matern32, Matern52
 
 __all__ = ["Anova", "centred_on"]
@@ -108,60 +107,35 @@ _PROFILES: dict[type, _Profile] = {
 }
 
 
-class _Matrix(Function):
-    """p_i + q_i r_j − (1 − g(|a_ij|)) with a_ij = (x_i − z_j)/unit, and −dg/da: one node of the graph, and few passes
-    over matrices either way.
-
-    :param inverse: 1/unit, ``(..., 1)``; x, p and q are ``(..., N)``, z and r ``(..., M)``.
-    """
-
-    generate_vmap_rule = True
+class _Less(Function):
+    """g(|a|) − 1 and −dg/da: one node of the graph, and few passes over matrices either way."""
 
     @staticmethod
-    def forward(
-        x: Tensor, z: Tensor, inverse: Tensor, p: Tensor, q: Tensor, r: Tensor, profile: _Profile
-    ) -> tuple[Tensor, Tensor]:
-        less, slope = profile.parts((x[..., :, None] - z[..., None, :]) * inverse[..., None])
-        return torch.addcmul(less + p[..., None], q[..., None], r[..., None, :]), slope
+    def forward(a: Tensor, profile: _Profile) -> tuple[Tensor, Tensor]:
+        return profile.parts(a)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.profile = inputs
-        ctx.save_for_backward(*tensors, output[1])
-        ctx.save_for_forward(*tensors, output[1])
+        ctx.profile = inputs[1]
+        ctx.save_for_backward(inputs[0], output[1])
+        ctx.save_for_forward(inputs[0])
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor], _: Any) -> Any:
-        if grad is None:
-            return (None,) * 7
-        x, z, inverse, p, q, r, slope = ctx.saved_tensors
-        if torch.is_grad_enabled():  # double backward wants the slope as a function of x, z and the unit
-            slope = ctx.profile.parts((x[..., :, None] - z[..., None, :]) * inverse[..., None])[1]
-        turned = grad * slope
-        rows, columns = turned.sum(-1), turned.sum(-2)
-        by_inverse = (columns * z).sum(-1, keepdim=True) - (rows * x).sum(-1, keepdim=True)
-        found = (
-            -inverse * rows,
-            inverse * columns,
-            by_inverse,
-            grad.sum(-1),
-            (grad @ r[..., None])[..., 0],
-            (grad.mT @ q[..., None])[..., 0],
-        )
-        return *(by.sum_to_size(one.shape) for by, one in zip(found, (x, z, inverse, p, q, r))), None
+        a, slope = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward wants the slope as a function of a
+            slope = ctx.profile.parts(a)[1]
+        return None if grad is None else -grad * slope, None
 
     @staticmethod
-    def jvp(ctx: Any, *changes: Optional[Tensor]) -> tuple[Tensor, None]:
-        *tensors, slope = ctx.saved_tensors
-        dx, dz, dinverse, dp, dq, dr = (torch.zeros_like(t) if d is None else d for t, d in zip(tensors, changes))
-        x, z, inverse, _, q, r = tensors
-        slope = ctx.profile.parts((x[..., :, None] - z[..., None, :]) * inverse[..., None])[1]
-        change = (dx[..., :, None] - dz[..., None, :]) * inverse[..., None]
-        change = change + (x[..., :, None] - z[..., None, :]) * dinverse[..., None]
-        by_ends = dp[..., None] + dq[..., None] * r[..., None, :] + q[..., None] * dr[..., None, :]
-        return by_ends - slope * change, None
+    def jvp(ctx: Any, change: Tensor, _: Any) -> tuple[Tensor, None]:
+        return -change * ctx.profile.parts(*ctx.saved_tensors)[1], None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, a: Tensor, profile: _Profile) -> Any:
+        return _Less.apply(a.movedim(in_dims[0], 0), profile), (0, 0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -255,8 +229,11 @@ class Anova(Kernel):
         centre = other.detach().mean(-2)
         rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
         at, others = x[..., 0] - centre, other[..., 0] - centre
-        numbers = at, others, ends.inverse.to(x), rest - left, -1 - left / v, right
-        return self._times_variance(_Matrix.apply(*numbers, self._profile)[0], 2)
+        inverse, ones = ends.inverse.to(x), torch.ones_like(right)
+        less, _ = _Less.apply((at * inverse)[..., :, None] - (others * inverse)[..., None, :], self._profile)
+        # (rest − c(xᵢ)) − (1 + c(xᵢ)/v)c(zⱼ): of rank 2
+        ends_share = torch.stack([rest - left, -1 - left / v], -1) @ torch.stack([ones, right], -2)
+        return self._times_variance(less + ends_share, 2)
 
     def diag(self, x: Tensor) -> Tensor:
         require_one(x, *_ONE)

@@ -11,19 +11,19 @@ import copy
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
-from .draws import PriorFunctions
 
 __all__ = ["CovarianceFunction", "Explicit"]
 
 Scalar = Union[float, int, Tensor]
 EventDims = tuple[tuple[str, int], ...]
+PriorFunctions = Callable[[Tensor], Tensor]  # draws of a process as functions of inputs
 _BATCH, _DEPENDS = operator.attrgetter("batch_shape"), operator.attrgetter("depends_on_rows")
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..numerics.chunks import by_rows
 from ..numerics.linalg import row_squares
-from .base import Explicit
-from .draws import PriorFunctions
+from .base import Explicit, PriorFunctions
 from .features import FeatureKernel
 
 __all__ = ["DeepBasis"]

@@ -11,8 +11,7 @@ from torch.func import vmap
 
 from ..numerics.codes import unknown_codes
 from .algebra import Kernel
-from .base import CovarianceFunction
-from .draws import PriorFunctions
+from .base import CovarianceFunction, PriorFunctions
 from .stationary import Matern12
 
 __all__ = ["Derivative"]

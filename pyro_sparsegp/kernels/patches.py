@@ -12,7 +12,6 @@ from ..numerics.chunks import in_pieces
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel, Product, Select, as_kernel
 from .base import as_tensor, describe
-from .draws import PriorFunctions, SourceFunctions
 
 __all__ = ["TICK", "Convolutional", "patch_grid", "patches"]
 
@@ -167,23 +166,29 @@ class Convolutional(Kernel):
         found = in_pieces(covariance, p.shape[-3], batch.numel() * self.num_patches * z.shape[-2], x, -2)
         return found.expand(*batch, *found.shape[-2:])
 
-    # Images with images. Here the images are the first dimension, before the kernel's batch dimensions.
+    # Images with images.
 
-    def _stacked(self, x: Tensor, *others: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        p, q = self._patches(x), self._patches(x if z is None else z)
+        mix, columns = self._pairwise(p), q.flatten(-3, -2)
+        batch = broadcast_shapes(self.batch_shape, p.shape[:-3], q.shape[:-3])
+
+        def covariance(rows: slice) -> Tensor:
+            some = p[..., rows, :, :]
+            k = self.base(some.flatten(-3, -2), columns).unflatten(-1, q.shape[-3:-1])
+            return torch.einsum("...npmq,...pq->...nm", k.unflatten(-3, some.shape[-3:-1]), mix)
+
+        found = in_pieces(covariance, p.shape[-3], batch.numel() * columns.shape[-2] * self.num_patches, x, -2)
+        found = found.expand(*batch, *found.shape[-2:])
+        if z is not None:
+            return found
+        # a diagonal term of k_g's is the variance's
+        return found + torch.diag_embed(self.diag(x) - found.diagonal(dim1=-2, dim2=-1))
+
+    def diag(self, x: Tensor) -> Tensor:
+        # Of images as the first dimension, before the kernel's batch dimensions.
         p = self._patches(x).movedim(-3, 0)
-        dims = max(len(self.batch_shape), *(other.dim() - 2 for other in (x, *others)))
-        return p.reshape(p.shape[0], *[1] * (dims - (p.dim() - 3)), *p.shape[1:])
-
-    def _of_pairs(self, p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        # The covariance of f at pairs of images, those of numbers i in p and j in q; (pairs, ...).
-        mix = self._pairwise(p)
-
-        def covariance(pairs: slice) -> Tensor:
-            return _inner(self.base(p[i[pairs]], q[j[pairs]]), mix)
-
-        return in_pieces(covariance, len(i), self._cost(p), p, 0)
-
-    def _variances(self, p: Tensor) -> Tensor:
+        p = p.reshape(p.shape[0], *[1] * (len(self.batch_shape) - (p.dim() - 3)), *p.shape[1:])
         mix, num = self._pairwise(p), self.num_patches
         size = max(16, -(-num // _SPLITS))
 
@@ -198,30 +203,8 @@ class Convolutional(Kernel):
                     total = total + 2 * _inner(off, mix[..., own, rest])
             return total
 
-        return in_pieces(variance, p.shape[0], self._cost(p), p, 0)
-
-    def _cost(self, p: Tensor) -> int:
-        return broadcast_shapes(self.batch_shape, p.shape[1:-2]).numel() * self.num_patches**2
-
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        p = self._stacked(x) if z is None else self._stacked(x, z)
-        num = p.shape[0]
-        if z is not None:
-            q = self._stacked(z, x)
-            i = torch.arange(num, device=x.device).repeat_interleave(q.shape[0])
-            j = torch.arange(q.shape[0], device=x.device).repeat(num)
-            found = self._of_pairs(p, q, i, j)
-            return found.unflatten(0, (num, q.shape[0])).movedim((0, 1), (-2, -1))
-        variances = self._variances(p)
-        if num == 1:
-            return variances.movedim(0, -1)[..., None]
-        i, j = torch.triu_indices(num, num, 1, device=x.device).unbind()
-        above = variances.new_zeros(num, num, *variances.shape[1:]).index_put((i, j), self._of_pairs(p, p, i, j))
-        above = above.movedim((0, 1), (-2, -1))
-        return above + above.mT + torch.diag_embed(variances.movedim(0, -1))
-
-    def diag(self, x: Tensor) -> Tensor:
-        return self._variances(self._stacked(x)).movedim(0, -1)
+        cost = broadcast_shapes(self.batch_shape, p.shape[1:-2]).numel() * num**2
+        return in_pieces(variance, p.shape[0], cost, p, 0).movedim(0, -1)
 
     # Functions.
 
@@ -233,25 +216,6 @@ class Convolutional(Kernel):
         assert phi is not None
         weights = self._weights(phi)[..., None, None, :]
         return (weights @ phi.unflatten(-2, inputs.shape[-3:-1]))[..., 0, :]  # Σ_p w_p φ_g(x[p])
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        inputs = self.source_inputs(x[..., :1, :])[..., 0, :, :]
-        inputs = inputs.expand(*broadcast_shapes(self.batch_shape, inputs.shape[:-2]), *inputs.shape[-2:])
-        draw = self.source.prior_functions(num, num_features, inputs)
-        if draw is None:
-            return None
-
-        def functions(x: Tensor) -> Tensor:
-            inputs = self.source_inputs(x)
-
-            def values(rows: slice) -> Tensor:
-                some = inputs[..., rows, :, :]
-                g = draw(some.flatten(-3, -2)).unflatten(-1, some.shape[-3:-1])
-                return (g @ self._weights(g)[..., None])[..., 0]
-
-            return in_pieces(values, x.shape[-2], num * num_features * self.num_patches, x, -1)
-
-        return SourceFunctions(functions, draw)
 
     def _repr_arguments(self) -> str:
         weights = "" if self.weights is None else f", weights={describe(self.weights)}"

@@ -90,7 +90,7 @@ class _Covariance(Function):
         if grad is None:
             return None, None, None, None
         if torch.is_grad_enabled():  # double backward wants value and slope as functions of x, z and v
-            slope = ctx.profile.slope(_clean(x, z))
+            slope = ctx.profile.value_and_slope(_clean(x, z))[1]
             slope = slope if variance is None else slope * variance
             value = None if variance is None else _Covariance.apply(x, z, None, ctx.profile)[0] * variance
         if ctx.needs_input_grad[2]:
@@ -112,7 +112,8 @@ class _Covariance(Function):
             change = change + _moved(x, other, dx)
         if dz is not None:
             change = change + _moved(other, x, dz).mT
-        total = change * ctx.profile.slope(s) if variance is None else change * ctx.profile.slope(s) * variance
+        total = change * ctx.profile.value_and_slope(s)[1]
+        total = total if variance is None else total * variance
         if dv is not None:
             total = total + dv * _Covariance.apply(x, z, None, ctx.profile)[0]
         return total, None
@@ -138,12 +139,7 @@ class Stationary(Kernel):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        """g(s) and dg/ds, in new memory or in that of s."""
-        raise NotImplementedError
-
-    @staticmethod
-    def slope(s: Tensor) -> Tensor:
-        """dg/ds by differentiable operations."""
+        """g(s) and dg/ds by differentiable operations, in new memory or in that of s ≥ 0."""
         raise NotImplementedError
 
     @staticmethod
@@ -189,10 +185,6 @@ class RBF(Stationary):
         return value, -0.5 * value
 
     @staticmethod
-    def slope(s: Tensor) -> Tensor:
-        return -0.5 * (-0.5 * s).exp()
-
-    @staticmethod
     def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
         return torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
 
@@ -221,14 +213,10 @@ class Matern12(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        r = s.sqrt_()
+        apart = s > 0
+        r = _root(s)
         value = (-r).exp_()
-        return value, torch.where(r > 0, -0.5 * value / r, 0.0)
-
-    @staticmethod
-    def slope(s: Tensor) -> Tensor:
-        r = torch.where(s > 0, s, 1.0).sqrt()
-        return torch.where(s > 0, -0.5 * (-r).exp() / r, 0.0)
+        return value, torch.where(apart, -0.5 * value / r, 0.0)
 
 
 class Matern32(_Matern):
@@ -241,13 +229,9 @@ class Matern32(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        a = s.mul_(3).sqrt_()
+        a = _root(s.mul_(3))
         e = (-a).exp_()
-        return a.add_(1).mul_(e), e.mul_(-1.5)
-
-    @staticmethod
-    def slope(s: Tensor) -> Tensor:
-        return -1.5 * (-_safe_sqrt(3 * s)).exp()
+        return torch.addcmul(e, a, e), -1.5 * e
 
 
 class Matern52(_Matern):
@@ -260,19 +244,15 @@ class Matern52(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        a = s.mul_(5).sqrt_()
-        slope = (-a).exp_().mul_(1 + a)  # (1 + a)e^(−a)
-        value = (-a).exp_().mul_(a.square_().div_(3)).add_(slope)
-        return value, slope.mul_(-5 / 6)
-
-    @staticmethod
-    def slope(s: Tensor) -> Tensor:
-        a = _safe_sqrt(5 * s)
-        return (-5 / 6) * (1 + a) * (-a).exp()
+        a = _root(s.mul_(5))
+        e = (-a).exp_()
+        slope = torch.addcmul(e, a, e)  # (1 + a)e^(−a)
+        return torch.addcmul(slope, a.square(), e, value=1 / 3), (-5 / 6) * slope
 
 
-def _safe_sqrt(s: Tensor) -> Tensor:
-    return s.clamp(min=torch.finfo(s.dtype).tiny).sqrt()
+def _root(s: Tensor) -> Tensor:
+    # with a derivative of 0 at 0
+    return s.clamp(min=torch.finfo(s.dtype).tiny).sqrt_()
 
 
 class RationalQuadratic(Stationary):

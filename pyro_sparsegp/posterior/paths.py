@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.chunks import in_chunks
-from ..numerics.linalg import cholesky, solve_lower, sum_blocks
+from ..numerics.linalg import cholesky, sum_blocks, times
 from .base import Marginals
 
 __all__ = ["sample_paths"]
@@ -44,54 +44,29 @@ class _Sequential:
 
     def __init__(self, posterior: Marginals, num: int, w: list[Tensor]) -> None:
         self.posterior, self.w = posterior, w
-        self.shape = torch.Size((num, *posterior.batch_shape))
-        x = posterior.process.x
+        process, shape = posterior.process, (num, *posterior.batch_shape, 0)
         # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
-        self.kernel = posterior.process.kernel.relative_to(x)
-        self.x = x[..., :0, :]
-        self.phi: list[Tensor] = []
-        self.factor = x.new_zeros(*posterior.batch_shape, 0, 0)
-        self.noise = x.new_zeros(*self.shape, 0)
-        self.values = x.new_zeros(*self.shape, 0)  # f − μ at the inputs asked for so far
-        self.scale = self.kernel.diag(x).detach().mean(-1)
+        self.kernel = process.kernel.relative_to(process.x)
+        self.scale = self.kernel.diag(process.x).detach().mean(-1)
+        self.x, self.noise, self.values = process.x[..., :0, :], process.x.new_zeros(shape), process.x.new_zeros(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        known = self.x.shape[-2]
+        known, process = self.x.shape[-2], self.posterior.process
         first = _first_of_equal(torch.cat([self.x, x], -2))
         fresh = first[known:] == torch.arange(known, len(first), device=x.device)
         if fresh.any():
-            value = self._extend(x[..., fresh, :])
-            self.values = torch.cat([self.values, value], -1)
+            self.x = torch.cat([self.x, x[..., fresh, :]], -2)
+            drawn = torch.randn(*self.noise.shape[:-1], self.x.shape[-2] - known, dtype=x.dtype, device=x.device)
+            self.noise = torch.cat([self.noise, drawn], -1)
+            phi, residual = self.posterior.basis(self.x), self.kernel(self.x)
+            for block in phi:
+                residual = residual - block @ block.mT
+            what = f"the residual of paths of site {self.posterior.name!r}"
+            # The leading rows of a Cholesky factor are those of before: so are the values there.
+            value = sum_blocks(phi, self.w) + times(cholesky(residual, process.jitter, what, self.scale), self.noise)
+            self.values = torch.cat([self.values, value[..., known:]], -1)  # f − μ at the inputs asked for so far
         place = torch.cat([fresh.new_ones(known), fresh]).cumsum(0) - 1  # of each first one among the values
-        return self.posterior.process.at(x).mean + self.values[..., place[first[known:]]]
-
-    def _extend(self, x: Tensor) -> Tensor:
-        # f − μ at new inputs.
-        posterior, kernel = self.posterior, self.kernel
-        phi = posterior.basis(x)
-        new = kernel(x)
-        for block in phi:
-            new = new - block @ block.mT
-        white = self.factor.new_zeros(*self.factor.shape[:-1], x.shape[-2])
-        if self.x.shape[-2]:
-            # Extend the Cholesky factor of the residual's covariance by the rows of the new inputs.
-            cross = kernel(self.x, x)
-            for old, block in zip(self.phi, phi):
-                cross = cross - old @ block.mT
-            white = solve_lower(self.factor, cross.expand(*self.factor.shape[:-1], -1))
-        what = f"the residual of paths of site {posterior.name!r}"
-        rest = cholesky(new - white.mT @ white, posterior.process.jitter, what, self.scale)
-        fresh = torch.randn(*self.shape, x.shape[-2], dtype=x.dtype, device=x.device)
-        residual = (white.mT @ self.noise[..., None] + rest @ fresh[..., None])[..., 0]
-        self._remember(x, phi, white, rest, fresh)
-        return sum_blocks(phi, self.w) + residual
-
-    def _remember(self, x: Tensor, phi: list[Tensor], white: Tensor, rest: Tensor, fresh: Tensor) -> None:
-        bottom = torch.cat([white.mT, rest.expand(*white.shape[:-2], -1, -1)], -1)
-        self.factor = torch.cat([torch.nn.functional.pad(self.factor, (0, rest.shape[-1])), bottom], -2)
-        self.noise = torch.cat([self.noise, fresh], -1)
-        self.x = torch.cat([self.x, x], -2)
-        self.phi = [torch.cat([old, block], -2) for old, block in zip(self.phi, phi)] if self.phi else phi
+        return process.at(x).mean + self.values[..., place[first[known:]]]
 
 
 def _first_of_equal(x: Tensor) -> Tensor:
