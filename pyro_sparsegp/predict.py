@@ -80,7 +80,13 @@ def predict(
         most = rows + max(value.numel() for value in draw.values())
         return most * ((most if joint else 128) if apart else 1)
 
-    blocks = list(in_blocks(one, samples, numbers))
+    try:
+        blocks = list(in_blocks(one, samples, numbers))
+    except IndexError as error:
+        raise ValueError(
+            f"the model indexes what these arguments do not have ({error}): give its plate of data their number of "
+            "rows, pyro.plate('data', len(x)), and its latents only indices that they had in training."
+        ) from error
     if isinstance(result, AutoSparseGP):
         result.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}

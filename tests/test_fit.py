@@ -358,7 +358,7 @@ BATCH = (torch.zeros(4, 1), torch.zeros(4))
         ("data gives no batches", {"data": [], "size": 3}),
         ("must hold tensors with rows, got NoneType", {"data": [BATCH, None], "size": 8}),
         ("size: the model takes", {"data": [BATCH]}),
-        ("guide must be", {"model": fit_worker.classes}),
+        ("guide must be an .* of the model given, .*, got one of <func", {"model": fit_worker.classes}),
         ("guide must be", {"guide": regression}),
         ("held_out= was removed from fit: score rows", {"held_out": fit_worker.rows(5)}),
         ("warm_start= was removed from fit: leave it out", {"warm_start": False}),

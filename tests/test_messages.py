@@ -110,6 +110,16 @@ def test_predictions_by_a_model_that_holds_training_data(num, used):
     assert predict(held, guide, x, num_samples=2)["f"].shape == (2, 20)
 
 
+def test_a_prediction_at_fewer_rows_than_a_plate_has():
+    def fixed(x, y=None):
+        rows = pyro.plate("rows", 20).indices
+        return model(x[rows], y)
+
+    x, y = data()
+    guide = prepared(fixed, SVGP(5), x, y)
+    refused(r"indexes what .* \(index 7 is out of bounds.*pyro.plate\('data', len\(x\)\)", predict, fixed, guide, x[:7])
+
+
 def test_data_of_a_fit_without_rows():
     x, y = data()
     with pytest.raises(ValueError, match="data has no tensor or array with rows; torch"):

@@ -103,7 +103,7 @@ class ConditionalGP(OptimalGP):
             weights = sites.precision[..., None] * (known @ head.covariance_matrix)
         both = ConditionalFeatures(features, sites.inputs, weights, known, name)
         # (w, v) with w | v ~ N(m − Rv, S) and v ~ N(0, I), as under the prior: mean (m, 0), root [[S^½, −R], [0, I]]
-        eye, none = eye_like(both.root), torch.zeros_like(both.root)
+        eye, none = eye_like(both.root).expand_as(both.root), torch.zeros_like(both.root)
         root = torch.cat([torch.cat([head.root, -both.root], -1), torch.cat([none, eye], -1)], -2)
         loc = torch.cat([head.loc, torch.zeros_like(head.loc)], -1)
         return both, both.known, Product(both.sizes, [DenseFactor(loc, root, upper=True)], [(0, 1)])

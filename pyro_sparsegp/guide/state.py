@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.utils import deep_setattr
@@ -156,7 +157,8 @@ class SavedGuide(SiteMessenger):
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
-        for parameter in [*self.parameters(), *self.core.registered]:
+        stored = [parameter for _, parameter in pyro.get_param_store().named_parameters()]
+        for parameter in [*self.parameters(), *self.core.registered, *stored]:
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()
 

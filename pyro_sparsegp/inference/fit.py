@@ -127,7 +127,8 @@ def fit(
             raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
         raise ValueError(f"{name}= was removed from fit: {_LEFT[name]}.")
     if not isinstance(guide, AutoSparseGP) or model != guide.model:
-        raise ValueError(f"guide must be an AutoSparseGP of the model given, got {type(guide).__name__}")
+        got = f"one of {guide.model!r}" if isinstance(guide, AutoSparseGP) else type(guide).__name__
+        raise ValueError(f"guide must be an AutoSparseGP of the model given, AutoSparseGP(model, ...), got {got}")
     if resume and checkpoint is None:
         raise ValueError("resume=True continues from the file checkpoint, and none is given")
     method = _method(model, guide, optim, loss, method, group)
