@@ -98,6 +98,18 @@ def clock(device="cpu"):
     return time.process_time()
 
 
+def kept(path):
+    """What :func:`keep` wrote there, or nothing."""
+    return torch.load(path, weights_only=False) if path and path.exists() else {}
+
+
+def keep(path, state):
+    """Write a run's state so that the file is the old one or the new one; nowhere without a path."""
+    if path:
+        torch.save(state, part := path.with_suffix(".part"))
+        part.replace(path)
+
+
 def epochs(num, batch):
     """Rows of mini-batches, epoch after epoch."""
     while True:

@@ -1,12 +1,14 @@
-"""Paper 0 (coupled posteriors of additive models): its section 7.
+"""Paper 0 (coupled posteriors of additive models): its section 7, and its costs.
 
-python tests/benchmarks/paper0.py [--out tests/benchmarks/paper0.md] [--short]
+python tests/benchmarks/paper0.py friedman|cost [--out tests/benchmarks/paper0.md] [--short]
 
 It writes its section of the table's file; the other sections and the pictures are of 0656b30.
 """
 
+import itertools
 import math
 import re
+import statistics
 import time
 
 import bench
@@ -23,7 +25,7 @@ from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, MeanFiel
 def record(options, title, text):
     """Replace the part's section of the file."""
     short = " --short" if options.short else ""
-    made = f"Made by `python tests/benchmarks/paper0.py{short}`, {bench.machine()}."
+    made = f"Made by `python tests/benchmarks/paper0.py {options.part}{short}`, {bench.machine()}."
     section = f"## {title}\n\n{made}\n\n{text.strip()}\n"
     print(section, flush=True)
     old = options.out.read_text() if options.out.exists() else "# Paper 0 (coupled posteriors of additive models)\n"
@@ -142,11 +144,66 @@ def _interval(draws):
     return f"{draws.mean():.2f} [{low:.2f}, {high:.2f}]"
 
 
+# Cost by the number of terms.
+
+
+def peak(step):
+    """MiB that a step has allocated at most, beside what was there."""
+    with torch.profiler.profile(profile_memory=True) as found:
+        step()
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))) / 2**20
+
+
+def additive(x, y=None):
+    length = bench.positive("length", 0.3 * x.new_ones(x.shape[-1]))
+    f = pyro.sample("f", GaussianProcess(sum(kernels.RBF(length[i])[i] for i in range(x.shape[-1])), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def run_cost(options):
+    numbers, z = [4, 16] if options.short else [4, 16, 64, 128, 256], torch.linspace(0, 1, 16)[:, None]
+    kinds = {
+        "mean field": MeanFieldAdditive(z, trainable=False),
+        "coupled precision, rank 16": CoupledPrecision(z, rank=16, trainable=False),
+        "coupled covariance": CoupledCovariance(z, trainable=False),
+    }
+    found = {name: [] for name in kinds}
+    for terms in numbers:
+        bench.seeded()
+        x, y = torch.rand(1000, terms), torch.randn(1000)
+        runs = {
+            name: bench.Training(additive, AutoSparseGP(additive, kind), x, y, 1e-3) for name, kind in kinds.items()
+        }
+        times = bench.interleaved({name: run.step for name, run in runs.items()}, 3)
+        for name, run in runs.items():
+            state = run.guide.gps.f.coefficients.state_dict().values()
+            kept = sum(value.numel() * value.element_size() for value in state) / 2**20
+            found[name].append((statistics.median(times[name]), kept, peak(run.step)))
+            print(terms, name, found[name][-1], flush=True)
+    grown = math.log(numbers[-1] / numbers[-2])
+    rows = []
+    for name, all_ in found.items():
+        slopes = " / ".join(f"{math.log(b / a) / grown:.1f}" for a, b in zip(*all_[-2:]))
+        rows.append([name, *(f"{a:,.0f} / {b:.2f} / {c:,.0f}" for a, b, c in all_), slopes])
+    text = (
+        "C one-dimensional RBF terms, 16 inducing inputs each, 1,000 rows a step, float64, natural steps: milliseconds "
+        "of CPU time a training step (median of 3, side by side) / MiB that q keeps / MiB that a step has allocated at "
+        "most beside it. Slopes are of the logarithms between the last two sizes.\n\n"
+        + bench.table(["family", *(f"C = {terms}" for terms in numbers), "slopes"], rows)
+    )
+    record(options, "Cost by the number of terms", text)
+
+
+PARTS = {"friedman": run_friedman, "cost": run_cost}
+
+
 def main():
-    options = bench.parsed(__doc__, out=bench.HERE / "paper0.md", short=False)
+    options = bench.parsed(__doc__, *PARTS, out=bench.HERE / "paper0.md", short=False)
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    run_friedman(options)
+    PARTS[options.part](options)
 
 
 if __name__ == "__main__":

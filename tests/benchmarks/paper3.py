@@ -1,18 +1,16 @@
-"""Paper 3's table 1 and its 1-D function on this machine: deep basis kernels against GPs, sparse GPs and deep kernels.
+"""Paper 3's table 1 on this machine: deep basis kernels against GPs, sparse GPs and deep kernels.
 
-python tests/benchmarks/paper3.py table --data DIR [--sets pol protein] [--seconds 60] [--seeds 2 1] [--out paper3.md]
-python tests/benchmarks/paper3.py function [--iterations 10000] [--plot paper3.png] [--out paper3.md]
-
---out names a file with a pair of lines ``<!-- table -->`` and ``<!-- end table -->`` (or ``function``): what
-stands between them is replaced.
+python tests/benchmarks/paper3.py --data DIR [--sets pol protein] [--seconds 60] [--seeds 2] [--keep RUNS]
 
 DIR holds ``<set>.npz`` with X and y. As in the paper: inputs to [-1, 1] and targets to mean 0 and variance 1 before
-splitting 70/10/20 at random; tanh networks of two layers of 128 (a ResNet, for the function an MLP); r = 128 basis
-functions or inducing points; deep kernels with two features, an RBF, learned inducing points; lengths start at the
-root of their number; noise variance from 1e-2, above 1e-6; Adam, weight decay 1e-4 on the network; batches of 256;
-the state of the best validation NLL is tested. Other than there, each method has ``--seconds`` of training on this
-machine (of the process on a CPU, by the clock on a GPU) in place of up to 10,000 iterations or 2,000 epochs, the
-optimiser sees the bound per datum, and GP and DKL, exact by Cholesky, see ``--exact-rows`` of the training rows.
+splitting 70/10/20 at random; a tanh ResNet of two layers of 128; r = 128 basis functions or inducing points; deep
+kernels with two features, an RBF, learned inducing points; lengths start at the root of their number; noise variance
+from 1e-2, above 1e-6; Adam, weight decay 1e-4 on the network; batches of 256; the state of the best validation NLL is
+tested. Other than there, each method has ``--seconds`` of training on this machine (of the process on a CPU, by the
+clock on a GPU) and ``--iterations`` at most, the optimiser sees the bound per datum, and GP and DKL, exact by
+Cholesky, see ``--exact-rows`` of the training rows. Under ``--keep`` are the runs, with their curves: iterations,
+seconds, MAE, RMSE and NLL of test rows, loss of a datum, by how much features' mean squared norm is below the largest,
+noise sd. The same command goes on where they were cut.
 
 DBK and SVDBK are the paper's: the network's outputs as they are. DBK-n and SVDBK-n are not in the paper: the rows of
 outputs are scaled to one learned norm, so that the correction is 0 throughout.
@@ -89,13 +87,6 @@ class ResNet(nn.Module):
         for layer in self.middle:
             h = h + torch.tanh(layer(h))
         return self.last(h)
-
-
-def mlp(inputs, outputs):
-    """Two tanh layers."""
-    return nn.Sequential(
-        nn.Linear(inputs, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, outputs)
-    )
 
 
 class EvenRows(nn.Module):
@@ -197,15 +188,17 @@ class Method:
 
     def state(self):
         """A copy of all that training changes."""
-        store = {name: p.detach().clone() for name, p in _store().items()}
+        own = {id(p) for p in self.guide.parameters()} if self.guide else ()  # the guide's name is another next time
+        store = {name: p.detach().clone() for name, p in _store().items() if id(p) not in own}
         guide = None if self.guide is None else copy.deepcopy(self.guide.state_dict())
         return [store, guide]
 
     def restore(self, state):
         """Go back to a copy."""
         with torch.no_grad():
-            for name, p in _store().items():
-                p.copy_(state[0][name])
+            here = _store()
+            for name, value in state[0].items():
+                here[name].copy_(value)
         if self.guide is not None:
             self.guide.load_state_dict(state[1])
 
@@ -220,28 +213,48 @@ def scores(mean, variance, y):
     return float((y - mean).abs().mean()), rmse, -density
 
 
-def fit(method, train, valid, options, seconds, iterations):
-    """Train for a time or a number of iterations, and go back to the best state; seconds and iterations."""
+def unevenness(method, x):
+    """By how much the mean squared norm of features is below the largest, which the correction makes up for."""
+    if not method.basis:
+        return 0.0
+    norms = method.network(x[:4096]).square().sum(-1)
+    return float(1 - norms.mean() / norms.max())
+
+
+def fit(method, train, valid, test, options, path):
+    """Train for a time or a number of iterations, and go back to the best state; seconds, iterations and curve."""
     x, y = train
     optimiser = method.start(x, y, options.rate, options.rest)
-    spent, count, check, best = 0.0, 0, seconds / 20, (math.inf, None)
+    run = {"spent": 0.0, "count": 0, "check": 0.0, "best": (math.inf, None), "curve": []} | bench.kept(path)
+    if "now" in run:
+        method.restore(run["now"])
+        optimiser.load_state_dict(run["optimiser"])
+        torch.set_rng_state(run["random"])
     batches = bench.epochs(len(x), 256)
-    while spent < seconds and count < iterations:
+    while run["spent"] < options.seconds and run["count"] < options.iterations:
         begin = bench.clock(x.device)
         arguments = x, y
         if method.batched:
             rows = next(batches).to(x.device)
             arguments = x[rows], y[rows], len(x)
-        optimiser.step(bench.descending(optimiser, lambda arguments=arguments: method.loss(*arguments)))
-        spent, count = spent + bench.clock(x.device) - begin, count + 1
-        if valid is not None and (spent > check or spent >= seconds or count == iterations):
-            check += seconds / 20
+        loss = optimiser.step(bench.descending(optimiser, lambda arguments=arguments: method.loss(*arguments)))
+        run["spent"], run["count"] = run["spent"] + bench.clock(x.device) - begin, run["count"] + 1
+        share = max(run["spent"] / options.seconds, run["count"] / options.iterations)
+        if share > run["check"] or share >= 1:
+            run["check"] = share + 0.04
             nll = scores(*method.predict(valid[0], x, y), valid[1])[2]
-            if nll < best[0]:
-                best = nll, method.state()
-    if best[1] is not None:
-        method.restore(best[1])
-    return spent, count
+            tested = scores(*method.predict(test[0], x, y), test[1])
+            with torch.no_grad():
+                more = float(loss), unevenness(method, x), float(method.noise(x).sqrt())
+            run["curve"].append((run["count"], run["spent"], *tested, *more))
+            print(*(f"{value:.4g}" for value in run["curve"][-1]), flush=True)
+            if nll < run["best"][0]:
+                run["best"] = nll, method.state()
+            now = {"now": method.state(), "optimiser": optimiser.state_dict(), "random": torch.get_rng_state()}
+            bench.keep(path, run | now)
+    if run["best"][1] is not None:
+        method.restore(run["best"][1])
+    return run["spent"], run["count"]
 
 
 def split(path, seed, device):
@@ -255,27 +268,6 @@ def split(path, seed, device):
     return [(x[order[a:b]], y[order[a:b]]) for a, b in itertools.pairwise(cuts)]
 
 
-class Section(bench.Page):
-    """Lines that stand in their place in the file at --out."""
-
-    def __init__(self, options, name, what, heads):
-        super().__init__()
-        self.file, self.marks = options.out, (f"<!-- {name} -->\n", f"<!-- end {name} -->\n")
-        rates = f"float32; rates {options.rate:g} for networks and {options.rest:g} for the rest"
-        self.say(f"{bench.machine(options.device)}, {rates}; {what}", "")
-        self.head(*heads)
-
-    def say(self, *lines):
-        super().say(*lines)
-        if self.file:
-            before, found, rest = Path(self.file).read_text().partition(self.marks[0])
-            _, there, after = rest.partition(self.marks[1])
-            if not found or not there:
-                raise ValueError(f"{self.file} has no lines {self.marks}")
-            text = "\n".join(["", *self.lines, "", ""])
-            Path(self.file).write_text(before + self.marks[0] + text + self.marks[1] + after)
-
-
 def spread(column, digits):
     """Mean, and standard deviation if there are several."""
     mean = f"{statistics.mean(column):.{digits}f}"
@@ -284,22 +276,27 @@ def spread(column, digits):
 
 def table(options):
     """Table 1."""
-    seeds = dict(zip(options.sets, options.seeds * len(options.sets) if len(options.seeds) == 1 else options.seeds))
-    shown = ", ".join(f"{name} {number}" for name, number in seeds.items())
-    heads = (
+    page = bench.Page(options.out)
+    page.say(
+        f"{bench.machine(options.device)}, float32; rates {options.rate:g} for networks and {options.rest:g} for the "
+        f"rest; at most {options.seconds:g} s or {options.iterations} iterations a method; {options.seeds} seeds.",
+        "",
+    )
+    page.head(
         *("set (rows)", "method", "MAE", "RMSE", "NLL", "seconds", "iterations"),
         "paper: MAE, RMSE, NLL, seconds (V100)",
     )
-    page = Section(options, "table", f"at most {options.seconds:g} s of training a method; seeds: {shown}.", heads)
     for name, label in itertools.product(options.sets, options.methods):
         found, rows, failure = [], 0, ""
-        for seed in range(seeds[name]):
+        for seed in range(options.seeds):
             train, valid, test = split(options.data / f"{name}.npz", seed, options.device)
             method = Method(label, ResNet, train[0], seed)
             train = tuple(part[: options.exact_rows] if method.exact else part for part in train)
             rows = len(train[0])
+            limits = f"{options.rate:g}, {options.rest:g}, {options.seconds:g}, {options.iterations}"
+            path = options.keep and Path(options.keep, f"{name}, {label}, {seed}, {limits}.run")
             try:
-                spent, count = fit(method, train, valid, options, options.seconds, 10**6)
+                spent, count = fit(method, train, valid, test, options, path)
                 found.append((*scores(*method.predict(test[0], *train), test[1]), spent, count))
             except (ValueError, RuntimeError) as error:
                 failure += f"seed {seed} failed: {str(error).splitlines()[0][:80]}"
@@ -308,98 +305,24 @@ def table(options):
         page.row(f"{name} ({rows})", label, *(cells or [""] * 5), theirs + failure)
 
 
-def truth(x):
-    """The paper's function (section 4.1)."""
-
-    def step(a):
-        return torch.sigmoid(200 * (x + a))
-
-    pieces = 0.3 * (1 - step(0.6)) + 0.9 * (step(0.6) - step(0.0)) - 0.6 * (step(0.0) - step(-0.4))
-    return pieces + 0.01 * torch.sin(50 * torch.sin(10 * x))
-
-
-def sample(num, seed, device):
-    """Noisy values of the function."""
-    generator = torch.Generator().manual_seed(seed)
-    x = 2 * torch.rand(num, 1, generator=generator) - 1
-    return x.to(device), (truth(x[:, 0]) + 0.1 * torch.randn(num, generator=generator)).to(device)
-
-
-@torch.no_grad()
-def judge(method, train, test):
-    """MAE, RMSE and NLL of test data, the RMSE to the function itself, the bound (or log evidence) of one datum, the
-    standard deviation of the noise."""
-    mean, variance = method.predict(test[0], *train)
-    error = (mean - truth(test[0][:, 0])).square().mean().sqrt()
-    own = -float(method.loss(*train)), float(method.noise(train[0]).sqrt())
-    return [*scores(mean, variance, test[1]), float(error), *own]
-
-
-TITLES = {
-    "GP": "GP, RBF",
-    "DKL": "DKL, RBF base",
-    "DBK-c": "DBK without correction",
-    "DBK": "DBK with correction",
-    "DBK-n": "the same, rows of one norm",
-}
-
-
-def function(options):
-    """The 1-D function: figure 1, and the first point of figure 3."""
-    x, y = sample(options.points[0], 0, options.device)
-    test = sample(1000, 1, options.device)
-    grid = torch.linspace(-1, 1, 1000)[:, None].to(options.device)
-    figure, axes = bench.pyplot().subplots(2, len(TITLES), figsize=(4 * len(TITLES), 6.5), layout="tight")
-    heads = "method", "MAE", "RMSE", "NLL", "RMSE to the function", "bound of one datum", "noise sd", "seconds"
-    what = f"n = {len(x)}, {options.iterations} iterations; 1,000 test points."
-    page = Section(options, "function", what, heads)
-    for (above, below), (label, title) in zip(axes.T, TITLES.items()):
-        method = Method(label, mlp, x)
-        spent, _ = fit(method, (x, y), None, options, math.inf, options.iterations)
-        page.row(label, *(f"{value:.4f}" for value in judge(method, (x, y), test)), f"{spent:.0f}")
-        mean, variance = method.predict(grid, x, y)
-        t, mean, band = grid[:, 0].cpu(), mean.cpu(), 2 * variance.sqrt().cpu()
-        above.plot(x[:, 0].cpu(), y.cpu(), ".", color="0.6", ms=3)
-        above.fill_between(t, mean - band, mean + band, alpha=0.3)
-        above.plot(t, truth(t), "k--", lw=0.8)
-        above.plot(t, mean, "C0", lw=1)
-        above.set(title=title, ylim=(-1.3, 1.6))
-        with torch.no_grad():
-            kernel, z = method.kernel(grid[::5])
-            below.imshow(kernel(z, z.clone()).cpu(), extent=(-1, 1, 1, -1), cmap="viridis")
-        below.set(title="k(x, x')")
-    figure.savefig(options.plot or "paper3.png", dpi=70)
-
-
-DEFAULTS = {  # seconds, exact rows and points, by the part
-    "table": (table, 60.0, 3000, [0]),
-    "function": (function, math.inf, 0, [100]),
-}
-
-
 def main():
     options = bench.parsed(
         __doc__,
-        *DEFAULTS,
-        data=Path(),
+        data=Path,
         device="cpu",
         rate=1e-3,  # of networks
         rest=1e-3,  # of all else
+        keep=None,
         out=None,
         sets=["pol", "protein"],
         methods=METHODS,
-        seconds=0.0,
-        seeds=[1],  # how many, of all sets or of each
-        exact_rows=0,  # of GP and DKL
-        points=[0],
+        seconds=60.0,
         iterations=10_000,
-        plot=None,
+        seeds=1,
+        exact_rows=3000,  # of GP and DKL
     )
-    run, seconds, rows, points = DEFAULTS[options.part]
-    options.seconds, options.exact_rows = options.seconds or seconds, options.exact_rows or rows
-    options.points = points if options.points == [0] else options.points
     pyro.enable_validation(False)
-    run(options)
+    table(options)
 
 
 if __name__ == "__main__":
