@@ -138,5 +138,5 @@ class DrawnGaussian(Natural):
 
 def _bounded(pull: Tensor, rate: Tensor) -> Tensor:
     """ρe, of a root mean square below 1; 0 if e is not finite."""
-    pull = torch.where(pull.isfinite().all(), pull, 0.0)
-    return pull * (rate / (1 + pull.square().mean()).sqrt())
+    pull = pull * (rate * (1 + pull.square().mean()).rsqrt())
+    return torch.where(0 * pull.sum() == 0, pull, 0.0)

@@ -68,7 +68,7 @@ class Natural(Coefficients):
         # All rows have no noise to average out, so that the floor may be higher there:
         # test_the_floor_of_the_rate_is_higher_on_all_rows
         if isinstance(self.rate, Falling) and rate < self.rate.whole:
-            rate = self.rate.whole if total_share(share, next(self.parameters())) > 0.999 else rate
+            rate = self.rate.whole if total_share(share, self._kept("loc")) > 0.999 else rate
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be in [0, 1], of step {self.steps} it gives {rate}")
         return rate * self.share

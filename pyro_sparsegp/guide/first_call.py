@@ -90,7 +90,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             "the guide's first call makes its parameters, which torch.inference_mode() forbids: call it once, "
             "guide(x, y), outside, or use torch.no_grad()."
         )
-    guide._like = first_tensor((args, kwargs))
+    guide.like = first_tensor((args, kwargs))
     try:
         run = _set_up(guide, args, kwargs)
         trace = run.trace

@@ -120,7 +120,7 @@ class KnownGuide(AutoNormalMessenger):
         self.kept: Any = None  # what calls that predict are conditioned on
         self.from_draws: Collection[str] = ()  # latents that start at a draw from the prior, whatever init_loc_fn says
         self.warned: Warned = set()
-        self._like = torch.empty(0)
+        self.like = torch.empty(0)  # a tensor of the guide's dtype and device
 
     @property
     def structure(self) -> Optional[Structure]:
@@ -151,11 +151,6 @@ class KnownGuide(AutoNormalMessenger):
         """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
         return self.by_sites and not self.core.facts.field
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor of the guide's dtype and device."""
-        return next(self.parameters(), self._like)
-
     def declared_families(self) -> list[Family]:
         """The families given."""
         return list(self.families.values()) if isinstance(self.families, Mapping) else [self.families]
@@ -174,6 +169,7 @@ class KnownGuide(AutoNormalMessenger):
     def build(self, name: str, process: GaussianProcess) -> Any:
         """Make the module of a GP site."""
         require_inputs(name, process)
+        self.like = process.x.new_empty(0)
         module = self.family_of(name).build(process, name)
         # A kernel whose diagonal depends on the rows has a correction there that families know of:
         # test_guide.py::test_noise_in_the_kernel_is_told_of.

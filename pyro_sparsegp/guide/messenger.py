@@ -117,7 +117,7 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
         event_dim = transform.domain.event_dim
         # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
         init_loc_fn: Callable = init_to_sample if name in guide.from_draws else guide.init_loc_fn
-        start = init_loc_fn({"name": name, "fn": prior}).detach().to(guide._like).clone()  # the user's may be held
+        start = init_loc_fn({"name": name, "fn": prior}).detach().to(guide.like).clone()  # the user's may be held
         # test_field.py::test_the_search_can_be_left_out
         if not start.isfinite().all() or not (prior.event_shape or prior.support.check(start).all()):
             raise ValueError(f"init_loc_fn starts site {name!r} at {start}, which its prior {prior} does not allow")

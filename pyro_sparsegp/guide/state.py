@@ -88,7 +88,7 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
         places = f"gps.{name}.", "joints."
         like = next(t for key, t in tensors.items() if key.startswith(places) and t.is_floating_point())
         deep_setattr(guide, "gps." + name, guide.family_of(name).rebuild(spec, like, name))
-        guide._like = like
+        guide.like = like
 
 
 def _resume_name(guide: KnownGuide, name: str) -> bool:
@@ -150,7 +150,7 @@ class SavedGuide(SiteMessenger):
         super()._pyro_set_supermodule(self._pyro_name, context)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._like = args[0](self._like)
+        self.like = args[0](self.like)
         if self.core.data is not None:
             self.core.data = self.core.data.mapped(args[0], self.model)
         return super()._apply(*args, **kwargs)

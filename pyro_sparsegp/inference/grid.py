@@ -10,6 +10,7 @@ from typing import Any, Optional
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import Poisson
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -23,7 +24,7 @@ from ..program.declared import parameters, rebuilt
 from ..program.dependence import COUPLED
 from ..program.facts import ClosedForms, Structure
 from ..program.handlers import held_trace
-from ..program.traces import free_values
+from ..program.traces import bare, free_values
 from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
 from .expected import divergence, posterior_at, weighted_sum
@@ -34,7 +35,6 @@ Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the gui
 Elementwise = Callable[[Tensor], Tensor]
 # What a program may do with function values, one by one, by the names of autograd's nodes.
 _ELEMENTWISE: dict[str, Callable[[Any], Elementwise]] = {
-    "ExpandBackward0": lambda node: lambda t: t,
     "ExpBackward0": lambda node: torch.exp,
     "SigmoidBackward0": lambda node: torch.sigmoid,
     "SoftplusBackward0": lambda node: lambda t: softplus(t, node._saved_beta, node._saved_threshold),
@@ -100,16 +100,22 @@ class Grid:
         if None in made or not all(map(found.get, names)):
             return None
         along = [nodes.reshape(-1, *[1] * (self.num_axes - 1 - axis)) for axis in range(self.num_axes)]
-        values = self._moved(guide_trace, tuple(along))
+        values: dict[str, Tensor] = {}
         total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
         for name, functions in found.items():
-            changed = {
-                key: functools.reduce(lambda t, step: step(t), steps, values[gp])
-                for key, (gp, steps) in (functions or {}).items()
-            }
-            each = rebuilt(sites[name]["fn"], changed).log_prob(sites[name]["value"])
+            fn, value = sites[name]["fn"], sites[name]["value"]
+            made_of: Any = functions
+            gp, steps = next(iter(made_of.values()))
+            if type(fn) is Poisson and steps == [torch.exp]:
+                q = posterior_at(guide_trace, gp)
+                # E[y f − exp(f)] with f ~ N(m, v): what nodes give to rounding, on a K-th of the numbers
+                each = value * q.mean - (q.mean + 0.5 * q.variance).exp() - (value + 1).lgamma()
+            else:
+                values = values or self._moved(guide_trace, tuple(along))
+                changed = {key: functools.reduce(_then, steps, values[gp]) for key, (gp, steps) in made_of.items()}
+                each = rebuilt(fn, changed).log_prob(value)
             total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
-        return total
+        return total.expand([len(nodes)] * self.num_axes)
 
     def _moved(self, guide_trace: poutine.Trace, node: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """The GP sites' values at a node."""
@@ -144,19 +150,25 @@ def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[s
     """
     fn = site["fn"]
     found: dict[str, tuple[str, list[Elementwise]]] = {}
-    if fn.event_shape or not type(fn).__module__.startswith("pyro.distributions"):
-        return None  # a subclass may be more than its parameters
+    # A wrapper may mask, a subclass be more than its parameters: test_a_mask_of_the_distribution_is_kept
+    if fn.event_shape or fn is not bare(fn) or not type(fn).__module__.startswith("pyro.distributions"):
+        return None
     rest = [part for part in (site["scale"], site["mask"]) if isinstance(part, Tensor)]
     for key, part in parameters(fn).items():
         node, steps = part.grad_fn, []
-        while node not in made and node is not None and node.name() in _ELEMENTWISE:
-            steps.append(_ELEMENTWISE[node.name()](node))
+        while node not in made and node is not None and node.name() in (*_ELEMENTWISE, "ExpandBackward0"):
+            if node.name() in _ELEMENTWISE:
+                steps.append(_ELEMENTWISE[node.name()](node))
             node = node.next_functions[0][0]
         if node in made:
             found[key] = made[node], steps[::-1]
         else:
             rest.append(part)
     return None if made.keys() & graph_of(rest) else found
+
+
+def _then(value: Tensor, step: Elementwise) -> Tensor:
+    return step(value)
 
 
 def mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:

@@ -37,6 +37,8 @@ def _moved(one: Tensor, other: Tensor, change: Tensor) -> Tensor:
 
 def squared_distance(x: Tensor, z: Tensor) -> Tensor:
     """‖xₙ − zₘ‖², ``(..., N, M)``, by one matrix product; rounding may leave it slightly negative."""
+    if x.shape[-1] == 1:
+        return (x - z.mT).square()
     # In float32 the product would leave few digits of distances that are small beside the inputs' range.
     dtype = wider(x) if x.shape[-1] <= _FEW else x.dtype
     a, b = x.to(dtype), z.to(dtype)
