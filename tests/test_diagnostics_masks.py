@@ -45,7 +45,7 @@ def test_a_mask_of_a_distribution_leaves_rows_out():
     np.testing.assert_allclose(with_masks.summary, without.summary, rtol=1e-6)
     tree = diagnostics.to_datatree(model, guide, x, y, seen, num_samples=4)
     np.testing.assert_array_equal(tree.log_likelihood["data"], seen.nonzero()[:, 0])
-    assert diagnostics.loo_large(model, guide, x, y, seen, num_samples=25, target="none").n_data_points == seen.sum()
+    assert diagnostics.loo(model, guide, x, y, seen, num_samples=25, target="none").n_data_points == seen.sum()
 
 
 def test_outputs_that_are_left_out_are_not_scored():
@@ -121,10 +121,6 @@ def test_a_row_of_several_sites_is_left_out_of_all():
         elpds[names] = diagnostics.loo(tree, var_name=names.split()).elpd
         with pytest.raises(ValueError, match=r"do not observe the same rows.*name one"):
             diagnostics.loo(tree)
-        large = {"num_samples": 30, "target": "none", "var_name": names.split()}
-        if names == "y z":
-            with pytest.raises(ValueError, match=r"loo_large takes one of the sites \['y', 'z'\]: name it"):
-                diagnostics.loo_large(program, guide, *args, **large)
     assert elpds["y z"] == pytest.approx(elpds["Y"], abs=0.3)
 
 

@@ -41,7 +41,6 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch):
     for module, call in (
         ("arviz_stats", lambda: diagnostics.psis(tree)),
         ("arviz_stats", lambda: diagnostics.loo(tree)),
-        ("arviz_stats", lambda: diagnostics.loo_large(regression, guide, x, y, observations=3, num_samples=30)),
         ("arviz_stats", lambda: diagnostics.compare({"a": tree})),
         ("matplotlib", lambda: diagnostics.plot_effects(guide.posterior(x)["f"])),
     ):

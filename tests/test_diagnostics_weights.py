@@ -200,10 +200,7 @@ def test_weights_of_rows_are_divided_out(weight):
         assert diagnostics.psis(tree, target=target).khat < 0.5
     samples = {"f": guide.posterior(x)["f"].rsample((400,)).detach()}  # as MCMC would have them: q is exact here
     assert abs(diagnostics.loo(diagnostics.to_datatree(model, samples, x, y)).elpd - exact) < 0.7
-    part = diagnostics.loo_large(model, guide, x, y, num_samples=400, observations=30)
-    assert abs(part.elpd - exact) < 0.5 + 4 * part.subsampling_se
-    for found in (diagnostics.loo(tree), diagnostics.loo_large(model, guide, x, y, num_samples=400)):
-        assert abs(found.elpd - exact) < 0.5
+    assert abs(diagnostics.loo(tree).elpd - exact) < 0.5
     stock = stats.loo(tree, reff=1.0).elpd
     assert abs(stock - exact) > 1 or weight == "rows"  # one likelihood divided out, and not its power
 
@@ -225,29 +222,6 @@ def test_comparison_is_one_call():
     assert table.index[0] == "right"
     assert table.index[-1] == "few points"
     assert float(table.loc["right", "weight"]) > 0.5
-
-
-def test_loo_large_agrees_with_loo():
-    x, y = smooth_data(60)
-    model = gaussian(KERNEL, NOISE)
-    guide = on_a_grid(14, x, y, model)
-    options = {"num_samples": 30, "seed": 0}
-    whole = diagnostics.loo(model, guide, x, y, **options)
-    part = diagnostics.loo_large(model, guide, x, y, observations=30, **options)
-    assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se + 1e-6
-    everything = diagnostics.loo_large(model, guide, x, y, **options)
-    assert everything.elpd == pytest.approx(whole.elpd)
-    assert everything.se == pytest.approx(whole.se, rel=0.02)
-    assert part.subsample_size == 30
-    assert part.n_data_points == 60
-    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, **options)
-    table = diagnostics.compare({"many": part, "few": few})
-    assert table.index[0] == "many"
-    assert "subsampling_dse" in table.columns
-    with pytest.raises(ValueError, match="observations must be between 1 and 60"):
-        diagnostics.loo_large(model, guide, x, y, observations=61, num_samples=30)
-    refused("at least 25 draws, the tree has 2", diagnostics.loo_large, model, guide, x, y, num_samples=2)
-    refused("loo_large's target", diagnostics.loo_large, model, guide, x, y, target="exact")
 
 
 def test_loo_says_when_weights_fail():
@@ -312,7 +286,7 @@ def test_an_expected_density_that_is_infinite_is_told_of():
     assert np.isfinite(diagnostics.psis(tree, target="fitc").ess)
 
 
-def test_loo_large_without_weights():
+def test_loo_without_weights():
     """Weights p/q are lost where training has left noise; what is left is the guide's own leave-one-out, and it is what
     new data have: the mean log score of 3,000 more rows is the same within its standard error.
     """
@@ -327,11 +301,10 @@ def test_loo_large_without_weights():
     with torch.no_grad():  # a mean that wanders about it, by twice what a draw does
         q.loc += 2 * (coefficients.rsample(())[0] - coefficients.loc[0])
     with pytest.warns(UserWarning, match="above 0.41.* left out"):
-        found = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=50)
+        found = diagnostics.loo(model, guide, x, y, num_samples=50)
     assert (found.target, found.warning) == ("none", True)
     assert found.khat > 0.41
     assert not found.approx_posterior
-    assert found.subsampling_se < 5
     scores = diagnostics.predictive_scores(model, guide, new, seen, num_samples=1).pointwise["log_score"].values
     error = (scores.std() ** 2 / 3000 + float(found.se) ** 2 / 3000**2) ** 0.5
     assert abs(found.elpd / 3000 - scores.mean()) < 3 * error

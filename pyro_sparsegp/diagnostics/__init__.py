@@ -4,7 +4,7 @@ from typing import Any
 
 from .calibration import sbc
 from .effects import plot_effects
-from .leave_one_out import compare, loo, loo_large
+from .leave_one_out import compare, loo
 from .scores import PredictiveScores, predictive_scores
 from .tree import prior_predictive, to_datatree
 from .weights import PSIS, psis
@@ -14,7 +14,6 @@ __all__ = [
     "PredictiveScores",
     "compare",
     "loo",
-    "loo_large",
     "plot_effects",
     "predictive_scores",
     "prior_predictive",
@@ -30,6 +29,7 @@ _LEFT = {
     "NUTS": "pyro.infer.NUTS, whose draws to_datatree and arviz_stats take",
     "StoppingRule": "fit(stopping=...) takes any function of the losses; arviz_stats.rhat looks at iterates",
     "add_history": f'{_LOSSES}["vi_history"] is a group for tree["vi_history"]',
+    "loo_large": "loo(model, guide, x, y, num_samples=100), whose memory is draws times rows, or predictive_scores",
     "plot_ribbon": 'arviz_plots.plot_lm(tree, group="predictions", ...), or guide.posterior(x_new)["f"] and matplotlib',
     "resample": "arviz_base.extract(tree, num_samples=..., weights=np.exp(psis(tree).log_weights))",
 }

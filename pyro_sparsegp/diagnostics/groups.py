@@ -46,18 +46,14 @@ class Table:
     :param dtype: of all groups but ``sample_stats``.
     :param dims: names to use instead: for a variable, of all its dimensions but chain and draw.
     :param coords: coordinate values by dimension.
-    :param choose: of so many rows, those of which log likelihoods are kept; others' take no memory. The logarithm of
-        the mean over draws of every row's likelihood is the coordinate ``{site}_lpd``.
     """
 
-    def __init__(
-        self, shape: tuple[int, int], dtype: str, dims: Any = None, coords: Any = None, choose: Any = None
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], dtype: str, dims: Any = None, coords: Any = None) -> None:
         if dtype not in ("float16", "float32", "float64"):
             raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
         self.shape, self.start = shape, 0
         self.dtypes = {"sample_stats": "float64"}
-        self.dtype, self.choose = dtype, choose
+        self.dtype = dtype
         self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
         self.arrays: dict[str, dict[str, np.ndarray]] = {}
         self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
@@ -65,7 +61,7 @@ class Table:
         self.rows: dict[int, str] = {}  # the data plates, by size
         self.discrete: set[tuple[str, str]] = set()  # groups and sites of whole numbers: torch holds counts as floats
         self.left: dict[tuple[str, str], np.ndarray] = {}  # the rows that masks leave of log likelihoods
-        self.extra: dict[tuple[str, str], np.ndarray] = {}  # coordinates of log likelihoods, by site and kind
+        self.weights: dict[str, np.ndarray] = {}  # of the rows of log likelihoods, by site
 
     def learn(self, sites: Mapping[str, Any], functions: Mapping[str, Tensor]) -> None:
         """Learn names and kinds from one draw's observed sites and function values."""
@@ -95,24 +91,19 @@ class Table:
             self.names["log_likelihood", name] = self.names[name][:1] if first else [f"{name}_dim_0"]
             self.left["log_likelihood", name], weights = np.flatnonzero(left), weights[left]
         if (weights != 1).any():
-            self.extra[name, "weight"] = weights
+            self.weights[name] = weights
 
     def put(self, group: str, variable: str, values: Tensor) -> None:
         """Write a block of draws, ``(B, ...)``, from the row ``start`` on."""
         left, num = self.left.get((group, variable)), self.shape[0] * self.shape[1]
         values = values.detach() if left is None else values.detach().reshape(len(values), -1)[:, left]
         block = (values.long() if (group, variable) in self.discrete else values).cpu().numpy()
-        arrays, rows = self.arrays.setdefault(group, {}), tuple[Any, ...]()
+        arrays = self.arrays.setdefault(group, {})
         if variable not in arrays:
             kind = self.dtypes.get(group, self.dtype) if block.dtype.kind == "f" else block.dtype
             # Zeros that nobody writes to take no memory: a row's draws lie side by side.
             arrays[variable] = np.moveaxis(np.zeros((*block.shape[1:], num), kind), -1, 0)
-        if self.choose is not None and group == "log_likelihood":
-            rows = np.unravel_index(self.choose(block[0].size), block.shape[1:])
-            # πₙ = log 1/S Σ p(yₙ | draw), a block's part after the other's.
-            part = np.logaddexp.reduce(block.astype("float64"), 0) - np.log(num)
-            self.extra[variable, "lpd"] = np.logaddexp(self.extra.get((variable, "lpd"), -np.inf), part)
-        arrays[variable][self.start : self.start + len(block)][:, *rows] = block[:, *rows]
+        arrays[variable][self.start : self.start + len(block)] = block
 
     def fix(self, group: str, values: Mapping[str, Any]) -> None:
         """Add a group without draws, if there is anything in it; counts among observed values are integers."""
@@ -151,8 +142,8 @@ class Table:
         dataset = arviz_base.dict_to_dataset(arrays, dims=names, coords=coords, sample_dims=front)
         # An empty group, of function values that are left out, has its draws all the same.
         dataset = dataset.assign_coords({dim: np.arange(num) for dim, num in zip(front, self.shape)})
-        for (name, kind), values in self.extra.items() if group == "log_likelihood" else ():
-            dataset.coords[f"{name}_{kind}"] = names[name], values
+        for name, values in self.weights.items() if group == "log_likelihood" else ():
+            dataset.coords[f"{name}_weight"] = names[name], values
         return dataset
 
     def _names(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from .backend import FEWEST, arviz_stats, pandas, xarray
 from .given import is_tree, nothing_unmasked
 from .weights import log_ratio_of, tree_of, weights_of
 
-__all__ = ["compare", "loo", "loo_large"]
+__all__ = ["compare", "loo"]
 
 
 def loo(
@@ -46,7 +46,39 @@ def loo(
         "none", −∞ for MCMC) with its standard error ``khat_se``. ``warning`` is set if k-hat is too large.
     """
     tree = tree_of("loo", tree_or_model, args, target, num_samples, kwargs)
-    return _leave_out(tree, target, var_name)
+    stock = arviz_stats.loo  # which gives arrays their .azstats, too
+    size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
+    if size < FEWEST:
+        raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
+    sites = _sites(tree, var_name)
+    name, log_densities = " + ".join(sites), [terms.reset_coords(drop=True) for terms in sites.values()]
+    terms = functools.reduce(operator.add, log_densities).rename(name)
+    log_ratio, used, khat, khat_se, reff = _towards(tree, target)
+    shape = terms.shape[2:]
+    rows = sum(  # log p(yₙ | draw)^wₙ
+        np.broadcast_to(part.coords.get(f"{site}_weight", 1.0), shape).ravel() * part.values.reshape(size, -1)
+        for site, part in sites.items()
+    )
+    groups = {"posterior": tree.posterior.to_dataset(), "log_likelihood": terms.to_dataset()}
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
+        log_weights, pareto_k = arviz_stats.base.array_stats.psislw(np.transpose(rows) - log_ratio, r_eff=reff, axis=-1)
+        result = stock(
+            xarray.DataTree.from_dict(groups),
+            pointwise=True,
+            var_name=name,
+            reff=reff,
+            log_weights=terms.copy(data=log_weights.T.reshape(terms.shape)),
+            pareto_k=terms[0, 0].copy(data=pareto_k.reshape(shape)),
+        )
+    if not np.isfinite(result.elpd):
+        raise ValueError(
+            "leave-one-out is not finite: all weight is on one draw. The posterior is too far from the target; train "
+            'longer, take a richer family, or leave the weights p/q out by target="none".'
+        )
+    result.target, result.khat, result.khat_se, result.approx_posterior = used, khat, khat_se, used != "none"
+    result.warning = bool(result.warning) or khat > result.good_k
+    return result
 
 
 def compare(
@@ -54,7 +86,7 @@ def compare(
     target: Optional[str] = None,
     **kwargs: Any,
 ) -> pandas.DataFrame:
-    """A table that compares trees, or results of :func:`loo` and :func:`loo_large`, by ``arviz_stats.compare``.
+    """A table that compares trees, or results of :func:`loo`, by ``arviz_stats.compare``.
 
     All rows have one estimator: if one guide's weights p/q fail, all are judged without weights.
 
@@ -83,101 +115,6 @@ def compare(
     return stock(elpds, **kwargs)
 
 
-def loo_large(
-    model: Callable,
-    guide: Any,
-    *args: Any,
-    observations: Optional[int] = None,
-    num_samples: Optional[int] = None,
-    target: Optional[str] = None,
-    var_name: Optional[str] = None,
-    seed: int = 0,
-    **kwargs: Any,
-) -> arviz_stats.utils.ELPDData:
-    """PSIS-LOO for large N: all log predictive densities, and importance sampling for a random subset of rows.
-
-    The difference estimator, Σₙ πₙ + N/m Σ_{n in subset} (elpdₙ − πₙ) with πₙ = log mean over draws of p(yₙ | draw)
-    (Magnusson, Vehtari, Jonasson and Andersen, 2020, eq. 7), by ``arviz_stats.loo_subsample``. Memory is that of S·m
-    numbers and of a block of draws.
-
-    Expect the target "none" for guides trained by mini-batches on many rows: the noise of training is then large beside
-    the posterior's spread, which falls as 1/√N. An optimal q(w) with points for hyperparameters (SGPR) has equal
-    weights at any N, and a low k-hat.
-
-    :param model: the model.
-    :param guide: a fitted guide, or an object that has one.
-    :param args: the training arguments.
-    :param observations: m; by default 400, or all of fewer.
-    :param num_samples: see :func:`loo`.
-    :param target: see :func:`loo`.
-    :param var_name: the observed site, where there are several.
-    :param seed: of the draws and of the subset: with the same seed, two models are compared on the same subset.
-    :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as in
-        :func:`loo`.
-    """
-
-    def choose(num: int) -> np.ndarray:
-        m = min(400, num) if observations is None else observations
-        if not 1 <= m <= num:
-            raise ValueError(f"observations must be between 1 and {num}, got {m}")
-        return np.sort(np.random.default_rng(seed).choice(num, m, replace=False))
-
-    options = {"seed": seed, "_choose": choose, **kwargs}
-    tree = tree_of("loo_large", model, (guide, *args), target, num_samples, options)
-    return _leave_out(tree, target, var_name, choose)
-
-
-def _leave_out(
-    tree: xarray.DataTree, target: Optional[str], var_name: Any, choose: Optional[Callable] = None
-) -> arviz_stats.utils.ELPDData:
-    """Leave-one-out of a tree: of all rows, or of those that ``choose`` takes of so many."""
-    stock, stock_of_some = arviz_stats.loo, arviz_stats.loo_subsample  # which give arrays their .azstats, too
-    size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
-    if size < FEWEST:
-        raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
-    sites = _sites(tree, var_name)
-    if choose is not None and len(sites) > 1:
-        raise ValueError(f"loo_large takes one of the sites {list(sites)}: name it, var_name=...")
-    name, log_densities = " + ".join(sites), [terms.reset_coords(drop=True) for terms in sites.values()]
-    terms = functools.reduce(operator.add, log_densities).rename(name)
-    log_ratio, used, khat, khat_se, reff = _towards(tree, target)
-    shape, num = terms.shape[2:], terms[0, 0].size
-    subset = np.arange(num) if choose is None else choose(num)
-    weights = {site: part.coords.get(f"{site}_weight", 1.0) for site, part in sites.items()}
-    rows = sum(  # log p(yₙ | draw)^wₙ
-        np.broadcast_to(weights[site], shape).ravel()[subset] * part.values.reshape(size, -1)[:, subset]
-        for site, part in sites.items()
-    )
-    log_weights, pareto_k = np.zeros((num, size)), np.full(num, np.nan)  # rows that are not chosen take no memory
-    groups = {"posterior": tree.posterior.to_dataset(), "log_likelihood": terms.to_dataset()}
-    options: dict[str, Any] = {"pointwise": True, "var_name": name, "reff": reff}
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
-        found = arviz_stats.base.array_stats.psislw(np.transpose(rows) - log_ratio, r_eff=reff, axis=-1)
-        log_weights[subset], pareto_k[subset] = found
-        options["log_weights"] = terms.copy(data=log_weights.T.reshape(terms.shape))
-        khats = terms[0, 0].copy(data=pareto_k.reshape(shape))
-        if choose is None:
-            result = stock(xarray.DataTree.from_dict(groups), **options, pareto_k=khats)
-        else:
-            # πₙ = log 1/S Σ p(yₙ | draw), of all rows.
-            lpd = terms[0, 0].copy(data=tree.log_likelihood[f"{name}_lpd"].values)
-            groups["observed_data"] = lpd.to_dataset()
-            # ArviZ's own k-hats, and its word on them, are of weights that leave out p/q and wₙ.
-            warnings.filterwarnings("ignore", "Estimated shape parameter")
-            options |= {"observations": subset, "method": "plpd", "log_lik_fn": lambda observed, data: lpd}
-            result = stock_of_some(xarray.DataTree.from_dict(groups), **options)
-            result.pareto_k, result.warning = khats, bool((pareto_k[subset] > result.good_k).any())
-    if not np.isfinite(result.elpd):
-        raise ValueError(
-            "leave-one-out is not finite: all weight is on one draw. The posterior is too far from the target; train "
-            'longer, take a richer family, or leave the weights p/q out by target="none".'
-        )
-    result.target, result.khat, result.khat_se, result.approx_posterior = used, khat, khat_se, used != "none"
-    result.warning = bool(result.warning) or khat > result.good_k
-    return result
-
-
 def _towards(tree: xarray.DataTree, target: Optional[str]) -> tuple[Any, str, float, float, float]:
     """log p/q of the draws or 0, the target used, k-hat of p/q with its error, the share of independent draws."""
     if "log_q" not in tree["sample_stats"]:  # by MCMC
@@ -196,7 +133,7 @@ def _towards(tree: xarray.DataTree, target: Optional[str]) -> tuple[Any, str, fl
         f"the weights p/q of the draws towards {found.target!r} have k-hat {found.khat:.2f} ± {found.khat_se:.2f}, "
         f"above {found.good_k:.2f}: q is too far from the target to be corrected. They are left out, as by "
         'target="none": loo judges q as it is. Train longer, or take a richer family.',
-        stacklevel=4,
+        stacklevel=3,
     )
     return 0.0, "none", found.khat, found.khat_se, 1.0
 

@@ -37,7 +37,7 @@ def to_datatree(
     dtype: str = "float32",
     seed: Optional[int] = None,
     name: Optional[str] = None,
-    _choose: Optional[Callable[[int], Any]] = None,
+    _pointwise: bool = True,
     **kwargs: Any,
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
@@ -88,7 +88,7 @@ def to_datatree(
     shape, new = _shape(sources, num_samples), None if predict is None else _arguments(predict)
     first = sources[0]
     attrs = {"model": name_of(model), "posterior": first.name, "family": first.families, "name": name}
-    table = Table(shape, dtype, dims, coords, _choose)
+    table = Table(shape, dtype, dims, coords)
     table.arrays["posterior"] = {}  # with draws, though function values that are left out may be all there is
     with seeded(seed):
         for source in sources:
@@ -96,7 +96,8 @@ def to_datatree(
                 groups = draws.groups(include_f)
                 if log_likelihood:
                     densities = source.densities(draws)
-                    groups["log_likelihood"] = {site: densities.integrated[site] for site in source.data}
+                    pointwise = {site: densities.integrated[site] for site in source.data if _pointwise}
+                    groups["log_likelihood"] = pointwise
                     groups["sample_stats"] |= source.log_joints(draws, densities)
                 _put(table, source, draws, groups)
     if new is not None:

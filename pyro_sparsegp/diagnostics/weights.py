@@ -104,8 +104,8 @@ def psis(
     :param kwargs: further arguments of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or if the tree was made for another target.
     """
-    # Of log likelihoods no row is kept: weights need their sums alone.
-    options = kwargs if is_tree(tree_or_model) else {"_choose": lambda rows: np.arange(0), **kwargs}
+    # Weights need the sums of log likelihoods alone.
+    options = kwargs if is_tree(tree_or_model) else {"_pointwise": False, **kwargs}
     return weights_of(tree_of("psis", tree_or_model, args, target, num_samples, options), target)
 
 
@@ -188,7 +188,7 @@ def tree_of(
     for size in [1000, 4000, 10_000] if num is None else [num]:
         tree = to_datatree(tree_or_model, *args, num_samples=size, **kwargs)
         is_weighed = target != "none" and "log_q" in tree["sample_stats"]
-        numbers = sum(part.size for part in tree.children.get("log_likelihood", {}).values())
+        numbers = size * sum(part.size for part in tree.children.get("observed_data", {}).values())
         # Leave-one-out of 1,000 rows takes seconds for 1,000 draws.
         if size == num or numbers > 10_000_000 or not is_weighed or weights_of(tree, target).is_sure:
             break
