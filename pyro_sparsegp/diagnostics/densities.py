@@ -19,8 +19,9 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..numerics.tilted import tilted
-from ..program.dependence import ELEMENTWISE, Owners, find_owners
-from ..program.explore import MOVES, is_affine
+from ..program.declared import expectation, parameter_of, rewrapped
+from ..program.dependence import Owners
+from ..program.explore import LOG, TERM, Program
 from ..program.handlers import held_trace
 from ..program.mapping import mapped
 from ..program.reader import normal_nodes
@@ -31,7 +32,7 @@ __all__ = ["Densities", "DensityReader", "Moments"]
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
 Values = Mapping[str, Tensor]
 
-_TERM, _MEAN, _REST = "density", "mean", "rest"  # what a program shows of a site
+_DEVIATION = ""  # among values, the standard deviations of those that are integrated in closed form
 _NUMBERS = 2**23  # values of function nodes evaluated at once
 _NODES = 32  # of an integral over one function value, at first
 _MOST_NODES = 512  # of one that needs more
@@ -110,11 +111,14 @@ class DensityReader:
     def distribution(self, name: str, values: Values) -> Any:
         """That of a site in a run of the model at one value of each latent site."""
         with whole_plates(), pyro.validation_enabled(False):
-            return held_trace(self.model, values, self.args, self.kwargs).nodes[name]["fn"]
+            return self._run(values).nodes[name]["fn"]
+
+    def _run(self, values: Values) -> Any:
+        return held_trace(self.model, values, self.args, self.kwargs)
 
     def _sites(self, values: Values, only: Sequence[str]) -> dict[str, Any]:
         """Some sites of such a run, those that it has."""
-        sites: Any = held_trace(self.model, values, self.args, self.kwargs).nodes
+        sites: Any = self._run(values).nodes
         kept = {name: sites[name] for name in only if name in sites}
         self.scales = {name: site["scale"] for name, site in kept.items()} | self.scales
         return kept
@@ -127,33 +131,23 @@ class DensityReader:
     def _learn(self, held: Values, functions: Mapping[str, Moments]) -> None:
         """Find which densities depend on which function values, and how: by NaN among these, and by moving them."""
         means = {gp: mean for gp, (mean, _) in functions.items()}
-        self.plans = {name: _Plan() for name in self._sites({**held, **means}, self.sites)}
-        steps = {gp: _step(moments) for gp, moments in functions.items()}
+        sites = self._sites({**held, **means}, self.sites)
+        self.plans = {name: _Plan() for name in sites}
         if not means:
             return
-        owners, moved = find_owners(lambda f: self._show({**held, **f}), means, steps, list(means), MOVES)
-        for site, plan in self.plans.items():
-            touching = {gp: owners[gp] for gp in means if owners[gp][_TERM, site].touched.any()}
-            plan.aligned = {gp: _in_place(own[_TERM, site], means[gp].shape) for gp, own in touching.items()}
-            # Terms of a row, which may have values of several outputs.
-            rows = {gp: own for gp, own in touching.items() if _in_place(own[_TERM, site], means[gp].shape[-1:])}
-            rows |= {gp: touching[gp] for gp, aligned in plan.aligned.items() if aligned}
-            normal = [gp for gp, own in rows.items() if _is_mean(site, own, moved[gp])]
-            single = [gp for gp, aligned in plan.aligned.items() if aligned and not normal]
+        steps = {gp: _step(moments) for gp, moments in functions.items()}
+        program = Program(lambda f: self._run({**held, **f}), means, steps, sites)
+        for name, plan in self.plans.items():
+            touching, is_one = program.touching(name, means), not sites[name]["fn"].event_shape
+            places = {gp: _in_place(program.owners[gp][TERM, name], means[gp].shape) for gp in touching}
+            plan.aligned = {gp: is_one and place for gp, place in places.items()}
+            plan.quadratic = next((gp for gp in touching if program.is_mean(gp, name)), None)
+            single = [gp for gp in touching if plan.aligned[gp] and plan.quadratic is None]
             # The one against whose residual the density is the narrowest: others are at fixed nodes
             # (test_a_narrow_likelihood_beside_another_process).
-            changes = {gp: moved[gp][_TERM, site][1] - moved[gp][_TERM, site][0] for gp in single}
-            plan.quadratic = next(iter(normal), None)
+            changes = {gp: program.moved[gp][LOG, name][1] - program.moved[gp][LOG, name][0] for gp in single}
             plan.inner = max(single, key=lambda gp: float(changes[gp].abs().nan_to_num().sum()), default=None)
-            plan.others = [gp for gp in plan.aligned if gp not in (plan.quadratic, plan.inner)]
-
-    def _show(self, values: Values) -> dict[tuple[str, str], Tensor]:
-        """Log densities; of normal ones the mean, too, and the sum of all else that they are made of."""
-        sites = self._sites(values, self.sites)
-        shown = {(_TERM, name): _log_density(site) for name, site in sites.items()}
-        normal = {name: bare(site["fn"]) for name, site in sites.items() if type(bare(site["fn"])) is dist.Normal}
-        shown |= {(_MEAN, name): fn.loc for name, fn in normal.items()}
-        return shown | {(_REST, name): fn.scale + sites[name]["value"] for name, fn in normal.items()}
+            plan.others = [gp for gp in touching if gp not in (plan.quadratic, plan.inner)]
 
     # One site's densities, of S draws.
 
@@ -194,16 +188,19 @@ class DensityReader:
         """A site's log densities at each of stacked values, by vmap where the model allows it."""
         return mapped(lambda values: (self._terms(values, [name])[name],), stack)[0]
 
-    def _closed(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> Moments:
-        def at(values: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-            return _expanded(lambda f: self._terms({**values, gp: f}, [name])[name], values[gp])
+    def _closed(self, name: str, gp: str, stack: Values, _: Tensor, d: Tensor) -> Moments:
+        def at(values: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            site = self._sites(values, [name])[name]
+            moved = self._sites({**values, gp: values[gp] + values[_DEVIATION]}, [name])[name]
+            fn, y = bare(site["fn"]), site["value"]
+            # The mean θ = af + b has the variance a²d, and y the variance σ² + a²d.
+            variance = (parameter_of(moved["fn"]) - fn.loc).square()
+            wide = dist.Normal(fn.loc, (fn.scale.square() + variance).sqrt(), validate_args=False)
+            parts = rewrapped(site["fn"], wide.log_prob(y)), expectation(site["fn"], y, variance)
+            return tuple(torch.as_tensor(scale_and_mask(part, mask=site["mask"])) for part in parts)
 
-        value, first, second = mapped(at, stack)
-        # ℓ(f) = ℓ + ℓ'(f − h) − ½λ(f − h)²: log ∫ exp ℓ N(f | h, d) df = ℓ − ½ log(1 + λd) + ½ ℓ'²d/(1 + λd).
-        precision = (-second).clamp(min=0)
-        gain = 1 + precision * d
-        change = 0.5 * (first.square() * d / gain - gain.log())
-        return value + _by_term(change, value), value + _by_term(-0.5 * precision * d, value)
+        integrated, expected = mapped(at, {**stack, _DEVIATION: d.sqrt()})
+        return integrated, expected
 
     def _adaptive(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> Moments:
         columns, weights = (part.reshape(-1, *[1] * h.dim()) for part in normal_nodes(1, h))
@@ -223,36 +220,9 @@ def _log_density(site: Any) -> Tensor:
 
 
 def _in_place(own: Owners, shape: torch.Size) -> bool:
-    """Whether terms have the shape of values, ``(..., N)``, or of their rows, and each stands where its value does."""
-    if own.touched.shape != shape:
-        return False
+    """Whether terms have the shape of values, ``(..., N)``, and each stands where its value does."""
     numbers = torch.arange(shape.numel(), device=own.rows.device).reshape(shape)
-    owner = own.rows + own.outputs * shape[-1] if len(shape) > 1 else own.rows
-    return bool((owner == numbers)[own.touched].all())
-
-
-def _is_mean(site: str, own: Mapping[Any, Owners], moved: Mapping[Any, Tensor]) -> bool:
-    """Whether a density is normal, and its mean, and nothing else of it, is affine in function values, one an entry."""
-    if (_MEAN, site) not in own or own[_MEAN, site].kind != ELEMENTWISE or own[_REST, site].touched.any():
-        return False
-    return is_affine(moved[_MEAN, site])
-
-
-def _expanded(term: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Terms, and their sum's first and second derivatives by each value, where no term has products of values."""
-
-    def slope(f: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        first, value = torch.func.grad(lambda f: ((t := term(f)).sum(), t), has_aux=True)(f)
-        return first.sum(), (first, value)
-
-    second, (first, value) = torch.func.grad(slope, has_aux=True)(f)
-    return value, first, second
-
-
-def _by_term(parts: Tensor, terms: Tensor) -> Tensor:
-    """What values add to terms: outputs of a row, in front of the rows, add up where it has one term."""
-    extra = parts.dim() - terms.dim()
-    return parts.flatten(terms.dim() - 1, -2).sum(-2) if extra else parts
+    return own.touched.shape == shape and bool((own.rows + own.outputs * shape[-1] == numbers)[own.touched].all())
 
 
 def _require_finite(name: str, log_density: Tensor) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Optional
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
@@ -28,11 +29,11 @@ from .dependence import (
 from .facts import ClosedForms, Structure
 from .traces import as_process, bare, sample_sites
 
-__all__ = ["MOVES", "explore", "is_affine"]
+__all__ = ["LOG", "TERM", "Program", "explore"]
 
 # What a program shows of a site: its log density; a term for each, which is of declared ones what they are made of:
 # the parameter and all else; what the process of a layer above is made of.
-_LOG, _TERM, _THETA, _REST, _LAYER = "log density", "term", "parameter", "rest", "layer"
+LOG, TERM, _THETA, _REST, _LAYER = "log density", "term", "parameter", "rest", "layer"
 # In prior deviations: values that are cut off come to an end by the larger ones.
 MOVES = (1.0, -1.0, 30.0, -30.0)
 
@@ -55,9 +56,9 @@ def explore(
     :param on_sites: the GP sites of which it is asked whether log densities are quadratic in their values.
     :returns: the densities in closed form; and all log densities at a first point, by site.
     """
-    program = _Program(held, processes)
+    program = Program(held, *_points(processes), processes=processes)
     names, owners, keys = program.names, program.owners, program.keys
-    terms, layers = ([key for key in keys if key[0] == kind] for kind in (_TERM, _LAYER))
+    terms, layers = ([key for key in keys if key[0] == kind] for kind in (TERM, _LAYER))
     above = {name: {key[1] for key in layers if owners[name][key].kind != NONE} for name in names}
     found.inner += [name for name in names if above[name]]
     found.dependence, found.interactions = _combined(owners, terms + layers, names)
@@ -75,7 +76,7 @@ def explore(
     outer = [name for name in names if name not in found.inner]
     closed, unused = program.closed(outer, found.group)
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
-    made_of = {site: (_TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
+    made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
     found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
     for name in on_sites:
@@ -99,30 +100,43 @@ def explore(
         {site: type(program.kinds[site]) for site in closed},
         unused,
     )
-    return forms, {site: part for (kind, site), part in program.first.items() if kind == _LOG}
+    return forms, {site: part for (kind, site), part in program.first.items() if kind == LOG}
 
 
-class _Program:
+def _points(processes: Mapping[str, GaussianProcess]) -> tuple[Values, Values]:
+    """Values of GP sites, and how far each is moved."""
+    generator, base, steps = torch.Generator().manual_seed(0), Values(), Values()
+    for name, process in processes.items():
+        spread = process.variance.sqrt()
+        # Off the mean, where a model may be degenerate; each value by another step, up or down.
+        base[name] = process.mean + 0.1 * spread
+        step = torch.rand(spread.shape, generator=generator, dtype=spread.dtype).to(spread.device) - 0.5
+        floor = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
+        steps[name] = floor * (step.sign() + step)
+    return base, steps
+
+
+class Program:
     """What a program shows at values of its GP sites, and which of these it depends on.
 
     :param held: runs it with GP sites at values.
+    :param base: these values, by GP site; ``steps``: how far each is moved.
+    :param only: the sites whose densities are looked at, by default all others.
+    :param processes: the GP sites' priors, where they may be layers above others.
     """
 
-    def __init__(self, held: Callable[[Values], poutine.Trace], processes: Mapping[str, GaussianProcess]) -> None:
-        self.held, self.names = held, list(processes)
+    def __init__(
+        self,
+        held: Callable[[Values], poutine.Trace],
+        base: Values,
+        steps: Values,
+        only: Optional[Collection[str]] = None,
+        processes: Mapping[str, GaussianProcess] = {},
+    ) -> None:
+        self.held, self.base, self.steps, self.only, self.names = held, base, steps, only, list(base)
         # The first and the last: a list of numbers would be copied to the device.
         self.rows = {name: torch.stack([p.x[..., 0, :], p.x[..., -1, :]], -2).detach() for name, p in processes.items()}
         self.kinds: dict[str, Any] = {}  # distributions of declared densities
-        generator = torch.Generator().manual_seed(0)
-        self.base: Values = {}
-        self.steps: Values = {}
-        for name, process in processes.items():
-            spread = process.variance.sqrt()
-            # Off the mean, where a model may be degenerate; each value by another step, up or down.
-            self.base[name] = process.mean + 0.1 * spread
-            step = torch.rand(spread.shape, generator=generator, dtype=spread.dtype).to(spread.device) - 0.5
-            floor = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
-            self.steps[name] = floor * (step.sign() + step)
         self.owners, self.moved = find_owners(self.show, self.base, self.steps, self.names, MOVES)
         self.first = {key: part[0] for key, part in self.moved[self.names[0]].items()}
         self.keys = list(self.first)
@@ -134,18 +148,18 @@ class _Program:
         sites, shown = sample_sites(trace), dict[Key, Tensor]()
         for name, site in sites.items():
             # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
-            if name in self.names or site["infer"].get("_deterministic"):
+            if name in self.names or site["infer"].get("_deterministic") or (self.only and name not in self.only):
                 continue
             fn = bare(site["fn"])
-            shown[_LOG, name] = shown[_TERM, name] = torch.as_tensor(fn.log_prob(site["value"]))
+            shown[LOG, name] = shown[TERM, name] = torch.as_tensor(fn.log_prob(site["value"]))
             if is_declared(fn):
                 # Of a piecewise constant density NaN shows nothing: the term of a declared one is what it is made of.
                 self.kinds[name], shown[_THETA, name] = fn, parameter_of(fn)
                 rest = [part for part in (*others_of(fn), site["scale"], site["value"]) if isinstance(part, Tensor)]
-                none = shown[_LOG, name].new_zeros(fn.batch_shape)
+                none = shown[LOG, name].new_zeros(fn.batch_shape)
                 shown[_REST, name] = sum((_by_term(part, fn) for part in rest), none)
-                shown[_TERM, name] = _by_term(shown[_THETA, name], fn) + shown[_REST, name]
-        for name in self.names if len(self.names) > 1 else ():
+                shown[TERM, name] = _by_term(shown[_THETA, name], fn) + shown[_REST, name]
+        for name in self.rows if len(self.rows) > 1 else ():
             process, _ = as_process(sites[name]["fn"])
             assert process is not None
             # The kernel at inputs that stay: what it is made of.
@@ -155,7 +169,7 @@ class _Program:
 
     def touching(self, site: str, names: Iterable[str]) -> list[str]:
         """Those GP sites that a site's density depends on."""
-        return [name for name in names if self.owners[name][_TERM, site].touched.any()]
+        return [name for name in names if self.owners[name][TERM, site].touched.any()]
 
     # Declared densities.
 
@@ -197,6 +211,11 @@ class _Program:
         """Whether all densities of these sites that depend on a GP site are normal around affine functions of it."""
         own = [site for site in sites if self.touching(site, [name])]
         return bool(own) and all(is_normal(self.kinds.get(site)) and self.why_not(site, [name]) is None for site in own)
+
+    def is_mean(self, name: str, site: str) -> bool:
+        """Whether a density is that of a Normal, whose mean is affine in a GP site's values and has one an entry."""
+        is_own = type(self.kinds.get(site)) is dist.Normal and self.owners[name][_THETA, site].kind == ELEMENTWISE
+        return is_own and self.why_not(site, [name]) is None
 
     def _of_own_functions(self, site: str, names: Iterable[str]) -> bool:
         """Whether each entry of a term of a parameter has one function, and no other entry of that term has it."""
@@ -293,7 +312,7 @@ def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
             found.dependence[name] = COUPLED
 
 
-def _summed(found: Structure, program: _Program) -> list[list[str]]:
+def _summed(found: Structure, program: Program) -> list[list[str]]:
     """Pairs of GP sites of separate posteriors that enter all densities by f + cg, with one number c."""
     pairs = [pair for pair in found.interactions if pair[1] not in found.group(pair[0])]
     pairs = [pair for pair in pairs if not any(name in found.inner for name in pair)]
@@ -310,7 +329,7 @@ def _summed(found: Structure, program: _Program) -> list[list[str]]:
         for start in starts
         for sign in (1, -1)
     ]
-    shown = [part for key, part in stacked_runs(program.show, points).items() if key[0] == _LOG]
+    shown = [part for key, part in stacked_runs(program.show, points).items() if key[0] == LOG]
     rows = torch.cat([part.reshape(len(points), -1) for part in shown], -1)
     # By f and by g, from both places, of each density.
     slopes = (rows[0::2] - rows[1::2]).reshape(len(pairs), 2, -1)
@@ -322,7 +341,7 @@ def _is_proportional(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return bool(factor != 0 and ((other - factor * one).abs() <= tolerance * other.abs().amax()).all())
 
 
-def _find_groups(found: Structure, name: str, program: _Program, keys: list[Key]) -> None:
+def _find_groups(found: Structure, name: str, program: Program, keys: list[Key]) -> None:
     """See whether layers above couple a site's values only within groups, as many as one of them has inputs."""
     num = program.base[name].shape[-1]
     counts = {other: value.shape[-1] for other, value in program.base.items()}
