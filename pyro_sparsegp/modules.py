@@ -9,8 +9,6 @@ from typing import Any
 import pyro
 from pyro.nn import PyroModule
 
-__all__ = ["AbstractModule", "at_path", "drop_stored", "take_name", "unique_name"]
-
 _named: weakref.WeakValueDictionary[str, PyroModule] = weakref.WeakValueDictionary()  # by take_name, and alive
 
 

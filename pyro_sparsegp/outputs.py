@@ -7,8 +7,6 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-__all__ = ["mix_outputs"]
-
 
 def mix_outputs(
     mixing: Tensor, shared: Tensor, own: Optional[Tensor] = None, output: Optional[Tensor] = None

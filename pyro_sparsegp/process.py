@@ -21,8 +21,6 @@ from .kernels.base import hyperparameters
 from .numerics.linalg import cholesky, solve_lower, times
 from .numerics.shapes import broadcast_shapes
 
-__all__ = ["GaussianProcess", "Origin", "PriorProcess"]
-
 Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
 
 

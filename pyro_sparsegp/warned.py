@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-__all__ = ["Warned", "require_number", "warn_once"]
-
 Warned = set[tuple[str, str]]  # kinds of warnings, and the sites that they were about
 
 

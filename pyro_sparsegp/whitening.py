@@ -13,8 +13,6 @@ from .numerics.linalg import solve_lower
 from .process import GaussianProcess
 from .program.traces import as_process
 
-__all__ = ["WhitenReparam", "Whitening"]
-
 
 class WhitenReparam(Reparam):
     """Reparameterises a GP site as f = μ + Lε with LLᵀ = k(x, x) and a latent site ``{name}_whitened``, ε ~ N(0, I).

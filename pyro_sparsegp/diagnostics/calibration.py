@@ -18,8 +18,6 @@ from .given import guide_of, require_call
 from .groups import attributes, name_of
 from .sources import PriorSource
 
-__all__ = ["sbc"]
-
 
 def sbc(
     model: Callable,

@@ -27,8 +27,6 @@ from ..program.mapping import mapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, whole_plates
 
-__all__ = ["Densities", "DensityReader", "Moments"]
-
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
 Values = Mapping[str, Tensor]
 

@@ -13,8 +13,6 @@ from ..kernels.algebra import Scaled
 from ..posterior.sparse_posterior import SparsePosterior
 from .backend import matplotlib
 
-__all__ = ["plot_effects"]
-
 _MAP = 40  # points along each side of a map
 
 

@@ -11,8 +11,6 @@ from pyro.infer import MCMC
 
 from ..guide import AutoSparseGP
 
-__all__ = ["guide_of", "is_tree", "nothing_unmasked", "require_call", "signature_of"]
-
 
 def guide_of(given: Any) -> Optional[AutoSparseGP]:
     """A guide, or that of an object which has one, SVI or expectation propagation."""

@@ -16,8 +16,6 @@ from ..program.traces import unmasked_rows
 from .backend import arviz_base
 from .given import signature_of
 
-__all__ = ["Table", "attributes", "constant_data", "name_of", "plate_names"]
-
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 _OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
 

@@ -14,8 +14,6 @@ from .backend import FEWEST, arviz_stats, pandas, xarray
 from .given import is_tree, nothing_unmasked
 from .weights import log_ratio_of, tree_of, weights_of
 
-__all__ = ["compare", "loo"]
-
 
 def loo(
     tree_or_model: Union[xarray.DataTree, Callable],

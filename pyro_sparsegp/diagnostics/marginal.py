@@ -13,8 +13,6 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..program.reader import expand
 from .densities import DensityReader, Moments
 
-__all__ = ["log_marginal"]
-
 
 def log_marginal(
     reader: DensityReader, held: dict[str, Tensor], posteriors: dict[str, SparsePosterior], moments: dict[str, Moments]

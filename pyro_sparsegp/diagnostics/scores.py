@@ -23,8 +23,6 @@ from .given import nothing_unmasked
 from .groups import attributes, plate_names
 from .sources import as_source, observed_site
 
-__all__ = ["PredictiveScores", "predictive_scores"]
-
 _LAGS = 16  # pairs of draws for each draw, in the CRPS of a mixture
 
 

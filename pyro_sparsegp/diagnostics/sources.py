@@ -22,8 +22,6 @@ from .densities import Densities, DensityReader, Moments
 from .draws import Call, Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
 from .given import guide_of, require_call
 
-__all__ = ["PriorSource", "SampleSource", "as_source", "observed_site"]
-
 
 def as_source(
     model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], exact: bool = False, marginal: bool = False

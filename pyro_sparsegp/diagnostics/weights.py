@@ -12,8 +12,6 @@ from .backend import FEWEST, arviz_stats, xarray
 from .given import guide_of, is_tree
 from .tree import to_datatree
 
-__all__ = ["PSIS", "log_ratio_of", "psis", "tree_of", "weights_of"]
-
 _DENSITIES = {"vfe": "lp", "fitc": "lp_fitc", "exact": "lp_exact"}  # in sample_stats, by target
 
 

@@ -27,8 +27,6 @@ from .known import KnownGuide
 from .reading import SiteReading, settle
 from .runs import Priors, held_runs
 
-__all__ = ["absorb"]
-
 _MOST = 200  # updates of sites
 _TOGETHER = "Train on old and new rows together"
 

@@ -31,8 +31,6 @@ from .runs import LARGEST_JOINT, BySite, Conditions, Posteriors, Priors, Run
 from .start import init_to_centre
 from .state import SavedGuide
 
-__all__ = ["AutoSparseGP"]
-
 _KEEP_ROWS = (
     "to learn hyperparameters on a stream keep some of its rows yourself, take SVI steps on them, "
     "svi.step(x, y, size=N) for N rows in all, then absorb them anew, guide.absorb(x, y, forget=1.0)."

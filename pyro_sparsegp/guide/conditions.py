@@ -24,8 +24,6 @@ from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, negative, settle
 from .runs import Conditions, UnderLatents
 
-__all__ = ["condition", "conditions_now", "conditions_of_call"]
-
 _SETTLED = 100  # updates of sites outside of training, at most
 _LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
 

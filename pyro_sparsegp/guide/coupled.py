@@ -22,16 +22,6 @@ from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
 from .known import KnownGuide
 
-__all__ = [
-    "able_to_couple",
-    "condition_on_held",
-    "couple",
-    "coupled_params",
-    "coupled_posterior",
-    "draw_of",
-    "drop_latents",
-]
-
 
 class _Part(dist.TorchDistribution):
     """A latent's posterior in a run: some entries z of a draw, each given those before it, under a transform.

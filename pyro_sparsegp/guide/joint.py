@@ -16,8 +16,6 @@ from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from .known import KnownGuide
 
-__all__ = ["join", "require_by_rows", "require_families", "require_joint"]
-
 
 def require_families(families: Any) -> None:
     """Raise if that is no family, nor a mapping from names, or groups of names, to families."""

@@ -27,8 +27,6 @@ from ..program.facts import ClosedForms, Structure
 from ..warned import Warned
 from .networks import Calls
 
-__all__ = ["Core", "Families", "KnownGuide", "Rows", "require_inputs"]
-
 Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
 
 

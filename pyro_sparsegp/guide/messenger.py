@@ -37,8 +37,6 @@ from .known import KnownGuide
 if TYPE_CHECKING:
     from .runs import Run
 
-__all__ = ["SiteMessenger"]
-
 
 def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Callable[[str, Any], Any]) -> Any:
     """The posterior of a latent, given its prior under the values drawn upstream.

@@ -16,8 +16,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from ..process import GaussianProcess, Origin
 from ..program.traces import all_sites, is_free, repeatable
 
-__all__ = ["Calls", "rows_to_follow"]
-
 _ROWS, _EACH, _LEAST = 256, 4, 2  # rows that say how features move: so many at least, so many a point; below, too few
 
 

@@ -18,8 +18,6 @@ from ..process import GaussianProcess
 from ..program.facts import Structure
 from ..program.reader import Expectation, Marginal, Reader
 
-__all__ = ["SiteReading", "negative", "settle"]
-
 _LARGE = 0.5  # a move, in standard deviations, that may overshoot
 _SLOWEST = 1 / 256
 _ATTEMPTS = 8

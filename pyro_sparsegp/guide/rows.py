@@ -21,18 +21,6 @@ from ..warned import require_number, warn_once
 from .known import KnownGuide, Rows
 from .runs import Posteriors, Priors, Run
 
-__all__ = [
-    "note_rows",
-    "note_step",
-    "or_of_training",
-    "quantiles_of",
-    "require_data",
-    "rows_of",
-    "share_of_rows",
-    "show_all_rows",
-    "warn_of_unseen",
-]
-
 
 def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
     """Which rows a call brings."""

@@ -22,8 +22,6 @@ from .known import Core, KnownGuide
 from .messenger import SiteMessenger
 from .networks import Calls
 
-__all__ = ["SavedGuide"]
-
 # The facts; "memory" is of rows that absorb kept, "network" of programs that ran once, in earlier releases.
 _BESIDE = ("name", "data", "memory", "network")
 

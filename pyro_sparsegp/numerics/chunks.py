@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["by_rows", "chunks_of", "dropping", "in_chunks", "in_pieces", "is_long", "more_on"]
-
 _WHOLE = 2**15  # rows that are taken at once; above, chunks
 _NUMBERS = 2**24  # that the waves of one chunk of a sample function take
 _CHUNK = 2**12  # rows of a chunk: what a CPU's caches like

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["require_choice", "require_codes", "require_count", "unknown_codes"]
-
 
 def unknown_codes(codes: Tensor, num: int) -> list[float]:
     """Some of the codes that are no whole numbers from 0 to ``num`` − 1, at most five; empty if there are none."""

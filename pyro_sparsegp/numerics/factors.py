@@ -12,21 +12,6 @@ from torch import Tensor
 from .functions import Function, aligned
 from .shapes import broadcast_shapes
 
-__all__ = [
-    "Factor",
-    "Whitened",
-    "factorised",
-    "gram",
-    "mirrored",
-    "over_lower",
-    "over_upper",
-    "solve_lower",
-    "times_lower",
-    "times_upper",
-    "tril_of_product",
-    "turn_of",
-]
-
 _LARGE = 256  # from here on blocks pay
 _MANY = 8  # right hand sides
 _PARTS = 4

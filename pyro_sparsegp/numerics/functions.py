@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 
-__all__ = ["Function", "aligned"]
-
 
 class Function(torch.autograd.Function):
     """:class:`torch.autograd.Function`, whose ``apply`` looks up the signature of ``forward`` and binds arguments to it

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .functions import Function
 
-__all__ = ["Workers", "by_draws", "is_shared", "joined", "largest", "sharing", "total_share"]
-
 
 class _AllReduce(Function):
     """The sum over processes. What each makes of it adds up: so do the gradients by it."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["fingerprints"]
-
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """A number for each row, the same for equal rows, and else, but by a chance of 2⁻⁶⁴, another: int64, ``(N,)``.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-__all__ = ["broadcast_shapes"]
-
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """As :func:`torch.broadcast_shapes`, whose first call imports sympy, for most of a second."""

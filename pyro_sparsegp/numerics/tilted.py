@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Tilted", "log_normaliser", "tilted"]
-
 
 @dataclass(frozen=True)
 class Tilted:

@@ -21,21 +21,6 @@ from .data import tensors
 from .handlers import held_trace
 from .traces import all_sites, bare, free_values, is_left_out, is_observation, log_densities, sample_sites
 
-__all__ = [
-    "Probe",
-    "graph_of",
-    "holds_part",
-    "require_full_batch",
-    "require_left_out",
-    "require_own_rows",
-    "require_registered",
-    "require_sizes",
-    "require_whole",
-    "warn_of_groups",
-    "which",
-    "why_without_density",
-]
-
 
 def require_sizes(trace: poutine.Trace, each_row: bool = False) -> None:
     """Raise if a plate holds more of a run's data than it has: it would scale them down; if data do not fit their

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_map
 
 from ..numerics.rows import fingerprints
 
-__all__ = ["Relation", "TrainingData", "first_tensor", "tensors"]
-
 _PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 

@@ -19,21 +19,6 @@ from torch.distributions import constraints
 from ..numerics.linalg import solve_lower
 from .traces import WRAPPERS, bare
 
-__all__ = [
-    "LINKS",
-    "ExpectedLogProb",
-    "candidates",
-    "expectation",
-    "is_declared",
-    "is_normal",
-    "others_of",
-    "over_scale",
-    "parameter_of",
-    "parameters",
-    "rebuilt",
-    "rewrapped",
-]
-
 _MULTIVARIATE = (dist.MultivariateNormal, dist.LowRankMultivariateNormal)
 _WITH_LOC = (dist.Normal, *_MULTIVARIATE, dist.Laplace, dist.AsymmetricLaplace)
 

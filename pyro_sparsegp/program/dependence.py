@@ -21,18 +21,6 @@ from torch import Tensor, nn
 
 from .traces import repeatable
 
-__all__ = [
-    "COUPLED",
-    "DATAWISE",
-    "ELEMENTWISE",
-    "NONE",
-    "Owners",
-    "find_owners",
-    "group_codes",
-    "kept_buffers",
-    "stacked_runs",
-]
-
 NONE = "none"  # no density depends on the values
 ELEMENTWISE = "elementwise"  # each term has one value
 DATAWISE = "datawise"  # each term has values of one input, of several outputs of a vector-valued process

@@ -26,8 +26,6 @@ from torch import Tensor
 from .summed_out import PLATES, Factor, Group, Plates, SummedOut, depth, with_size
 from .traces import as_process, sample_sites
 
-__all__ = ["Enumeration", "class_probabilities"]
-
 
 class Enumeration(Messenger):
     """Sums discrete latents out of a run: the innermost handler around a model."""

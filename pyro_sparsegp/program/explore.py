@@ -29,8 +29,6 @@ from .dependence import (
 from .facts import ClosedForms, Structure
 from .traces import as_process, bare, sample_sites
 
-__all__ = ["LOG", "TERM", "Program", "explore"]
-
 # What a program shows of a site: its log density; a term for each, which is of declared ones what they are made of:
 # the parameter and all else; what the process of a layer above is made of.
 LOG, TERM, _THETA, _REST, _LAYER = "log density", "term", "parameter", "rest", "layer"

@@ -10,8 +10,6 @@ from typing import Any
 
 from .traces import bare
 
-__all__ = ["ClosedForms", "Structure"]
-
 
 @dataclass
 class Structure:

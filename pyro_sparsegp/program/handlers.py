@@ -31,8 +31,6 @@ from .traces import (
     without_event,
 )
 
-__all__ = ["Held", "held_trace", "is_blocked", "observes", "stand_in", "unrecorded"]
-
 
 class Held(Messenger):
     """Holds sites of a guide's run at values drawn before.

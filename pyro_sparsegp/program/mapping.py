@@ -17,8 +17,6 @@ from tqdm.auto import tqdm
 from ..numerics.linalg import MAPPED, flags_kept
 from .traces import sample_sites
 
-__all__ = ["Draw", "in_blocks", "mapped", "values_of"]
-
 Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
 
 _AT_ONCE = 2**21  # numbers that draws made at once may hold in one place: more is slower, in memory that is new

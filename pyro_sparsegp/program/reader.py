@@ -23,8 +23,6 @@ from .facts import Structure
 from .mapping import mapped
 from .traces import log_densities, sample_sites
 
-__all__ = ["Marginal", "Reader", "scale_of", "with_priors"]
-
 Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
 
 

@@ -20,8 +20,6 @@ from ..numerics.shapes import broadcast_shapes
 from .declared import rewrapped
 from .traces import bare, filled, unmasked_rows
 
-__all__ = ["PLATES", "Factor", "Group", "Plates", "SummedOut", "depth", "with_size"]
-
 PLATES = 4  # dimensions from the right that are left to plates
 Plates = Mapping[str, Any]  # Pyro's frames by name; none of a plate that is iterated over, whose sites are single ones
 

@@ -17,8 +17,6 @@ from .handlers import held_trace
 from .mapping import mapped
 from .traces import bare, log_densities, without_event
 
-__all__ = ["Owners", "Terms"]
-
 Owners = dict[str, dict[str, Tensor]]
 
 

@@ -21,32 +21,6 @@ from torch import Tensor
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
-__all__ = [
-    "LEFT_OUT",
-    "WRAPPERS",
-    "RandomState",
-    "all_sites",
-    "as_process",
-    "bare",
-    "fill_masked",
-    "filled",
-    "free_values",
-    "grouped",
-    "is_free",
-    "is_left_out",
-    "is_observation",
-    "log_densities",
-    "piecewise_constant",
-    "plate_sizes",
-    "repeatable",
-    "sample_sites",
-    "settle_left_out",
-    "unmasked",
-    "unmasked_rows",
-    "whole_plates",
-    "without_event",
-]
-
 LEFT_OUT = "_unobserved"  # how the names of sites end whose values obs_mask= leaves out
 WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
