@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.poutine.runtime import am_i_wrapped, get_plates
+from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -82,7 +82,8 @@ class GaussianProcess(TorchDistribution):
         validate_args: Optional[bool] = None,
     ) -> None:
         self.kernel = as_kernel(kernel, "GaussianProcess's kernel")
-        self.x, self.jitter, self._unfit = x, jitter, _unfit_inputs(x)
+        _require_inputs(x)
+        self.x, self.jitter = x, jitter
         self.mean_function: Any = mean
         self._misplaced: Optional[str] = None
         self._scale_tril: Optional[Tensor] = None
@@ -92,15 +93,11 @@ class GaussianProcess(TorchDistribution):
             raise ValueError(
                 f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {type(mean).__name__}"
             )
-        if self._unfit is None:
-            try:
-                self.kernel = self.kernel.on_columns(x.shape[-1])
-            except ValueError as error:
-                self._unfit = f"kernel does not fit x, of shape {tuple(x.shape)}: {error}"
-        if self._unfit is not None:
-            self._refuse_inputs()
-            super().__init__(torch.Size(), x[..., None].shape[:1], validate_args=False)
-            return
+        try:
+            self.kernel = self.kernel.on_columns(x.shape[-1])
+        except ValueError as error:
+            message = f"GaussianProcess's kernel does not fit x, of shape {tuple(x.shape)}: {error}"
+            raise ValueError(message) from None
         batch_shape = broadcast_shapes(self.kernel.batch_shape, x.shape[:-2])
         if isinstance(mean, (int, float)):
             self.mean_function = x.new_full((), mean)
@@ -110,13 +107,10 @@ class GaussianProcess(TorchDistribution):
             batch_shape = broadcast_shapes(batch_shape, mean.shape[:-1])
         super().__init__(batch_shape, x.shape[-2:-1], validate_args=validate_args)
         if self._validate_args and not x.isfinite().all():
-            self._unfit = f"x, of shape {tuple(x.shape)}, contains NaN or infinite values; drop or impute those rows."
-            self._refuse_inputs()
-
-    def _refuse_inputs(self) -> None:
-        # Inside a Pyro program the error waits for the site, which has a name.
-        if not am_i_wrapped() or not isinstance(self.x, Tensor):
-            raise ValueError(f"GaussianProcess's {self._unfit}")
+            raise ValueError(
+                f"GaussianProcess's x, of shape {tuple(x.shape)}, contains NaN or infinite values; "
+                "drop or impute those rows."
+            )
 
     @property
     def support(self) -> Any:  # type: ignore[override]
@@ -218,7 +212,7 @@ class GaussianProcess(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
         """Independent copies with the given batch shape."""
         new = self._get_checked_instance(GaussianProcess, _instance)
-        for name in ("kernel", "x", "jitter", "mean_function", "_scale_tril", "_unfit"):
+        for name in ("kernel", "x", "jitter", "mean_function", "_scale_tril"):
             setattr(new, name, getattr(self, name))
         new._misplaced = _misplaced_in(self._event_shape[0]) or self._misplaced
         super(GaussianProcess, new).__init__(torch.Size(batch_shape), self._event_shape, validate_args=False)
@@ -226,9 +220,7 @@ class GaussianProcess(TorchDistribution):
         return new
 
     def require_place(self, site: Optional[str] = None) -> None:
-        """Raise a ValueError if this process has unfit inputs, or is inside a plate of rows."""
-        if self._unfit is not None:
-            raise ValueError(f"{'' if site is None else f'GP site {site!r}: '}GaussianProcess's {self._unfit}")
+        """Raise a ValueError if this process is inside a plate of rows."""
         if self._misplaced is not None:
             where = "a GaussianProcess" if site is None else f"site {site!r}"
             raise ValueError(f"{where} stands {self._misplaced}")
@@ -274,18 +266,22 @@ class _Conditioned(Kernel):
         return f"{self.kernel!r} given {self.x.shape[-2]} values"
 
 
-def _unfit_inputs(x: Any) -> Optional[str]:
-    """What is wrong with the inputs of a process, or ``None``."""
+def _require_inputs(x: Any) -> None:
+    """Raise if the inputs of a process are no matrix of floating point numbers."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        return f"x must be a floating point tensor (N, D), got {kind}; make it one with torch.as_tensor(x).double()"
+        raise ValueError(
+            f"GaussianProcess's x must be a floating point tensor (N, D), got {kind}; make it one with "
+            "torch.as_tensor(x).double()"
+        )
     shape = tuple(x.shape)
-    faults = (
-        (x.dtype.itemsize < 4, f"x is {x.dtype}, which torch does not factorise; give x.float(), or x.double()"),
-        (x.dim() < 2, f"x must have shape (N, D), got {shape}; for one column write x[:, None]."),
-        (0 in shape[-2:], f"x must have at least one row and one column, got {shape}"),
-    )
-    return next((why for wrong, why in faults if wrong), None)
+    faults = {
+        f"is {x.dtype}, which torch does not factorise; give x.float(), or x.double()": x.dtype.itemsize < 4,
+        f"must have shape (N, D), got {shape}; for one column write x[:, None].": x.dim() < 2,
+        f"must have at least one row and one column, got {shape}": 0 in shape[-2:],
+    }
+    for why in (why for why, wrong in faults.items() if wrong):
+        raise ValueError(f"GaussianProcess's x {why}")
 
 
 def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -> None:

@@ -339,14 +339,14 @@ def test_scores_of_a_gaussian_likelihood_are_closed_form():
 
 def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
     """Of draws of hyperparameters: each has a normal, and the scores are the equal mixture's, by integration."""
-    from pyro_sparsegp.diagnostics import scores
+    from pyro_sparsegp.diagnostics.densities import DensityReader
 
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3, independent=True)
     train(regression, guide, x, y, steps=20, lr=0.05)
     new, seen = data(num=10, seed=4)
-    normals, read = [], scores._normals
-    monkeypatch.setattr(scores, "_normals", lambda *args: normals.append(read(*args)) or normals[-1])
+    normals, read = [], DensityReader.normal
+    monkeypatch.setattr(DensityReader, "normal", lambda *args: normals.append(read(*args)) or normals[-1])
     found = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=12)
     assert found.method == "gaussian"
     means, sds = torch.cat([m for m, _ in normals]), torch.cat([v.sqrt() for _, v in normals])

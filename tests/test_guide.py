@@ -426,7 +426,7 @@ def numbered(y, value):
         (lambda x, y: guided(NOTHING)(), "no GP site"),
         (lambda x, y: guided(regression)(x), "observes nothing"),
         (lambda x, y: guided()(x[:, 0], y), r"GP site 'f'.*x must have shape \(N, D\), got \(60,\)"),
-        (lambda x, y: guided()(x.long(), y), r"site 'f'.*floating point tensor \(N, D\), got a tensor of torch.int64"),
+        (lambda x, y: guided()(x.long(), y), r"floating point tensor \(N, D\), got a tensor of torch.int64"),
         (lambda x, y: guided()(x.numpy(), y), r"floating point tensor \(N, D\), got ndarray"),
         (lambda x, y: guided()(x * torch.nan, y), r"GP site 'f'.*contains NaN"),
         (lambda x, y: begun(PLAIN)[2](x * torch.nan, y), r"GP site 'f'.*contains NaN"),

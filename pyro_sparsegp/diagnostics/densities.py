@@ -106,10 +106,13 @@ class DensityReader:
             terms = self._terms(values, self.sites)
         return sum(((self.scales[name] * term).sum() for name, term in terms.items()), torch.zeros(()))
 
-    def distribution(self, name: str, values: Values) -> Any:
-        """That of a site in a run of the model at one value of each latent site."""
+    def normal(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Moments:
+        """The mean and variance of a site's values at each draw, of a Normal whose mean is integrated."""
+        gp: Any = self.plans[name].quadratic
+        h, d = functions[gp]
         with whole_plates(), pyro.validation_enabled(False):
-            return self._run(values).nodes[name]["fn"]
+            mean, variance, *_ = self._widened(name, gp, {**held, gp: h}, d)
+        return mean, variance
 
     def _run(self, values: Values) -> Any:
         return held_trace(self.model, values, self.args, self.kwargs)
@@ -187,18 +190,25 @@ class DensityReader:
         return mapped(lambda values: (self._terms(values, [name])[name],), stack)[0]
 
     def _closed(self, name: str, gp: str, stack: Values, _: Tensor, d: Tensor) -> Moments:
+        _, _, integrated, expected = self._widened(name, gp, stack, d)
+        return integrated, expected
+
+    def _widened(self, name: str, gp: str, stack: Values, d: Tensor) -> tuple[Tensor, ...]:
+        """The mean and variance of y ~ N(θ, σ²) with θ = af + b integrated, their density, and E[log p]."""
+
         def at(values: dict[str, Tensor]) -> tuple[Tensor, ...]:
             site = self._sites(values, [name])[name]
             moved = self._sites({**values, gp: values[gp] + values[_DEVIATION]}, [name])[name]
             fn, y = bare(site["fn"]), site["value"]
-            # The mean θ = af + b has the variance a²d, and y the variance σ² + a²d.
+            # θ has the variance a²d, y the variance σ² + a²d.
             variance = (parameter_of(moved["fn"]) - fn.loc).square()
-            wide = dist.Normal(fn.loc, (fn.scale.square() + variance).sqrt(), validate_args=False)
-            parts = rewrapped(site["fn"], wide.log_prob(y)), expectation(site["fn"], y, variance)
-            return tuple(torch.as_tensor(scale_and_mask(part, mask=site["mask"])) for part in parts)
+            total = fn.scale.square() + variance
+            density = dist.Normal(fn.loc, total.sqrt(), validate_args=False).log_prob(y)
+            parts = rewrapped(site["fn"], density), expectation(site["fn"], y, variance)
+            masked = (torch.as_tensor(scale_and_mask(part, mask=site["mask"])) for part in parts)
+            return fn.loc.expand(total.shape), total, *masked
 
-        integrated, expected = mapped(at, {**stack, _DEVIATION: d.sqrt()})
-        return integrated, expected
+        return mapped(at, {**stack, _DEVIATION: d.sqrt()})
 
     def _adaptive(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> Moments:
         columns, weights = (part.reshape(-1, *[1] * h.dim()) for part in normal_nodes(1, h))

@@ -13,7 +13,8 @@ from ..kernels.algebra import Scaled
 from ..posterior.sparse_posterior import SparsePosterior
 from .backend import matplotlib
 
-_MAP = 40  # points along each side of a map
+_CURVE, _MAP = 200, 40  # points of a curve, and along each side of a map
+_SIDE = 3  # plots side by side
 
 
 @torch.no_grad()
@@ -23,10 +24,7 @@ def plot_effects(
     *,
     columns: Optional[Sequence[str]] = None,
     prob: float = 0.95,
-    num: int = 200,
-    rug: bool = True,
     transform: Optional[Callable[[Tensor], Tensor]] = None,
-    num_columns: int = 3,
 ) -> matplotlib.figure.Figure:
     """Plot the effects of a kernel's terms, as generalised additive models show them.
 
@@ -39,10 +37,7 @@ def plot_effects(
     :param names: of the terms to show, by default all that can be shown.
     :param columns: names of the input columns, for the axes.
     :param prob: of the intervals.
-    :param num: points of a curve.
-    :param rug: whether to mark the inputs.
     :param transform: increasing; of means and ends of intervals, such as ``torch.exp`` for effects on a log rate.
-    :param num_columns: plots side by side.
     :returns: a matplotlib figure.
     :raises ValueError: naming a term that cannot be shown, for several outputs, or for anything but a posterior.
     """
@@ -66,14 +61,14 @@ def plot_effects(
     for why, fault in faults.items():
         if fault:
             raise ValueError(why)
-    rows, wide = -(-len(names) // num_columns), min(num_columns, len(names))
+    rows, wide = -(-len(names) // _SIDE), min(_SIDE, len(names))
     size: dict[str, Any] = {"figsize": (4 * wide, 3 * rows), "squeeze": False, "layout": "constrained"}
     figure, axes = matplotlib.pyplot.subplots(rows, wide, **size)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     # Central marginal intervals: Φ⁻¹((1 + p)/2) standard deviations to each side.
     quantile = float(torch.special.ndtri(torch.tensor((1 + prob) / 2, dtype=torch.float64)))
-    effects = _Effects(x, labels, quantile, num, transform or (lambda value: value), rug)
+    effects = _Effects(x, labels, quantile, transform or (lambda value: value))
     for name, axis in zip(names, axes.flat):
         axis.set_title(name)
         effects.show(axis, parts[name], reads[name])
@@ -84,17 +79,13 @@ class _Effects(NamedTuple):
     """Effects at these inputs.
 
     :param quantile: standard deviations to an interval's end.
-    :param num: points of a curve.
     :param change: of means and ends of intervals.
-    :param rug: whether to mark the inputs.
     """
 
     x: Tensor
     labels: Sequence[str]
     quantile: float
-    num: int
     change: Callable[[Tensor], Tensor]
-    rug: bool
 
     def show(self, axis: Any, part: SparsePosterior, columns: tuple[int, ...]) -> None:
         """The effect of one column or two: curves, one for each level of a factor; points, of a factor alone; a map."""
@@ -108,16 +99,15 @@ class _Effects(NamedTuple):
             self._curve(axis, part, self._at({codes[0]: self.x[:, codes[0]].unique()}), codes[0], points=True)
 
     def _curves(self, axis: Any, part: SparsePosterior, column: int, codes: Sequence[int]) -> None:
-        line = self._line(column, self.num)
+        line = self._line(column, _CURVE)
         values = [(by, level) for by in codes for level in self.x[:, by].unique().tolist()]
         levels = [({by: level}, f"{self.labels[by]} = {level:g}") for by, level in values]
         for level, label in levels or [({}, "")]:
             self._curve(axis, part, self._at({column: line, **level}), column, label or None)
         if levels:
             axis.legend(fontsize="small")
-        if self.rug:
-            ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
-            axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
+        ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
+        axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
 
     def _curve(
         self, axis: Any, part: SparsePosterior, at: Tensor, column: int, label: Any = None, points: bool = False
@@ -142,8 +132,7 @@ class _Effects(NamedTuple):
         a, b = (line.cpu() for line in lines)
         axis.figure.colorbar(axis.contourf(a, b, mean, levels=15), ax=axis)
         axis.clabel(axis.contour(a, b, spread, levels=4, colors="w", linewidths=0.7), fontsize="x-small")
-        if self.rug:
-            axis.plot(*self.x[:, list(columns)].T.cpu(), ".", color="k", ms=1, alpha=0.3)
+        axis.plot(*self.x[:, list(columns)].T.cpu(), ".", color="k", ms=1, alpha=0.3)
         axis.set(xlabel=self.labels[columns[0]], ylabel=self.labels[columns[1]])
 
     def _line(self, column: int, num: int) -> Tensor:

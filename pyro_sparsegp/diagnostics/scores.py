@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ..distributions.probit import Probit
-from ..program.mapping import mapped
 from ..program.traces import bare, unmasked, unmasked_rows
 from ..warned import require_number
 from .backend import arviz_base, pandas, xarray
 from .densities import DensityReader
-from .draws import Draws, seeded
+from .draws import seeded
 from .given import nothing_unmasked
 from .groups import attributes, plate_names
 from .sources import as_source, observed_site
@@ -117,9 +116,8 @@ def predictive_scores(
         for draws in source.draws(num_samples, simulates=True):
             log_densities.append(source.densities(draws).integrated[site].double())
             method = _method(source.reader, source.sites[site])
-            kept.append(
-                _normals(source.reader, draws, site) if method == "gaussian" else (draws.simulated[site] * 1.0,)
-            )
+            normal = method == "gaussian" and source.reader.normal(site, draws.held, draws.moments)
+            kept.append(normal or (draws.simulated[site] * 1.0,))
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
         scores = {"log_score": log_score, **_METHODS[method](node["value"].to(parts[0]), log_score, *parts)}
@@ -147,20 +145,6 @@ def _method(reader: DensityReader, node: Any) -> str:
         return "bernoulli"
     alone = plan.quadratic is not None and plan.aligned == {plan.quadratic: True}
     return "gaussian" if alone and not node["fn"].event_shape else "draws"
-
-
-def _normals(reader: DensityReader, draws: Draws, site: str) -> tuple[Tensor, ...]:
-    """Predictions given draws of hyperparameters: y ~ N(m(h), v + m'²d) with m linear, f ~ N(h, d)."""
-    (gp,) = reader.plans[site].aligned
-    h, d = draws.moments[gp]
-
-    def at(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        fn = reader.distribution(site, values)
-        return fn.mean, fn.variance
-
-    stack = {**draws.held, **draws.functions}
-    (mean, variance), (moved, _) = (mapped(at, {**stack, gp: f}) for f in (h, h + 1))
-    return mean, variance + (moved - mean).square() * d
 
 
 def _of_normals(y: Tensor, _: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]:

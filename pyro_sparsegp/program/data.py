@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..numerics.rows import fingerprints
 
@@ -80,10 +80,7 @@ class TrainingData:
 
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
-        args, kwargs = tree_map(
-            lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
-        )
-        return TrainingData(model, args, kwargs)
+        return TrainingData(model, *map_tensors(function, (self.args, self.kwargs)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Copies count writes from their own start: test_sites.py::test_copies_predict_the_same_and_train_on.
@@ -148,6 +145,19 @@ def _is_plain(item: Any) -> bool:
     if type(item) is dict:
         return all(isinstance(key, (str, int)) and _is_plain(part) for key, part in item.items())
     return all(map(_is_plain, item)) if type(item) in (list, tuple) else isinstance(item, _PLAIN)
+
+
+def map_tensors(function: Callable[..., Tensor], tree: Any, *alike: Any) -> Any:
+    """A tree of mappings, lists and tuples with its tensors replaced by a function of them, and of those of others."""
+    if isinstance(tree, Tensor):
+        return function(tree, *alike)
+    if isinstance(tree, dict):
+        parts: Any = {key: map_tensors(function, part, *(one[key] for one in alike)) for key, part in tree.items()}
+        return copy.copy(tree) | parts
+    if isinstance(tree, (list, tuple)):
+        parts = [map_tensors(function, *same) for same in zip(tree, *alike)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
 
 
 def tensors(tree: Any) -> list[Tensor]:

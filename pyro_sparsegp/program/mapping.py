@@ -11,10 +11,10 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from tqdm.auto import tqdm
 
 from ..numerics.linalg import MAPPED, flags_kept
+from .data import map_tensors, tensors
 from .traces import sample_sites
 
 Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
@@ -49,7 +49,7 @@ def in_blocks(
     num = len(next(iter(items.values())))
     with tqdm(total=num, desc="draws", delay=_PATIENCE, leave=False) as bar:
         first = one({key: value[0] for key, value in items.items()})
-        yield tree_map(lambda value: value[None], first)
+        yield map_tensors(lambda value: value[None], first)
         size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), most), False
         for start in range(1, num, size):
             block = {key: value[start : start + size] for key, value in items.items()}
@@ -59,7 +59,7 @@ def in_blocks(
                 for item in zip(*block.values()):
                     each.append(one(dict(zip(block, item))))
                     bar.update()
-                found = tree_map(lambda *values: torch.stack(values), *each)
+                found = map_tensors(lambda *values: torch.stack(values), *each)
             bar.update(start + size - bar.n)
             yield found
 
@@ -70,7 +70,7 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
     def flagged(item: Draw) -> tuple[Draw, Tensor]:
         with flags_kept() as flags:
             found = one(item)
-        faults = [*flags, *(value.isnan() for value in tree_leaves(found))]
+        faults = [*flags, *(value.isnan() for value in tensors(found))]
         return found, torch.stack([fault.any() for fault in faults]).any()
 
     token = MAPPED.set(True)
