@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     arviz_base: Any
     arviz_stats: Any
 
+__all__ = ["FEWEST", "arviz_base", "arviz_stats", "matplotlib", "pandas", "xarray"]
+
 FEWEST = 25  # draws that a tail can be fitted to
 
 
