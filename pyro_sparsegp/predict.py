@@ -23,8 +23,6 @@ from .program.traces import as_process, grouped, is_observation, plate_sizes, sa
 from .warned import Warned, require_number
 from .whitening import Whitening, unwhiten
 
-__all__ = ["predict"]
-
 Samples = Mapping[str, Tensor]
 
 

@@ -10,7 +10,8 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.distributions import Probit
 from pyro_sparsegp.families import SVGP, CoupledPrecision, SparseEP
-from pyro_sparsegp.inference.distributed import SharedOptim, agree, sharing
+from pyro_sparsegp.inference.distributed import SharedOptim, agree
+from pyro_sparsegp.numerics.processes import sharing
 
 NUM, BATCH = 60, 20
 

@@ -63,7 +63,7 @@ def test_a_group_needs_torch_distributed():
 
 
 def test_a_joined_batch_of_one_process_is_its_own():
-    from pyro_sparsegp.inference.distributed import joined, sharing
+    from pyro_sparsegp.numerics.processes import joined, sharing
 
     value = torch.rand(3)
     with sharing(None):

@@ -16,7 +16,7 @@ from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, OrthogonalInducing
-from pyro_sparsegp.inference.quadrature import quadrature_axes
+from pyro_sparsegp.inference.axes import quadrature_axes
 from pyro_sparsegp.program.facts import Structure
 
 from .models import (

@@ -30,18 +30,6 @@ from ..program.traces import bare, is_observation, sample_sites, whole_plates, w
 from .densities import Densities, DensityReader, Moments
 from .marginal import log_marginal
 
-__all__ = [
-    "Call",
-    "Draws",
-    "GuideSource",
-    "Source",
-    "is_factor",
-    "log_density_of",
-    "require_shapes",
-    "seeded",
-    "sites_of",
-]
-
 _ROWS = 8192  # whose features are held in memory at once
 
 Call = tuple[tuple, dict[str, Any]]

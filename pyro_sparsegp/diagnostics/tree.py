@@ -16,8 +16,6 @@ from .given import require_call
 from .groups import Table, constant_data, name_of
 from .sources import PriorSource, as_source
 
-__all__ = ["prior_predictive", "to_datatree"]
-
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
 

@@ -12,8 +12,6 @@ from torch.distributions import constraints
 
 from ..numerics.codes import require_codes
 
-__all__ = ["Probit"]
-
 
 class Probit(TorchDistribution):
     """y in {0, 1} with P(y = 1) = Φ(f), the standard normal's distribution function, of batch shape ``(...,)``.

@@ -14,8 +14,6 @@ from torch.distributions import constraints
 from ..numerics.codes import require_codes
 from ..numerics.shapes import broadcast_shapes
 
-__all__ = ["RobustMax"]
-
 # The trapezoidal rule on ±_REACH standard deviations: for a product of normal curves that differ in width it is far
 # more precise than Gauss-Hermite of as many nodes (1e-6 where the largest is three times the smallest, not 1e-3).
 _NODES, _REACH = 64, 5.3

@@ -31,8 +31,6 @@ from .predictors import jacobian
 from .runs import Posteriors, Priors
 from .start import PATIENCE, Search, index_of, is_open
 
-__all__ = ["check", "moments", "moments_of", "moved"]
-
 _DRAWS = 128
 _STARTS = 6  # of searches for other modes
 _WIDER = 1.3

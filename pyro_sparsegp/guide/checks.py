@@ -24,8 +24,6 @@ from .known import Core, KnownGuide
 from .networks import Calls, rows_to_follow
 from .runs import probed
 
-__all__ = ["check_parameters", "explain_nan"]
-
 
 def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""

@@ -12,8 +12,6 @@ from torch.distributions import register_kl
 from ..gaussians import Share
 from .field import standardised
 
-__all__ = ["BaseMeasure", "FieldLatent"]
-
 
 class FieldLatent(TorchDistribution):
     """A normal latent's posterior in a run: its part of a draw of the field."""

@@ -45,8 +45,6 @@ from .rows import show_all_rows
 from .runs import Setup, held_runs, probed
 from .start import start
 
-__all__ = ["initialise", "require_arguments", "require_separate_sites"]
-
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
 

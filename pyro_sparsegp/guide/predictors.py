@@ -17,8 +17,6 @@ from ..program.reader import normal_nodes
 from ..program.traces import bare, is_observation, sample_sites
 from .field import Layout
 
-__all__ = ["Pair", "Place", "Predictors", "find_links", "jacobian"]
-
 Place = tuple[str, str]  # a site, and its parameter
 Pair = tuple[Place, Place]
 

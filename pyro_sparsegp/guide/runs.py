@@ -35,20 +35,6 @@ from .field_latent import FieldLatent
 from .known import KnownGuide, Rows, require_inputs
 from .reading import SiteReading
 
-__all__ = [
-    "LARGEST_JOINT",
-    "BySite",
-    "Conditions",
-    "Posteriors",
-    "Priors",
-    "Run",
-    "Setup",
-    "UnderLatents",
-    "held_runs",
-    "probed",
-    "require_inputs",
-]
-
 _WAVES = 16  # of a function that stands for a prior's draw at many rows
 _MANY = 4096  # rows, of which means are computed at some only where they show what depends on what
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of

@@ -43,8 +43,6 @@ from .nested import Nested, Optimum
 from .predictors import find_links
 from .runs import Run, Setup
 
-__all__ = ["PATIENCE", "Search", "index_of", "init_to_centre", "is_open", "start"]
-
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _MOST_VALUES = 500  # of rows that are a basis themselves
 _ALL_ROWS = 20_000  # up to which all are taken in the end

@@ -13,8 +13,6 @@ from torch import Tensor
 from ..program.dependence import COUPLED, DATAWISE
 from ..program.facts import Structure
 
-__all__ = ["MAX_AXES", "at_axes", "quadrature_axes"]
-
 MAX_AXES = 2  # of a grid of nodes
 
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-__all__ = ["Batch", "LoadedBatches", "TensorBatches", "as_batches"]
-
 Device = Union[str, torch.device, None]
 _END = object()
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ..numerics.linalg import over_lower, over_upper, solve_lower
 
-__all__ = ["Cavity", "cavity_of", "is_valid", "log_normaliser_of", "parabola", "prior_of"]
-
 _WIDEST = 4.0  # a cavity's variance, over the prior's
 
 

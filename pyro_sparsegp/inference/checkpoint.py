@@ -16,8 +16,6 @@ from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
 from .expectation import ExpectationPropagation
 
-__all__ = ["own_optim", "random_state", "read", "restore", "set_random_state", "snapshot", "write"]
-
 
 def write(state: dict[str, Any], path: Path) -> None:
     """Write a state so that at any time, also if the machine stops, the file is the old one or the new one."""

@@ -11,9 +11,7 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..numerics.processes import Workers, joined, sharing
-
-__all__ = ["SharedOptim", "Workers", "agree", "joined", "sharing"]
+from ..numerics.processes import Workers, joined
 
 
 class SharedOptim(PyroOptim):

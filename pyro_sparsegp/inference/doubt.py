@@ -13,8 +13,6 @@ from ..guide import AutoSparseGP
 from ..program.traces import repeatable
 from ..warned import warn_once
 
-__all__ = ["Doubt"]
-
 _LOOKS = {4**k for k in range(2, 16)}  # steps after which it is asked
 _LEAST = 0.03  # nats that are told of
 

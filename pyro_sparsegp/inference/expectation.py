@@ -24,8 +24,6 @@ from ..warned import require_number
 from .refinement import Progress, SiteRun
 from .site_runs import site_run
 
-__all__ = ["ExpectationPropagation"]
-
 
 class ExpectationPropagation:
     """Training by expectation propagation: sweeps over the sites, and steps of the hyperparameters.

@@ -25,14 +25,12 @@ from ..guide.first_call import closed_forms_of
 from ..numerics.linalg import above_rounding
 from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program.declared import ExpectedLogProb, expectation, over_scale, parameter_of
+from ..program.declared import expectation, over_scale, parameter_of
 from ..program.facts import ClosedForms
 from ..program.handlers import held_trace
 from ..program.mapping import mapped
 from ..program.traces import RandomState, bare, free_values, without_event
 from .axes import at_axes, quadrature_axes
-
-__all__ = ["ExpectedLogProb", "divergence", "find_expectations", "posterior_at", "sum_of_expectations", "weighted_sum"]
 
 Run = Callable[[dict[str, Tensor]], Any]
 

@@ -22,8 +22,6 @@ from ..numerics.linalg import above_rounding
 from ..program.traces import free_values, is_observation, sample_sites
 from .expected import divergence, weighted_sum
 
-__all__ = ["bound_of_field"]
-
 
 def bound_of_field(
     guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any], num_nodes: int

@@ -13,8 +13,6 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..numerics.processes import joined
 
-__all__ = ["Evaluation", "meet"]
-
 _PASSES = 5  # at most
 _STANDS = 1e-3  # of all that they have gained: where the last one changes less, they are there
 

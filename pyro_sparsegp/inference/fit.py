@@ -24,14 +24,13 @@ from tqdm.auto import tqdm
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.arrival import check, moments, moved
+from ..numerics.processes import Workers, joined, sharing
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
-from .distributed import SharedOptim, Workers, agree, joined, sharing
+from .distributed import SharedOptim, agree
 from .expectation import ExpectationPropagation
 from .quadrature import TraceQuadrature_ELBO
 from .recipe import FallingAdam, falling
-
-__all__ = ["FitResult", "fit"]
 
 _FELL = 0.5  # nats in the last tenth of the steps, which are told
 _CHECKED = 100  # steps, from which latents are checked at the end

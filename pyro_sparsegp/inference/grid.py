@@ -29,8 +29,6 @@ from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
 from .expected import divergence, posterior_at, weighted_sum
 
-__all__ = ["Grid", "log_density_minus_kl", "mapped", "one_by_one", "warn_of_draws"]
-
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
 Elementwise = Callable[[Tensor], Tensor]
 # What a program may do with function values, one by one, by the names of autograd's nodes.

@@ -15,8 +15,6 @@ from .expected import weighted_sum
 from .grid import log_density_minus_kl
 from .quadrature import TraceQuadrature_ELBO
 
-__all__ = ["ProjectedLikelihood"]
-
 
 class ProjectedLikelihood(TraceQuadrature_ELBO):
     """An objective: log p(Sᵀy) instead of the evidence lower bound (Wenger et al., 2024, eq. 9 and lemma S2).

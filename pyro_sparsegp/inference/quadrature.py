@@ -29,14 +29,11 @@ from ..posterior.drawing import OTHER_LATENTS
 from ..program.facts import ClosedForms
 from ..program.traces import RandomState
 from ..warned import warn_once
-from .axes import quadrature_axes
 from .doubt import Doubt
 from .expected import find_expectations, sum_of_expectations
 from .field import bound_of_field
 from .first_steps import Evaluation, meet
 from .grid import Grid, Ran, log_density_minus_kl, mapped, one_by_one, warn_of_draws
-
-__all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
 
 _RISE = 100  # of a loss, over its lowest or what it has come down by, that is told of
 

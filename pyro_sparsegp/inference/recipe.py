@@ -11,8 +11,6 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-__all__ = ["FallingAdam", "falling"]
-
 _WARM = 3  # steps over which rates rise, while Adam's second moments are of few gradients
 _HELD = 0.4  # share of the steps in which rates stay
 _LAST = 0.01  # share of a rate at the end

@@ -20,8 +20,6 @@ from ..program.terms import Terms
 from ..warned import warn_once
 from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola, prior_of
 
-__all__ = ["Progress", "SiteRun"]
-
 _SLOWEST = 1 / 64
 _NEAR = 1.0  # standard deviations by which sites near their fixed point move at most
 _NEAR_IF_EXACT = 0.05  # the same where one sweep ends there

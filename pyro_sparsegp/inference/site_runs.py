@@ -21,8 +21,6 @@ from ..program.terms import Terms
 from ..program.traces import all_sites, is_observation
 from .refinement import Progress, SiteRun
 
-__all__ = ["site_run"]
-
 
 def site_run(
     method: Any,

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .algebra import Foreign, Kernel
 
-__all__ = ["from_function", "from_gpytorch", "from_pyro"]
-
 
 class _FromFunction(Foreign): ...
 

@@ -16,8 +16,6 @@ from ..numerics.linalg import side_by_side
 from ..numerics.shapes import broadcast_shapes
 from .base import CovarianceFunction, Explicit, PriorFunctions, Scalar, as_tensor, describe, positive
 
-__all__ = ["Constant", "Foreign", "Kernel", "Product", "Scaled", "Select", "Sum", "as_kernel", "in_batch", "term_names"]
-
 _NUMBERS = (int, float, numbers.Real, Tensor)  # NumPy's scalars are numbers.Real
 
 

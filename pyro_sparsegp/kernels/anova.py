@@ -22,8 +22,6 @@ from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel, in_ba
 from .base import PriorFunctions, Scalar, as_tensor, describe, per_column, require_one
 from .stationary import RBF, Matern12, Matern32, Matern52
 
-__all__ = ["Anova", "centred_on"]
-
 _ROOT = math.sqrt(math.pi / 2)
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
 
-__all__ = ["CovarianceFunction", "Explicit"]
-
 Scalar = Union[float, int, Tensor]
 EventDims = tuple[tuple[str, int], ...]
 PriorFunctions = Callable[[Tensor], Tensor]  # draws of a process as functions of inputs

@@ -12,8 +12,6 @@ from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
 from .base import Scalar, as_tensor, describe, positive, require_one
 
-__all__ = ["Categorical"]
-
 
 class Categorical(Kernel):
     """Independent effects of the levels 0, …, L − 1 of a column, with variance s: k(x, x') = s·[x = x'].

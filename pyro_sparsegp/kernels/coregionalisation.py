@@ -12,8 +12,6 @@ from ..numerics.shapes import broadcast_shapes
 from .base import describe, require_one
 from .features import FeatureKernel
 
-__all__ = ["Coregionalisation"]
-
 
 class Coregionalisation(FeatureKernel):
     """k(p, p') = (AAᵀ + diag(s²))_pp' for a column of output numbers 0, …, P − 1: low rank plus diagonal.

@@ -15,8 +15,6 @@ from ..numerics.linalg import row_squares
 from .base import Explicit, PriorFunctions
 from .features import FeatureKernel
 
-__all__ = ["DeepBasis"]
-
 
 class DeepBasis(FeatureKernel):
     """k(x, x') = φ(x)ᵀφ(x') with a network φ, (N, D) to (N, r), and a diagonal that makes the prior variance uniform.

@@ -14,8 +14,6 @@ from .algebra import Kernel
 from .base import CovarianceFunction, PriorFunctions
 from .stationary import Matern12
 
-__all__ = ["Derivative"]
-
 
 class Derivative(Kernel):
     """f and its partial derivatives at inputs (x, j): f(x) for j = 0, ∂f/∂x_j(x) for j = 1, …, D.

@@ -26,8 +26,6 @@ from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
 from .base import Explicit, Scalar, as_tensor, describe, per_column, positive
 
-__all__ = ["FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]
-
 
 class FeatureKernel(Kernel):
     """A kernel with finitely many features: k(x, x') = φ(x)ᵀφ(x'), ``features(x)`` of shape ``(..., N, R)``."""

@@ -13,8 +13,6 @@ from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel, Product, Select, as_kernel
 from .base import as_tensor, describe
 
-__all__ = ["TICK", "Convolutional", "patch_grid", "patches"]
-
 _SPLITS = 4  # of a square of pairs of patches, of which the part above the diagonal is evaluated
 
 

@@ -14,8 +14,6 @@ from .anova import Anova
 from .base import Scalar, as_tensor
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic
 
-__all__ = ["stacked", "structure"]
-
 _STACKED = (RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Anova, Product, Scaled, Select)
 
 

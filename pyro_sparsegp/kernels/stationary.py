@@ -20,8 +20,6 @@ from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
 from .base import EventDims, Scalar, as_tensor, per_column, positive
 
-__all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadratic", "Stationary"]
-
 _FEW = 16  # columns: up to here the product of inputs, even in float64, costs little beside the passes over it
 
 

@@ -27,8 +27,6 @@ from ..numerics.linalg import above_rounding, cholesky, row_squares, solve_lower
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
-__all__ = ["Marginals"]
-
 
 class Marginals(TorchDistribution):
     """What a Gaussian process and a Gaussian over the coefficients of a basis say of values at inputs.

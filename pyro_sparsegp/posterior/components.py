@@ -24,8 +24,6 @@ from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 from .base import Marginals
 
-__all__ = ["Components"]
-
 _NODES = {1: 40, 2: 16, 3: 8}  # of a quadrature over the columns of an effect, along each of them
 
 

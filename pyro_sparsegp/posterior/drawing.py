@@ -12,17 +12,6 @@ from torch import Tensor
 from ..numerics.linalg import cholesky, default_jitter, variance_floor
 from .sparse_posterior import SparsePosterior
 
-__all__ = [
-    "OTHER_LATENTS",
-    "ExpectedSite",
-    "FunctionSite",
-    "GroupedSite",
-    "MarginalSite",
-    "NodeSite",
-    "RowSite",
-    "Site",
-]
-
 OTHER_LATENTS = "for another posterior of a latent override get_posterior(name, prior) in a subclass"
 
 

@@ -11,8 +11,6 @@ from ..numerics.chunks import in_chunks
 from ..numerics.linalg import cholesky, sum_blocks, times
 from .base import Marginals
 
-__all__ = ["sample_paths"]
-
 
 def sample_paths(posterior: Marginals, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
     """``num`` functions x ↦ ``(num, ..., N)``; see :meth:`SparsePosterior.paths`."""

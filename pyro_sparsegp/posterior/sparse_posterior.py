@@ -10,8 +10,6 @@ from .base import Marginals
 from .components import Components
 from .paths import sample_paths
 
-__all__ = ["SparsePosterior"]
-
 
 class SparsePosterior(Marginals):
     """The posterior of a Gaussian process under a finite basis and a Gaussian over its coefficients.
