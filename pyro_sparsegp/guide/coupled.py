@@ -14,7 +14,7 @@ import torch
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor
-from torch.distributions import biject_to, register_kl
+from torch.distributions import ExpTransform, biject_to, constraints, register_kl
 
 from ..gaussians import Drawn, DrawnGaussian
 from ..modules import at_path
@@ -37,7 +37,9 @@ class _Part(dist.TorchDistribution):
 
     def __init__(self, drawn: Drawn, rows: slice, shape: torch.Size, name: str, prior: Any) -> None:
         self.drawn, self.rows, self.sizes, self.name, self.prior = drawn, rows, shape, name, prior
-        self.transform: Any = biject_to(prior.support)
+        # biject_to's for positive numbers adds 0 and multiplies by 1, at each value and each Jacobian.
+        is_positive = prior.support is constraints.positive
+        self.transform: Any = ExpTransform() if is_positive else biject_to(prior.support)
         self.draw: Optional[tuple[Tensor, Tensor]] = None  # z and its value, once asked for
         super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
@@ -83,7 +85,7 @@ def _kl_at_the_draw(q: _Part, p: Any) -> Tensor:
         raise NotImplementedError
     z, value = q.draw
     # Under one transform, as of a LogNormal, p(z) is that of what is transformed.
-    if isinstance(p, dist.TransformedDistribution) and p.transforms == [q.transform]:
+    if isinstance(p, torch.distributions.TransformedDistribution) and p.transforms == [q.transform]:
         return q._density() - p.base_dist.log_prob(z)
     return q._density() - p.log_prob(value) - q.transform.log_abs_det_jacobian(z, value)
 

@@ -97,10 +97,10 @@ class _Covariance(Function):
             # A product of matrices sums without one more matrix in between.
             total = grad.flatten(-2)[..., None, :] @ value.flatten(-2)[..., None]
             by_variance = total.sum_to_size(variance.shape) / variance
-        grad = grad * slope
+        grad = grad * slope if z is not None else (grad + grad.mT) * slope
         by_x = _towards(grad, x, other) if ctx.needs_input_grad[0] else None
         if z is None:
-            return None if by_x is None else by_x + _towards(grad.mT, x, x), None, by_variance, None
+            return by_x, None, by_variance, None
         return by_x, _towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None, by_variance, None
 
     @staticmethod

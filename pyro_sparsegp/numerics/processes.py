@@ -108,7 +108,6 @@ def is_shared() -> bool:
     return _sharing.get(_ALONE).workers.num > 1
 
 
-@torch.no_grad()
 def joined(*values: Tensor) -> list[Tensor]:
     """What one process with the batches of all would have for sums over a batch's rows that plates scale up to N.
 
@@ -121,23 +120,21 @@ def joined(*values: Tensor) -> list[Tensor]:
     here = _sharing.get(_ALONE)
     if here.workers.num == 1:
         return list(values)
-    *sums, total = here.workers.sum(*[here.weight * value for value in values], values[0].new_full((), here.weight))
+    with torch.no_grad():
+        *sums, total = here.workers.sum(*[here.weight * value for value in values], values[0].new_full((), here.weight))
     return [(part / total).to(value) for part, value in zip(sums, values)]
 
 
-@torch.no_grad()
 def largest(value: Tensor) -> Tensor:
     """The largest of the processes' values; outside of :func:`sharing`, the value itself."""
     return _sharing.get(_ALONE).workers.largest(value)
 
 
-@torch.no_grad()
 def total_share(share: float, like: Tensor) -> float:
     """The sum of the processes' shares of all rows; outside of :func:`sharing`, the share itself."""
     return float(_sharing.get(_ALONE).workers.sum(like.new_full((), share))[0]) if is_shared() else share
 
 
-@torch.no_grad()
 def by_draws(draw: Tensor, value: Tensor) -> list[tuple[float, Tensor, Tensor]]:
     """Of what is a nonlinear function of a draw and of a sum over rows: the draws of all processes, each once, with its
     share of the rows and the sum, :func:`joined`, over the processes that have it. With one seed in all of them that is
