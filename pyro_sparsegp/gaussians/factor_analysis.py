@@ -21,7 +21,7 @@ from ..numerics.processes import joined
 from .stack import Stack, each_times, eye_like, solved
 
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
-_MOST, _ENOUGH = 50, 1e-12  # updates of nearest from a start; a divergence that is none
+_MOST = 50  # updates of nearest
 
 
 def above_one(matrix: Tensor, made_of: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,50 +203,27 @@ def nearest(precision: Tensor, stack: Stack, rank: int, base: bool) -> tuple[Ten
     """A stack D and a flat B of the P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], or one near it.
 
     Given D = RRᵀ the best B is RU(Λ − I)₊^½, with the leading eigenvectors U and eigenvalues Λ of R⁻¹P̂R⁻ᵀ, and where
-    the divergence is least P has the blocks of P̂ (Lawley, 1940). The two are repeated from D = I, where a full rank is
-    exact, and from the blocks of P̂, and the best P is taken.
+    the divergence is least P has the blocks of P̂ (Lawley, 1940). The two are repeated from these blocks; of a full rank
+    D = I is exact.
 
     :param precision: P̂, ``(..., ΣM, ΣM)``.
     :param base: whether D is free; else it is I.
     """
     aim = stack.spread(precision)
-    found: list[tuple[float, Tensor, Tensor]] = []
-    for start in (torch.eye(aim.shape[-1]).to(aim).expand_as(aim), aim)[: 2 if base else 1]:
-        blocks, last = stack.diagonal(start.contiguous()), float("inf")
-        for _ in range(_MOST if base else 1):
-            # the best B given D, then the blocks that P̂ wants given B
-            low_rank = _leading(stack, aim, blocks, rank)
-            away = _divergence(aim, stack.wide_dense(blocks, low_rank))
-            found.append((away, blocks, low_rank))
-            if away <= _ENOUGH or away > last - 1e-6 * abs(last):
-                break
-            last, blocks = away, stack.diagonal(aim - low_rank @ low_rank.mT)
-    return min(found, key=lambda one: one[0])[1:]
-
-
-def _leading(stack: Stack, aim: Tensor, blocks: Tensor, rank: int) -> Tensor:
-    root = cholesky(blocks, 0.0, "a block of a low-rank precision")
-
-    def over(x: Tensor) -> Tensor:
-        return solve_lower(root, stack.cut(x)).flatten(-3, -2)
-
-    # R⁻¹P̂R⁻ᵀ = UΛUᵀ, eigenvalues in ascending order
-    white = over(over(aim).mT.contiguous())
-    values, vectors = torch.linalg.eigh(0.5 * (white + white.mT))
-    first = max(values.shape[-1] - rank, 0)
-    # B = RU(Λ − I)₊^½ of the leading ones
-    scaled = vectors[..., first:] * (values[..., None, first:] - 1).clamp(min=0).sqrt()
-    b = each_times(root, stack.cut(scaled)).flatten(-3, -2)
-    b = torch.nn.functional.pad(b, (0, rank - b.shape[-1]))
+    low_rank, is_whole = aim[..., :0], not base or rank >= precision.shape[-1]
+    for _ in range(1 if is_whole else _MOST):
+        blocks = stack.diagonal(
+            torch.diag_embed(torch.ones_like(aim[..., 0])) if is_whole else aim - low_rank @ low_rank.mT
+        )
+        root = cholesky(blocks, 0.0, "a block of a low-rank precision")
+        # R⁻¹P̂R⁻ᵀ = UΛUᵀ, eigenvalues in ascending order
+        white = aim
+        for _ in range(2):
+            white = solve_lower(root, stack.cut(white.mT.contiguous())).flatten(-3, -2)
+        values, vectors = torch.linalg.eigh(0.5 * (white + white.mT))
+        scaled = vectors * (values[..., None, :] - 1).clamp(min=0).sqrt()
+        scaled = torch.nn.functional.pad(scaled, (rank, 0))[..., scaled.shape[-1] :]  # of the leading ones
+        low_rank = each_times(root, stack.cut(scaled)).flatten(-3, -2)
     # Columns that have nothing to do stay small, not 0, from which no step leads away.
-    small = 1e-7 * torch.randn_like(b) * stack.own(b).flatten()[:, None]
-    return torch.where((b == 0).all(-2, keepdim=True), small, b)
-
-
-def _divergence(aim: Tensor, found: Tensor) -> float:
-    """The largest KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)] = ½(tr P̂P⁻¹ − M + log|P| − log|P̂|) of a batch."""
-    here, there = (cholesky(part, 0.0, "a precision") for part in (found, aim))
-    logs = [2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) for factor in (here, there)]
-    # tr P̂P⁻¹ = ‖L⁻¹L̂‖²
-    trace = solve_lower(here, there).square().sum((-2, -1))
-    return float((0.5 * (trace - aim.shape[-1] + logs[0] - logs[1])).max())
+    small = 1e-7 * torch.randn_like(low_rank) * stack.own(low_rank).flatten()[:, None]
+    return blocks, torch.where((low_rank == 0).all(-2, keepdim=True), small, low_rank)
