@@ -113,27 +113,17 @@ def test_quadrature(name):
     expected = base(X) - mean[:, None] * mean / ((base(s, s) @ w) @ w)
     assert_close(kernel(X), expected, rtol=1e-8, atol=1e-9)
     assert_close(kernel.diag(X), expected.diagonal(), rtol=1e-8, atol=1e-9)
-    phi = kernel.features(X)
-    assert (phi is None) == (name not in ("Line", "Polynomial"))
-    if phi is not None:
-        assert_close(phi @ phi.mT, expected, rtol=1e-8, atol=1e-9)
-        found = (2.0 * kernel).explicit(X)
-        assert_close(found.features @ found.features.mT, 2 * expected, rtol=1e-8, atol=1e-9)
-        assert_close(found.diagonal, 2 * expected.diagonal(), rtol=1e-8, atol=1e-9)
 
 
 def test_white_noise_stays_on_the_diagonal():
     base = kernels.RationalQuadratic(0.8)
     assert_close(Anova(base + kernels.White(0.3), LOW, HIGH)(X), Anova(base, LOW, HIGH)(X) + 0.3 * torch.eye(25))
-    # No function of finitely many features has such a term.
-    assert Anova(kernels.Linear(1.0) + kernels.White(0.3), LOW, HIGH).prior_functions(2, 8, X) is None
 
 
 def test_nothing_to_take_off():
     """A line through the middle has mean zero, and v = 0."""
     kernel = Anova(kernels.Linear(0.7), -2.0, 2.0)
     assert_close(kernel(X), kernels.Linear(0.7)(X))
-    assert_close(kernel.features(X), kernels.Linear(0.7).features(X))
 
 
 def test_interaction_has_zero_mean_along_each_column():
@@ -198,33 +188,6 @@ def test_matern12_has_gradients_at_its_kink():
     Anova(kernels.Matern12(length), LOW, HIGH)(x).sum().backward()
     assert length.grad.isfinite()
     assert x.grad.isfinite().all()
-
-
-# Kernels draw frequencies by one line of code: the roughest of them is quick, and all others are slow.
-FREQUENCIES = [
-    kernels.Matern12,
-    *(pytest.param(base, marks=pytest.mark.slow) for base in CLOSED if base is not CLOSED[1]),
-]
-
-
-@pytest.mark.parametrize("base", FREQUENCIES)
-def test_prior_functions(base):
-    kernel = 1.3 * Anova(base(torch.tensor([[0.5], [2.0]])), LOW, HIGH)
-    x, num = X[::4], 3000
-    draws = kernel.prior_functions(num, 30, x)(x)
-    assert draws.shape == (num, 2, len(x))
-    assert_close(draws.mean(0), torch.zeros(2, len(x)), atol=0.1, rtol=0)
-    centred = draws.movedim(0, -1)
-    assert_close(centred @ centred.mT / num, kernel(x), atol=0.18, rtol=0)
-    some = kernel.prior_functions(3, 30, x)
-    s, w = panels([], 300)
-    assert ((some(s) * w).sum(-1)[:, 1]).abs().max() < (0.02 if base is kernels.Matern12 else 1e-4)
-
-
-def test_prior_functions_of_features():
-    kernel = Anova(kernels.Polynomial(2), LOW, HIGH)
-    s, w = panels([])
-    assert ((kernel.prior_functions(5, 1, X)(s) * w).sum(-1)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -204,17 +204,6 @@ def test_memory_is_bounded(monkeypatch, bounded):
     assert length.grad.isfinite()
 
 
-def test_features_of_the_response_are_features_of_the_function():
-    x, z = images(5), images(3, 1)
-    for kind in ("Convolutional", "TICK"):
-        kernel, _, _, _ = make(kind, base=kernels.Polynomial(2))
-        if kind == "TICK":
-            kernel.location = kernels.Linear(1.0)
-        phi = kernel.features(x)
-        assert_close(phi @ kernel.features(z).mT, kernel(x, z))
-    assert make("TICK")[0].features(x) is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

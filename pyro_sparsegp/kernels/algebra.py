@@ -135,15 +135,13 @@ class Compound(Kernel):
         return self.combine([part.diag(x) for part in self.parts], 1)
 
     def features(self, x: Tensor) -> Optional[Tensor]:
-        x = self.own_columns(x)
-        found = [part.features(x) for part in self.parts]
-        return None if any(phi is None for phi in found) else self.combine_features(found)  # type: ignore[arg-type]
+        found = self.explicit(x)
+        return None if found is None else found.features
 
     def explicit(self, x: Tensor) -> Optional[Explicit]:
         x = self.own_columns(x)
-        found = [part.explicit(x) for part in self.parts]
-        known = [part for part in found if part is not None]
-        if len(known) < len(found):
+        known = [found for part in self.parts if (found := part.explicit(x)) is not None]
+        if len(known) < len(self.parts):
             return None
         features = self.combine_features([part.features for part in known])
         return Explicit(features, self.combine([part.diagonal for part in known], 1))
@@ -176,10 +174,8 @@ class Sum(Compound):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         x = in_batch(x, self.batch_shape)
-        draws = [draw for term in self.terms if (draw := term.prior_functions(num, num_features, x)) is not None]
-        if len(draws) < len(self.terms):
-            return None
-        return lambda x: functools.reduce(torch.add, (draw(x) for draw in draws))
+        draws: list[Any] = [term.prior_functions(num, num_features, x) for term in self.terms]
+        return None if None in draws else lambda x: functools.reduce(torch.add, (draw(x) for draw in draws))
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.terms))
@@ -211,8 +207,8 @@ class Product(Compound):
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         # The spectral measure of a product is the convolution of the factors': add independent draws.
-        found = [omega for factor in self.factors if (omega := factor.frequencies(shape, x)) is not None]
-        return functools.reduce(torch.add, found) if len(found) == len(self.factors) else None
+        found: list[Any] = [factor.frequencies(shape, x) for factor in self.factors]
+        return None if any(omega is None for omega in found) else functools.reduce(torch.add, found)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         # Features and frequencies leave out a diagonal term; a factor that has one has no draw.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..numerics.codes import require_count
 from ..numerics.functions import Function
-from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel, in_batch
-from .base import PriorFunctions, Scalar, as_tensor, describe, per_column, require_one
+from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
+from .base import Scalar, as_tensor, describe, per_column, require_one
 from .stationary import RBF, Matern12, Matern32, Matern52
 
 _ROOT = math.sqrt(math.pi / 2)
@@ -81,7 +81,6 @@ def _matern52(a: Tensor) -> tuple[Tensor, Tensor]:
 
 _ONE = "Anova acts on one column", "Anova(RBF(l), low, high)[2]"
 _NEAR, _NUM_NEAR = 0.5, 6  # up to this distance a rule of six nodes leaves 1e-13 of the integrals
-_FINE = 512  # nodes of the mean of a sample function, whose waves may be short
 _PROFILES: dict[type, _Profile] = {
     RBF: _Profile(
         1.0,
@@ -158,8 +157,8 @@ class Anova(Kernel):
 
     m(x) = ∫k(x, s)ds/(b − a) and v = ∬k(s, t)ds dt/(b − a)² are in closed form for :class:`RBF`, :class:`Matern12`,
     :class:`Matern32` and :class:`Matern52`, by Gauss-Legendre quadrature for other kernels of one column. A quadrature
-    of few nodes is still a kernel, of functions whose quadrature is zero. A base with finite features keeps them,
-    projected. It acts on one column; select it, and multiply for an interaction:
+    of few nodes is still a kernel, of functions whose quadrature is zero. It acts on one column; select it, and
+    multiply for an interaction:
 
     >>> main = Anova(RBF(0.3), 0, 1)[0] + Anova(RBF(0.3), 0, 1)[1]
     >>> both = Anova(RBF(0.3), 0, 1)[0] * Anova(RBF(0.3), 0, 1)[1]
@@ -207,11 +206,9 @@ class Anova(Kernel):
         """Whether its integrals are."""
         return type(self.base) in _PROFILES
 
-    def _times_variance(self, value: Tensor, dims: int, power: float = 1.0) -> Tensor:
-        # value, of which the last dims dimensions are no batch, times the variance's power.
-        if self.variance is None:
-            return value
-        return as_tensor(self.variance, value)[(..., *[None] * dims)] ** power * value
+    def _times_variance(self, value: Tensor, dims: int) -> Tensor:
+        # value, of which the last dims dimensions are no batch, times the variance.
+        return value if self.variance is None else as_tensor(self.variance, value)[(..., *[None] * dims)] * value
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         require_one(x, *_ONE)
@@ -267,14 +264,14 @@ class Anova(Kernel):
         since = x.double()[..., 0] * inverse - low
         return (spread - self._profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
 
-    def _nodes(self, x: Tensor, num: int) -> tuple[Tensor, Tensor]:
-        nodes, weights = _legendre(num, x.dtype, x.device)
+    def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        nodes, weights = _legendre(self.num_nodes, x.dtype, x.device)
         low, high = self._bounds(x)
         return ((low + high) / 2 + (high - low) / 2 * nodes)[..., None], weights
 
     def _means(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # m(x), (..., N), and 1/v, (...,), or 0 where all functions have mean zero already.
-        nodes, weights = self._nodes(x, self.num_nodes)
+        nodes, weights = self._nodes(x)
         v = (self.base(nodes, nodes) @ weights) @ weights
         known = v > 100 * torch.finfo(x.dtype).eps * (self.base.diag(nodes) @ weights)
         return self.base(x, nodes) @ weights, known / torch.where(known, v, 1.0)
@@ -285,50 +282,16 @@ class Anova(Kernel):
         :raises ValueError: if only the function 0 has mean zero, as for ``Linear`` on [0, 1].
         """
         super().check_inputs(x)
-        nodes, _ = self._nodes(x.detach(), self.num_nodes)
-        phi, left = self.base.features(nodes), self._projected(nodes)
-        if phi is None or left is None:
-            return
-        if left.square().amax() <= (100 * torch.finfo(x.dtype).eps) ** 2 * phi.square().amax():
+        nodes, least = self._nodes(x.detach())[0], 100 * torch.finfo(x.dtype).eps
+        if (
+            not self.in_closed_form
+            and (self.diag(nodes) <= least * self._times_variance(self.base.diag(nodes), 1)).all()
+        ):
             raise ValueError(
                 f"{self!r} is identically 0: of the functions of {self.base!r}, none but 0 has mean zero over "
                 f"[{describe(self.low)}, {describe(self.high)}]. For a linear effect write Anova(Polynomial(1), low, "
                 "high), whose functions have an intercept, too; leave a constant outside of Anova."
             )
-
-    def features(self, x: Tensor) -> Optional[Tensor]:
-        require_one(x, *_ONE)
-        phi = self._projected(x)
-        return None if phi is None else self._times_variance(phi, 2, 0.5)
-
-    def _projected(self, x: Tensor) -> Optional[Tensor]:
-        # φ − u(uᵀφ)/‖u‖², (..., N, R), u the mean of the base's features φ: m(x) = uᵀφ(x), v = ‖u‖².
-        phi, (nodes, weights) = self.base.features(x), self._nodes(x, self.num_nodes)
-        at_nodes = None if phi is None else self.base.features(nodes)
-        if phi is None or at_nodes is None:
-            return None
-        mean = weights @ at_nodes
-        v = mean.square().sum(-1)
-        known = v > (100 * torch.finfo(x.dtype).eps) ** 2 * (at_nodes.square().sum(-1) @ weights)
-        share = phi @ (mean * (known / torch.where(known, v, 1.0))[..., None])[..., None]
-        return phi - share * mean[..., None, :]
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        draw = self.base.prior_functions(num, num_features, in_batch(x, self.batch_shape))
-        if draw is None:
-            return None
-        nodes, weights = self._nodes(x, _FINE)
-        mean = (draw(nodes) @ weights)[..., None]
-
-        def functions(x: Tensor) -> Tensor:  # f₀ = f − f̄ m(x)/v
-            if self.in_closed_form:
-                ratio = 1 + self._deficits(x) / (1 - self._ends(x).spread).to(x)
-            else:
-                m, inverse = self._means(x)
-                ratio = m * inverse[..., None]
-            return self._times_variance(draw(x) - ratio * mean, 1, 0.5)
-
-        return functions
 
     def _repr_arguments(self) -> str:
         base = repr(self.base) if self.variance is None else f"{describe(self.variance)} * {self.base!r}"

@@ -34,6 +34,8 @@ class Coregionalisation(FeatureKernel):
     :raises ValueError: naming the argument, if the shapes do not fit.
     """
 
+    event_dims = (("mixing", 2), ("own", 1))
+
     def __init__(self, mixing: Tensor, own: Optional[Tensor] = None) -> None:
         if not isinstance(mixing, Tensor) or mixing.dim() < 2 or not mixing.numel():
             shape = tuple(mixing.shape) if isinstance(mixing, Tensor) else type(mixing).__name__
@@ -73,11 +75,6 @@ class Coregionalisation(FeatureKernel):
                 f"{self!r} is for outputs 0 to {self.num_outputs - 1}, the training inputs have {some} in its column; "
                 "renumber them, or give mixing more rows."
             )
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        shape = self.mixing.shape[:-2]
-        return shape if self.own is None else broadcast_shapes(shape, self.own.shape[:-1])
 
     def _repr_arguments(self) -> str:
         own = "" if self.own is None else f", own={describe(self.own)}"

@@ -204,17 +204,6 @@ class Convolutional(Kernel):
         cost = broadcast_shapes(self.batch_shape, p.shape[1:-2]).numel() * num**2
         return in_pieces(variance, p.shape[0], cost, p, 0).movedim(0, -1)
 
-    # Functions.
-
-    def features(self, x: Tensor) -> Optional[Tensor]:
-        if self.source.features(self.source_inputs(x[..., :1, :])[..., 0, :1, :]) is None:
-            return None
-        inputs = self.source_inputs(x)
-        phi = self.source.features(inputs.flatten(-3, -2))
-        assert phi is not None
-        weights = self._weights(phi)[..., None, None, :]
-        return (weights @ phi.unflatten(-2, inputs.shape[-3:-1]))[..., 0, :]  # Σ_p w_p φ_g(x[p])
-
     def _repr_arguments(self) -> str:
         weights = "" if self.weights is None else f", weights={describe(self.weights)}"
         stride = "" if self.stride == 1 else f", stride={self.stride}"

@@ -9,7 +9,6 @@ so effects are correlated wherever S has blocks off its diagonal (Adam, Durrande
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional, Union
 
@@ -90,20 +89,17 @@ class Components(Sequence):
         a, b = self._place(one), self._place(other)
         if a == b:
             return self._parts[a].covariance_matrix
-        blocks = sorted({*self._blocks[a], *self._blocks[b]})
-        if not blocks:
-            return self._prior([a, b])[..., : self._rows[a], self._rows[a] :]
-        coefficients = self._whole.coefficients.marginal(blocks)
-        change = coefficients.covariance_change(self._stacked([a, b], blocks))
-        return change.expand(*self._whole.batch_shape, *change.shape[-2:])[..., : self._rows[a], self._rows[a] :]
+        return self._joint([a, b])[..., : self._rows[a], self._rows[a] :]
 
     @property
     def covariance_matrix(self) -> Tensor:
         """The joint covariance of all effects, one after the other, ``(..., ΣN_c, ΣN_c)``."""
-        everything = range(len(self))
-        return self._prior(everything) + self._whole.coefficients.covariance_change(
-            self._stacked(everything, range(len(self._whole.coefficients.sizes)))
-        )
+        return self._joint(range(len(self)))
+
+    def _joint(self, which: Sequence[int]) -> Tensor:
+        blocks = sorted({block for c in which for block in self._blocks[c]})
+        coefficients = self._whole.coefficients.marginal(blocks)
+        return self._prior(which) + coefficients.covariance_change(self._stacked(which, blocks))
 
     def rsample(self, sample_shape: Any = torch.Size()) -> dict[str, Tensor]:
         """Joint draws of all effects, by name, ``(*sample_shape, ..., N_c)`` each, in O(ΣN_c³).
@@ -168,13 +164,11 @@ class Components(Sequence):
         if not box:
             return like.new_zeros(1, like.shape[-1]), like.new_ones(1)
         nodes, weights = (torch.as_tensor(p).to(like) for p in np.polynomial.legendre.leggauss(_NODES[len(box)]))
-        grid = like.new_zeros(len(nodes) ** len(box), like.shape[-1])
-        for i, (column, (low, high)) in enumerate(box.items()):
-            repeats = len(nodes) ** (len(box) - 1 - i)
-            axis = low + (high - low) * (1 + nodes) / 2
-            grid[:, column] = axis.repeat_interleave(repeats).repeat(len(nodes) ** i)
-        product = functools.reduce(lambda a, b: (a[:, None] * b).flatten(), [weights / 2] * len(box))
-        return grid, product
+        axes = [low + (high - low) * (1 + nodes) / 2 for low, high in box.values()]
+        places, shares = (torch.cartesian_prod(*p).reshape(-1, len(box)) for p in (axes, [weights / 2] * len(box)))
+        grid = like.new_zeros(len(places), like.shape[-1])
+        grid[:, list(box)] = places
+        return grid, shares.prod(-1)
 
     @property
     def _rows(self) -> list[int]:
