@@ -218,7 +218,7 @@ def test_categorical():
     phi = kernel.features(codes)
     known = kernel(codes) * (codes[:, 0] < 3)  # new levels are all residual
     assert_close(phi @ phi.mT, known * (codes < 3))
-    assert "Categorical(3, <2>)" in repr(kernel)
+    assert "Categorical(3, variance=<2>)" in repr(kernel)
     value = GaussianProcess(1.5 * kernels.Categorical(3), codes, jitter=1e-10).rsample()
     assert_close(value[[1, 4]], value[[3, 5]], atol=1e-3, rtol=0)
 

@@ -50,45 +50,48 @@ class SiteGP(AbstractModule):
         kind: Kind = SparsePosterior,
         sites: Optional[Sites] = None,
         exact: bool = False,
-        new_inputs: bool = False,
     ) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``, by default those kept.
 
         :param exact: whether the sites are the likelihood itself, so that an optimal q(w) is where the bound is
             stationary.
-        :param new_inputs: whether the process's inputs are others than the sites'.
         """
-        if sites is None and self.sites.empty:
-            return self.unread(process, name, kind)
-        sites = self.sites() if sites is None else sites
-        if new_inputs:
-            return self.at_new_inputs(process, name, kind, sites)
-        return self.given(process, name, kind, sites, exact)
-
-    def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
-        """The prior, before any sites are read."""
-        return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)
-
-    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
-        """The posterior of ``process`` as a function of sites at its inputs, while they are read; of ``None``, before
-        any are. What does not depend on them is made once, and held as long as the function is: no gradient is to pass.
-        """
-
-        def answer(sites: Optional[Sites]) -> SparsePosterior:
-            if sites is None:
-                return self.unread(process, name, SparsePosterior)
-            return self.given(process, name, SparsePosterior, sites, False)
-
-        return answer
+        sites = self._known(sites)
+        return self.unread(process, name, kind) if sites is None else self.given(process, name, kind, sites, exact)
 
     def predict(
         self, process: GaussianProcess, name: str, kind: Kind = SparsePosterior, sites: Optional[Sites] = None
     ) -> SparsePosterior:
         """The posterior at new inputs."""
-        return self.forward(process, name, kind, sites, new_inputs=True)
+        sites = self._known(sites)
+        return self.unread(process, name, kind) if sites is None else self.at_new_inputs(process, name, kind, sites)
+
+    def _known(self, sites: Optional[Sites]) -> Optional[Sites]:
+        return self.sites() if sites is None and not self.sites.empty else sites
+
+    def unread(self, process: GaussianProcess, name: str, kind: Kind, known: Any = None) -> SparsePosterior:
+        """The prior, before any sites are read."""
+        return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False, known)
+
+    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
+        """The posterior of ``process`` as a function of sites at its inputs, while they are read; of ``None``, before
+        any are. What does not depend on them is made once, and held as long as the function is: no gradient is to pass.
+        """
+        known = self.prepared(process, name, process.x)
+
+        def answer(sites: Optional[Sites]) -> SparsePosterior:
+            if sites is None:
+                return self.unread(process, name, SparsePosterior, known)
+            return self.given(process, name, SparsePosterior, sites, False, known)
+
+        return answer
+
+    def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> Any:
+        """What :meth:`given` makes of sites' inputs x alone."""
+        return None
 
     def at_new_inputs(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites) -> SparsePosterior:
-        """That, where a kernel's diagonal that depends on the rows is that beside the sites'."""
+        """The posterior at new inputs, where a kernel's diagonal that depends on the rows is that beside the sites'."""
         return self.given(process.relative_to(sites.inputs), name, kind, sites, False)
 
     @property
@@ -102,8 +105,13 @@ class SiteGP(AbstractModule):
         return {"batch_shape": list(self.batch_shape), "family": self.family, **shapes}
 
     @abstractmethod
-    def given(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool) -> SparsePosterior:
-        """The posterior of ``process`` given ``sites``."""
+    def given(
+        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool, known: Any = None
+    ) -> SparsePosterior:
+        """The posterior of ``process`` given ``sites``.
+
+        :param known: :meth:`prepared` at their inputs, where it has been called.
+        """
 
 
 def same_rows(inputs: Tensor, x: Tensor) -> bool:

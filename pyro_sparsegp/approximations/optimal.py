@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +27,14 @@ class OptimalGP(SiteGP):
         super().__init__(*args, **kwargs)
         self.basis = basis
 
-    def given(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool) -> SparsePosterior:
-        features, phi = self.features_at(process, name, sites.inputs)
+    def given(
+        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool, known: Any = None
+    ) -> SparsePosterior:
+        features, phi = self.prepared(process, name, sites.inputs) if known is None else known
         features, phi, q = self.conditioned(features, phi, sites, exact, name)
         return kind(process, features, q, name, sites, phi if same_rows(sites.inputs, process.x) else None)
 
-    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
-        features, phi = self.features_at(process, name, process.x)
-
-        def answer(sites: Optional[Sites]) -> SparsePosterior:
-            sites = Sites.none(process.x, process.batch_shape) if sites is None else sites
-            found, known, q = self.conditioned(features, phi, sites, False, name)
-            return SparsePosterior(process, found, q, name, sites, known)
-
-        return answer
-
-    def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
+    def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
         """The basis under the process's kernel, and Φ at x."""
         features = self.basis(process.kernel, process.jitter, name)
         return features, features(x)
@@ -64,7 +55,7 @@ class ExactGP(OptimalGP):
     field at those of its first call.
     """
 
-    def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
+    def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
         features = features_of(process.kernel, [Values(x)], process.jitter, name)
         # Φ at X is K_XX L⁻ᵀ = L, but for the jitter.
         return features, [features.factor]
@@ -73,7 +64,7 @@ class ExactGP(OptimalGP):
 class ExactWeightSpaceGP(OptimalGP):
     """The kernel's own features with the q(w) that is optimal for the sites, from sums over blocks of rows."""
 
-    def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
+    def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
         features = self.basis(process.kernel, process.jitter, name)
         if not is_long(x):
             features.explicit(x)  # kept there with its graph, for the marginals; of many rows it is never whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from ..bases.actions import Actions, DenseActions, project
+from ..bases.actions import DenseActions, project
 from ..bases.policies import Policy
 from ..gaussians import ProjectedGaussian
 from ..gaussians.sites import Sites
@@ -25,15 +25,9 @@ class ProjectedGP(SiteGP):
         self.policy, self.takes_batches = policy, batches
 
     def given(
-        self,
-        process: GaussianProcess,
-        name: str,
-        kind: Kind,
-        sites: Sites,
-        exact: bool,
-        actions: Optional[Actions] = None,
+        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool, known: Any = None
     ) -> SparsePosterior:
-        actions = self.policy(process.kernel, sites, name) if actions is None else actions
+        actions = self.policy(process.kernel, sites, name) if known is None else known
         features, products = project(process.kernel, actions, name)
         here = same_rows(sites.inputs, process.x)
         values = (lambda f: actions.left(f[..., None])[..., 0]) if here else None
@@ -44,7 +38,7 @@ class ProjectedGP(SiteGP):
     def num_rows(self) -> Optional[int]:
         return self.policy.rows
 
-    def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
+    def unread(self, process: GaussianProcess, name: str, kind: Kind, known: Any = None) -> SparsePosterior:
         sites = Sites.none(process.x[:1], process.batch_shape)
         return self.given(process, name, kind, sites, False, DenseActions(sites, sites.linear[..., None]))
 

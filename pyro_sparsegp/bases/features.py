@@ -169,15 +169,11 @@ class _TermFeatures(Features):
         self.terms, self.index = terms, index
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        phi = self._of(self.index, x)
-        before = sum(self._of(i, x[..., :1, :]).shape[-1] for i in range(self.index))
-        after = sum(self.sizes) - before - phi.shape[-1]
-        return [torch.nn.functional.pad(phi, (before, after))] if self.sizes else []
-
-    def _of(self, index: int, x: Tensor) -> Tensor:
-        phi = self.terms[index].features(x)
-        assert phi is not None  # the sum has features
-        return phi
+        phi, before = self.kernel.features(x), self.terms[: self.index]
+        start = sum(term.features(x[..., :1, :]).shape[-1] for term in before)
+        whole = phi.new_zeros(*phi.shape[:-1], sum(self.sizes))
+        whole[..., start : start + phi.shape[-1]] = phi
+        return [whole] if self.sizes else []
 
     def components(self) -> list[Component]:
         return [(self.kernel, self, tuple(range(len(self.sizes))))]

@@ -26,16 +26,10 @@ def with_inherited_arguments(cls: type, taken: Optional[Container[str]] = None) 
     """
     if cls.__doc__ is None:  # as under python -OO
         return None
-    own = cleandoc(cls.__doc__)
-    said = list(_PARAM.finditer(own))
-    known, more = {found[1] for found in said}, []
-    for base in cls.__mro__[1:]:
-        for found in _PARAM.finditer(cleandoc(vars(base).get("__doc__") or "")):
-            if found[1] not in known and (taken is None or found[1] in taken):
-                known.add(found[1])
-                more.append(found[0].rstrip())
-    if not more:
-        return cls.__doc__
-    at = said[-1].end() if said else len(own)
-    start = "\n" if said else "\n\n"
-    return indent(own[:at] + start + "\n".join(more) + own[at:], "    ").strip() + "\n"
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        for field in _PARAM.finditer(cleandoc(vars(base).get("__doc__") or "")):
+            if base is cls or taken is None or field[1] in taken:
+                found.setdefault(field[1], field[0].rstrip())
+    text = "\n\n".join([_PARAM.sub("", cleandoc(cls.__doc__)).strip(), "\n".join(found.values())])
+    return indent(text, "    ").strip() + "\n"

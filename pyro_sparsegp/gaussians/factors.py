@@ -13,17 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributions import constraints
 
 from ..numerics.functions import Function
-from ..numerics.linalg import (
-    cholesky,
-    gaussian_kl,
-    gram,
-    root_of_inverse,
-    row_squares,
-    times,
-    times_lower,
-    times_upper,
-    tril_of_product,
-)
+from ..numerics.linalg import cholesky, gaussian_kl, gram, root_of_inverse, row_squares, times
 from .documented import Documented
 from .record import recorded
 from .stack import eye_like
@@ -111,49 +101,32 @@ class Factor(Documented, ABC):
 
 
 class _Moments(Function):
-    """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ, by S itself, or by a triangular R with S = RRᵀ.
+    """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ.
 
     Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,
     dΦ = 2 diag(c)Φ(S − I) + a mᵀ for gradients a of the means and c of the variances. The gradient by S, Φᵀ diag(c) Φ,
-    is half of a natural step's sum of sites. Of the four outputs the last two, for the way back, have no gradient.
+    is half of a natural step's sum of sites. The last output, for the way back, has no gradient.
     """
 
     @staticmethod
-    def forward(phi: Tensor, loc: Tensor, matrix: Tensor, kind: str) -> tuple[Tensor, ...]:
-        # ΦR, and ΦRRᵀ − Φ
-        if kind == "full":
-            half, scaled = phi.new_empty(0), phi @ matrix
-        elif kind == "lower":
-            half = times_lower(phi, matrix)
-            scaled = times_upper(half, matrix)
-        else:
-            half = times_upper(phi, matrix.mT)
-            scaled = times_lower(half, matrix.mT)
-        scaled = scaled.sub_(phi)
-        return phi @ loc, torch.linalg.vecdot(scaled, phi), half, scaled
+    def forward(phi: Tensor, loc: Tensor, covariance: Tensor) -> tuple[Tensor, ...]:
+        scaled = (phi @ covariance).sub_(phi)
+        return phi @ loc, torch.linalg.vecdot(scaled, phi), scaled
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:2], *output[2:])
-        ctx.kind = inputs[3]
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.set_materialize_grads(False)  # matrices of zeros for the last two outputs
+        ctx.save_for_backward(*inputs[:2], output[2])
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)  # a matrix of zeros for the last output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], *_: Any) -> Any:
-        phi, loc, half, scaled = ctx.saved_tensors
+    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
+        phi, loc, scaled = ctx.saved_tensors
         a, c = (phi.new_zeros(len(phi)) if grad is None else grad for grad in (a, c))
-        needs, each, by_matrix = ctx.needs_input_grad, (2 * c)[:, None], None
-        if needs[2] and ctx.kind == "full":
-            by_matrix = gram(phi, phi * c[:, None])
-        elif needs[2]:
-            # dR = 2Φᵀ diag(c) ΦR, its triangle
-            is_lower = ctx.kind == "lower"
-            first, second = (phi, half * each) if is_lower else (half * each, phi)
-            by_matrix = tril_of_product(first, second)
-            by_matrix = by_matrix if is_lower else by_matrix.mT
-        return (each * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_matrix, None
+        needs = ctx.needs_input_grad
+        by_covariance = gram(phi, phi * c[:, None]) if needs[2] else None
+        return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_covariance
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -187,7 +160,7 @@ class DenseFactor(Factor):
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
-            return _Moments.apply(phi, self.loc, self.root, "upper" if self.upper else "lower")[:2]
+            return _Moments.apply(phi, self.loc, self.root @ self.root.mT)[:2]
         return super().moments(phi)
 
     def scale(self, v: Tensor) -> Tensor:
@@ -242,7 +215,7 @@ class CovarianceFactor(DenseFactor):
         """Φm and diag(Φ(S − I)Φᵀ), from a given S, if it is."""
         matrix = self.matrix if matrix is None else matrix
         if phi.dim() == 2:
-            return _Moments.apply(phi, self.loc, matrix, "full")[:2]
+            return _Moments.apply(phi, self.loc, matrix)[:2]
         return times(phi, self.loc), ((phi @ matrix - phi) * phi).sum(-1)
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:

@@ -151,7 +151,7 @@ def basis_of(guide: KnownGuide, name: str, process: Any) -> Any:
     """A GP site's basis under its kernel: of the exact family, values at the inputs."""
     module = guide.module_of(name)
     if isinstance(module, ExactGP) and not module.basis.sizes:
-        return module.features_at(process, name, process.x)[0]
+        return module.prepared(process, name, process.x)[0]
     return module.basis(process.kernel, process.jitter, name)
 
 

@@ -293,9 +293,9 @@ class Anova(Kernel):
                 "high), whose functions have an intercept, too; leave a constant outside of Anova."
             )
 
-    def _repr_arguments(self) -> str:
-        base = repr(self.base) if self.variance is None else f"{describe(self.variance)} * {self.base!r}"
-        return f"{base}, {describe(self.low)}, {describe(self.high)}"
+    def __repr__(self) -> str:
+        scale = "" if self.variance is None else f"{describe(self.variance)} * "
+        return scale + super().__repr__()
 
 
 def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:

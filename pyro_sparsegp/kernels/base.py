@@ -12,6 +12,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 import torch
@@ -210,7 +211,7 @@ class CovarianceFunction(ABC):
         phi = self.features(x[..., :1, :])
         if phi is not None:
             weights = torch.randn(num, *phi.shape[:-2], phi.shape[-1], 1, dtype=x.dtype, device=x.device)
-            return lambda x: (_features(self, x) @ weights)[..., 0]
+            return lambda x: (self.features(x) @ weights)[..., 0]  # type: ignore[operator]
         batch = broadcast_shapes(self.batch_shape, x.shape[:-2])
         omega = self.frequencies((num, *batch, num_features), x)
         if omega is None:
@@ -226,23 +227,20 @@ class CovarianceFunction(ABC):
 
         return functions
 
-    def _repr_arguments(self) -> str:
-        first, *others = [(name, describe(getattr(self, name))) for name, _ in self.event_dims] or [("", "")]
-        return ", ".join([first[1], *(f"{name}={value}" for name, value in others)])
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._repr_arguments()})"
-
-
-def _features(kernel: CovarianceFunction, x: Tensor) -> Tensor:
-    phi = kernel.features(x)
-    if phi is None:
-        raise RuntimeError(f"{kernel!r} has features at some inputs but not at others")
-    return phi
+        found: list[str] = []
+        for name, argument in signature(type(self)).parameters.items():
+            value = getattr(self, name, None)
+            if value is not None and (value is not argument.default or name in dict(self.event_dims)):
+                is_named = found and argument.default is not argument.empty
+                found.append(f"{name}={describe(value)}" if is_named else describe(value))
+        return f"{type(self).__name__}({', '.join(found)})"
 
 
 def describe(value: Any) -> str:
-    """A hyperparameter for ``repr``: the number, or the tensor's shape."""
+    """An argument for ``repr``: the number, the tensor's shape, the network's kind."""
+    if callable(value) and not isinstance(value, CovarianceFunction):
+        return getattr(value, "__name__", type(value).__name__)
     if isinstance(value, Tensor):
         return f"<{', '.join(map(str, value.shape))}>" if value.dim() else "<>"
     return repr(value)

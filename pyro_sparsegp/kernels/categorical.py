@@ -10,7 +10,7 @@ from torch import Tensor
 from ..numerics.codes import require_count, unknown_codes
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
-from .base import Scalar, as_tensor, describe, positive, require_one
+from .base import Scalar, as_tensor, positive, require_one
 
 
 class Categorical(Kernel):
@@ -59,6 +59,3 @@ class Categorical(Kernel):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
         return None  # a new level's effect must be remembered: exact conditioning does
-
-    def _repr_arguments(self) -> str:
-        return f"{self.num_levels}, {describe(self.variance)}"

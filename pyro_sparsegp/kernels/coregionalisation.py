@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..numerics.codes import unknown_codes
 from ..numerics.shapes import broadcast_shapes
-from .base import describe, require_one
+from .base import require_one
 from .features import FeatureKernel
 
 
@@ -75,7 +75,3 @@ class Coregionalisation(FeatureKernel):
                 f"{self!r} is for outputs 0 to {self.num_outputs - 1}, the training inputs have {some} in its column; "
                 "renumber them, or give mixing more rows."
             )
-
-    def _repr_arguments(self) -> str:
-        own = "" if self.own is None else f", own={describe(self.own)}"
-        return describe(self.mixing) + own

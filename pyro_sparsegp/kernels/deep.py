@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from pyro.nn import PyroModule
@@ -115,28 +115,14 @@ class DeepBasis(FeatureKernel):
         # With a diagonal term a draw must remember where it was evaluated: exact conditioning does.
         return None if self.variance_correction else super().prior_functions(num, num_features, x)
 
-    def _repr_arguments(self) -> str:
-        name = type(self.network).__name__ if isinstance(self.network, nn.Module) else _name(self.network)
-        return name if self.variance_correction else f"{name}, variance_correction=False"
 
-
-_UNREPEATABLE = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_UNREPEATABLE = "Dropout", "BatchNorm"  # in the names of torch's classes, whatever their number of dimensions
 
 
 def _require_repeatable(network: nn.Module) -> None:
     for name, part in network.named_modules():
-        if part.training and isinstance(part, _UNREPEATABLE):
+        kinds = [cls.__name__ for cls in type(part).__mro__]
+        if part.training and any(word in kind for word in _UNREPEATABLE for kind in kinds):
             raise ValueError(
                 f"DeepBasis's network has a {type(part).__name__} in training mode at {name or 'its top'!r}, whose "
                 "output differs from call to call; call network.eval(), or use LayerNorm and weight decay."
@@ -146,7 +132,3 @@ def _require_repeatable(network: nn.Module) -> None:
                 f"DeepBasis's network draws {sorted(part._pyro_samples)} anew at each call, and a kernel calls it "
                 "several times. Draw the weights by pyro.sample in the model and give DeepBasis a function of them."
             )
-
-
-def _name(network: Any) -> str:
-    return getattr(network, "__name__", type(network).__name__)

@@ -115,7 +115,7 @@ class Derivative(Kernel):
         inner, along, slopes = _split(x)
         if self.kernel.features(inner) is None:
             return None
-        value, change = _jvp(lambda x: _as_tensor(self.kernel.features(x)), (inner,), (along,))
+        value, change = _jvp(self.kernel.features, (inner,), (along,))
         return torch.where(slopes[..., None], change, value)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
@@ -138,18 +138,10 @@ class Derivative(Kernel):
             )
         self.kernel.check_inputs(x[..., :-1])
 
-    def _repr_arguments(self) -> str:
-        return repr(self.kernel)
-
 
 def _jvp(function: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> tuple[Any, Any]:
     value, change, *_ = torch.func.jvp(function, primals, tangents)
     return value, change
-
-
-def _as_tensor(found: Optional[Tensor]) -> Tensor:
-    assert found is not None
-    return found
 
 
 def _is_rough(kernel: Any) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..numerics.linalg import row_squares
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
-from .base import Explicit, Scalar, as_tensor, describe, per_column, positive
+from .base import Explicit, Scalar, as_tensor, per_column, positive
 
 
 class FeatureKernel(Kernel):
@@ -95,9 +95,6 @@ class Polynomial(FeatureKernel):
             columns.append(math.sqrt(count) * functools.reduce(torch.mul, (a[..., i] for i in powers)))
         return torch.stack(columns, -1)
 
-    def _repr_arguments(self) -> str:
-        return f"{self.degree}, bias={describe(self.bias)}"
-
 
 class RandomFourier(FeatureKernel):
     """k = (1/R) Σ_r cos ω_rᵀ(x − x')/ℓ: R random Fourier features of a stationary kernel (Rahimi and Recht, 2007).
@@ -150,9 +147,6 @@ class RandomFourier(FeatureKernel):
 
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
-
-    def _repr_arguments(self) -> str:
-        return f"{describe(self.omega)}, {describe(self.lengthscale)}"
 
 
 class White(FeatureKernel):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..numerics.chunks import in_pieces
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel, Product, Select, as_kernel
-from .base import as_tensor, describe
+from .base import as_tensor
 
 _SPLITS = 4  # of a square of pairs of patches, of which the part above the diagonal is evaluated
 
@@ -204,11 +204,6 @@ class Convolutional(Kernel):
         cost = broadcast_shapes(self.batch_shape, p.shape[1:-2]).numel() * num**2
         return in_pieces(variance, p.shape[0], cost, p, 0).movedim(0, -1)
 
-    def _repr_arguments(self) -> str:
-        weights = "" if self.weights is None else f", weights={describe(self.weights)}"
-        stride = "" if self.stride == 1 else f", stride={self.stride}"
-        return f"{self.base!r}, {self.image_shape}, {self.patch_shape}{weights}{stride}"
-
 
 class TICK(Convolutional):
     """f(x) = Σ_p w_p g(x[p], l_p): the response g knows where the patch is (Dutordoir et al., 2020).
@@ -278,10 +273,6 @@ class TICK(Convolutional):
 
     def _pairwise(self, like: Tensor) -> Tensor:
         return super()._pairwise(like) * self.location(self.locations(like))
-
-    def _repr_arguments(self) -> str:
-        base, rest = repr(self.base), super()._repr_arguments()
-        return f"{base}, {self.location!r}{rest[len(base) :]}"
 
 
 def _inner(k: Tensor, mix: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class Stationary(Kernel):
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
 
-    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Any:
         return self.unit_frequencies(shape, x) / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
 
@@ -284,14 +284,10 @@ class RationalQuadratic(Stationary):
         return RBF.unit_frequencies(shape, x)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
-        alpha = as_tensor(self.alpha, x)
-        alpha = alpha[..., None].expand(*alpha.shape, shape[-1]) if alpha.dim() else alpha
+        alpha = as_tensor(self.alpha, x)[..., None].expand(*shape)
         # exp(−τs/2) with τ ~ Gamma(α, rate α) averages to (1 + s/(2α))^(−α).
-        tau = torch.distributions.Gamma(alpha, alpha).sample(
-            torch.Size(shape[: len(shape) - alpha.dim()]) if alpha.dim() else torch.Size(shape)
-        )
-        omega = super().frequencies(shape, x)
-        return None if omega is None else tau.sqrt()[..., None] * omega
+        tau = torch.distributions.Gamma(alpha, alpha).sample()
+        return tau.sqrt()[..., None] * super().frequencies(shape, x)
 
 
 class Periodic(RBF):

@@ -33,13 +33,6 @@ def times_lower(a: Tensor, lower: Tensor) -> Tensor:
     return torch.cat([a[..., i:] @ lower[i:, i:j] for i, j in _blocks(lower.shape[-1])], -1)
 
 
-def times_upper(a: Tensor, lower: Tensor) -> Tensor:
-    """ALᵀ, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
-    if lower.shape[-1] < _LARGE or lower.dim() > 2:
-        return a @ lower.mT
-    return torch.cat([a[..., :j] @ lower[i:j, :j].mT for i, j in _blocks(lower.shape[-1])], -1)
-
-
 def tril_of_product(a: Tensor, b: Tensor, symmetric: bool = False, lower: bool = False) -> Tensor:
     """AᵀB, ``(..., M, M)``, up to the last block on the diagonal of each row; what is above means nothing.
 

@@ -21,7 +21,6 @@ from .factors import (
     over_upper,
     solve_lower,
     times_lower,
-    times_upper,
     tril_of_product,
     turn_of,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "sum_blocks",
     "times",
     "times_lower",
-    "times_upper",
     "tril_of_product",
     "turn_of",
     "variance_floor",
