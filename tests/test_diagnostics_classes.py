@@ -38,9 +38,8 @@ def likelihood(model, f):
 def test_log_scores_of_classes(model):
     """Those of dense predictive probabilities, from draws of the marginals of f; there are no intervals."""
     x = torch.rand(120, 1)
-    y = likelihood(
-        model, GaussianProcess(4 * kernels.RBF(0.3), x).sample((3,) if model is softmax_model else ())
-    ).sample()
+    f = GaussianProcess(4 * kernels.RBF(0.3), x).sample((3,) if model is softmax_model else ())
+    y = likelihood(model, f).sample()
     guide = trained(model, SVGP(12), x[:40], y[:40], steps=18, lr=0.1, loss=TraceQuadrature_ELBO(4))
     x, y = x[40:], y[40:]
     q = guide.posterior(x)["f"]

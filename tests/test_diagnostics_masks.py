@@ -184,15 +184,3 @@ def test_a_site_that_is_left_out_whole_is_named(several):
             score(model, guide, x, y, none, **options)
         if several:
             score(model, guide, x, y, none, num_samples=30, var_name="z")
-
-
-def test_scores_of_one_draw_have_no_coverage():
-    def model(x, y):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        observed(dist.Poisson(f.exp()), y)
-
-    x = torch.rand(8, 1)
-    y = torch.ones(8)
-    scores = diagnostics.predictive_scores(model, fitted(model, x, y), x, y, num_samples=1)
-    assert np.isnan(scores.coverage(0.9))
-    assert np.isnan(scores.summary["mean"]["coverage_90%"])
