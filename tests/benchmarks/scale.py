@@ -1,7 +1,7 @@
 """How a training step's time and a process's memory grow with rows, inducing points, terms and outputs. Makes scale.md.
 
-python tests/benchmarks/scale.py sizes [--rounds 7] [--out FILE]      one thread
-python tests/benchmarks/scale.py cores [--rounds 7] [--out FILE]      two threads, and two processes by torchrun
+python tests/benchmarks/scale.py sizes [--rounds 7] [--only rows points terms outputs]      one thread
+python tests/benchmarks/scale.py cores [--rounds 7]                        two threads, and two processes by torchrun
 
 A normal likelihood, parameters for hyperparameters, Adam and natural steps, float32, two columns (of additive kernels
 one a term). Each size is a process of its own: time is the median of its steps, in CPU time; memory is what the process
@@ -73,10 +73,10 @@ def one_size(name, size, rounds):
     return statistics.median(milliseconds), (getrusage(RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-def sizes(page, rounds):
-    """A table of the sweeps."""
+def sizes(page, rounds, only):
+    """A table of sweeps."""
     page.head("what grows", "to", "step (ms)", "exponent", "claimed", "memory (MB)", "exponent of memory")
-    for name, (steps, claim, *_) in SWEEPS.items():
+    for name, (steps, claim, *_) in [each for each in SWEEPS.items() if each[0].split(",")[0] in only]:
         last = None
         for size in steps:
             with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -109,7 +109,7 @@ def by(processes, threads, rounds, how="apart"):
     return map(float, subprocess.run([sys.executable, *command, "--rounds", str(rounds)], **options).stdout.split())
 
 
-def cores(page, rounds):
+def cores(page, rounds, _):
     """A table of a second thread, and of a second process with as many rows again, on its own and joined."""
     heads = "M, rows a process", "1 thread (ms)", "2 threads", "2 processes apart", "2 processes joined"
     page.head(*heads, "speed of 2 threads", "rows a second, apart", "rows a second, joined")
@@ -120,14 +120,16 @@ def cores(page, rounds):
 
 
 def main():
-    options = bench.parsed(__doc__, "sizes", "cores", "apart", "joined", rounds=7, out=None)
+    options = bench.parsed(
+        __doc__, "sizes", "cores", "apart", "joined", rounds=7, only=["rows", "points", "terms", "outputs"], out=None
+    )
     if options.part in ("apart", "joined"):
         worker(options.rounds, options.part == "joined")
     else:
         page = bench.Page(options.out)
         torch.set_num_threads(1)
         page.say(f"{bench.machine()}, float32, {options.rounds} rounds", "")
-        {"sizes": sizes, "cores": cores}[options.part](page, options.rounds)
+        {"sizes": sizes, "cores": cores}[options.part](page, options.rounds, options.only)
 
 
 if __name__ == "__main__":
