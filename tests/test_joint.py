@@ -104,12 +104,12 @@ def test_two_functions_that_are_added_have_the_dense_posterior(kind, sign):
     assert sign * covariance[:N, N:].diagonal().mean() < -0.1
 
 
-@pytest.mark.parametrize("likelihood", ["both", "exp", "sigmoid", "softplus", "odd"])
+@pytest.mark.parametrize("likelihood", ["both", "counts", "sigmoid", "softplus", "odd"])
 def test_one_run_has_the_bound_of_a_mapped_one(likelihood):
     x, y = _data()
     made = {
         "both": lambda f, g: dist.StudentT(4.0, f, g.exp()),
-        "exp": lambda f, g: dist.Poisson(f.exp()),
+        "counts": lambda f, g: dist.NegativeBinomial(3.0, logits=f),
         "sigmoid": lambda f, g: dist.Bernoulli(g.sigmoid()),
         "softplus": lambda f, g: dist.Gamma(torch.nn.functional.softplus(f, 2.0), 1.0),
         "odd": lambda f, g: dist.StudentT(4.0, f * g, 1.0),
