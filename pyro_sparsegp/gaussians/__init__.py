@@ -5,7 +5,7 @@ from .drawn import Drawn, DrawnGaussian
 from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
 from .free import BlockCholesky, CholeskyIdentity, Diagonal, FullCholesky, Identity, Unwhitened
 from .natural import NaturalGaussian
-from .natural_at_rows import NaturalAtOutputs, NaturalAtRows
+from .natural_at_rows import NaturalAtOutputs, NaturalAtRows, NaturalAtValues
 from .natural_low_rank import NaturalLowRank
 from .optimal import from_natural, optimal, seen_from, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
@@ -35,6 +35,7 @@ __all__ = [
     "LowRankGaussian",
     "NaturalAtOutputs",
     "NaturalAtRows",
+    "NaturalAtValues",
     "NaturalGaussian",
     "NaturalLowRank",
     "Part",

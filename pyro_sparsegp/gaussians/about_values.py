@@ -103,7 +103,7 @@ class _Known(Function):
         half = half if by_trace is None else half.addcmul_(covariance, by_trace)  # VS
         if stays is None:
             # SVS; in place from here on: memory that is new costs more than numbers
-            own, inner, beside = covariance[None], tril_of_product(covariance, half)[None], half[None]
+            own, inner, beside = covariance[None], tril_of_product(covariance, half, symmetric=True)[None], half[None]
         else:
             wide, other = stack.spread(covariance), stack.spread(half)
             own, beside, shape = stack.diagonal(wide), stack.diagonal(other), (len(stack.sizes), stack.size, -1)
@@ -244,8 +244,9 @@ class AboutValues(Natural):
             seen = self._seen_from(seat, level)
             return self._given(seen), seen
         seen = self._seen_from(None if seat is None else seat.detach(), None if level is None else level.detach())
-        moves = seat is not None and self.seat.numel() > 0
-        turn, stays = (turn_of(seat), self._stays) if moves else (None, None)
+        turn = stays = None
+        if seat is not None and self.seat.numel():
+            turn, stays = self._turn_of(seat), self._stays
         loc, covariance, trace, log_det = _Known.apply(*self._inverse(seen), stays, turn, self._stack)
         if seat is not None and level is not None and level.requires_grad and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
@@ -258,6 +259,10 @@ class AboutValues(Natural):
 
         factor = CovarianceFactor(loc, covariance, trace, log_det, root)
         return Product(self.sizes, [factor], [range(len(self.sizes))]), seen
+
+    def _turn_of(self, seat: Tensor) -> Tensor:
+        """What has the derivative of T from where L is."""
+        return turn_of(seat)
 
     def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:
         """The coefficients of a constant, whose values at u are given."""

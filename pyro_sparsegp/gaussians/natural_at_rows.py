@@ -23,7 +23,6 @@ from .natural import NaturalGaussian
 from .record import Pass
 from .steps import Falling
 
-_LEAST = 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
 _LOST = 0.05  # the part of a change that features do not span, of their size, beyond which sites of before count for 0
 
 
@@ -35,6 +34,7 @@ class NaturalAtRows(NaturalGaussian):
     in which features train, sites are about w.
     """
 
+    least = 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
     _follows = False
 
     def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
@@ -52,26 +52,30 @@ class NaturalAtRows(NaturalGaussian):
         self._follows = anchor is not None
         return None if anchor is None else anchor.contiguous()
 
+    def _blocks(self, seat: Tensor) -> list[Tensor]:
+        """A of each block of coefficients that move by themselves."""
+        return [seat]
+
     def _turned(self, seat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kept = self._kept("loc")
+        kept, before, now = self._kept("loc"), self._blocks(self.seat), self._blocks(seat)
         # In float64 where there is such: the rounding of TᵀGT in float32 may be more than the prior's precision.
-        turn = nearest(self.seat, seat)
-        gram, loc = self.gram.to(turn), kept.to(turn)
+        turns = [nearest(a, b, self.least) for a, b in zip(before, now)]
+        gram, loc = self.gram.to(turns[0]), kept.to(turns[0])
         with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
-            wide = seat.to(turn)
             # a = m + (AᵀA + εI)⁻¹Aᵀ(A₀ − A)m, near T⁻¹m
-            back = wide.mT @ ((self.seat.to(turn) - wide) @ loc[..., None])
-            near = (loc + torch.cholesky_solve(back, _normal(wide))[..., 0]).to(kept)
+            columns = loc[..., None].split([block.shape[-1] for block in now], -2)
+            moves = [_towards(b, _times(a - b, m), self.least) for a, b, m in zip(before, now, columns)]
+            near = (loc + torch.cat(moves, -2)[..., 0]).to(kept)
         # Tᵀ(I + G)m − (I + TᵀGT)a, by differences that are small
-        along = loc + (gram @ (loc - (turn @ near.to(turn)[..., None])[..., 0])[..., None])[..., 0]
-        rest = (turn.mT @ along[..., None])[..., 0] - near
-        # TᵀGT
-        return (turn.mT @ gram @ turn).to(self.gram), near, rest.to(kept)
+        along = loc[..., None] + gram @ (loc[..., None] - _each(turns, near.to(loc)[..., None]))
+        rest = _each(turns, along, True)[..., 0] - near
+        # TᵀGT = (Tᵀ(TᵀG)ᵀ)ᵀ
+        return _each(turns, _each(turns, gram, True).mT, True).to(self.gram), near, rest.to(kept)
 
     def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:
         wide = seat.to(wider(seat))
         rows = constant[..., :1].to(wide).expand(*constant.shape[:-1], seat.shape[-2])
-        return torch.cholesky_solve(wide.mT @ rows[..., None], _normal(wide))[..., 0].to(constant)
+        return _towards(wide, rows[..., None], self.least)[..., 0].to(constant)
 
 
 class NaturalAtOutputs(NaturalAtRows):
@@ -101,25 +105,63 @@ class NaturalAtOutputs(NaturalAtRows):
             before = self.seat.to(wider(self.seat))
             size = before.square().sum().clamp(min=torch.finfo(before.dtype).tiny)
             # ‖A₀T − A‖²/‖A₀‖²
-            lost = (before @ nearest(self.seat, now) - now).square().sum() / size
+            lost = (before @ nearest(self.seat, now, self.least) - now).square().sum() / size
             rate = (lost.sqrt() / _LOST).clamp(rate, 1.0).to(now)
         return rate
 
 
-def nearest(before: Tensor, now: Tensor) -> Tensor:
-    """T, ``(..., M, M)``, with A₀T ≈ A; in float64 where there is such.
+class NaturalAtValues(NaturalAtRows):
+    """As :class:`NaturalAtRows`, of several blocks: sites are about the values of functions at rows of data, and about
+    latents' own, which neither hyperparameters nor inducing inputs change.
 
-    :param before: A₀, ``(..., K, M)``.
-    :param now: A, of that shape.
+    An anchor is A, ``(K, M)``, of each block; or a latent's L, ``(M, M)``, or the diagonal of that, ``(M,)``.
     """
-    wide = before.to(wider(before))
+
+    least = 1e-8
+    _shapes: Sequence[torch.Size] = ()
+
+    def _seat(self, anchor: Sequence[Tensor]) -> Tensor:
+        self._shapes = [block.shape for block in anchor]
+        return torch.cat([block.reshape(-1) for block in anchor])
+
+    def _blocks(self, seat: Tensor) -> list[Tensor]:
+        parts = seat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes)]
+
+    def _turn_of(self, seat: Tensor) -> Tensor:
+        turns = [nearest(block.detach(), block, self.least) for block in self._blocks(seat)]
+        return torch.block_diag(*[turn if turn.dim() > 1 else turn.diag() for turn in turns]).to(seat)
+
+
+def nearest(before: Tensor, now: Tensor, least: float) -> Tensor:
+    """T, ``(..., M, M)``, with A₀T ≈ A, or the diagonal of that; in float64 where there is such.
+
+    :param before: A₀, ``(..., K, M)``, or a diagonal, ``(M,)``.
+    :param now: A, of that shape.
+    :param least: ε.
+    """
     # I + (A₀ᵀA₀ + εI)⁻¹A₀ᵀ(A − A₀)
-    return plus_one(torch.cholesky_solve(wide.mT @ (now - before).to(wide), _normal(wide)))
+    return now / before if now.dim() == 1 else plus_one(_towards(before, now - before, least))
 
 
-def _normal(wide: Tensor) -> Tensor:
-    """The lower Cholesky factor of AᵀA + εI."""
+def _times(block: Tensor, x: Tensor) -> Tensor:
+    """AX, ``(..., K, n)``, of A or a diagonal."""
+    return block[:, None] * x if block.dim() == 1 else block @ x
+
+
+def _each(turns: Sequence[Tensor], x: Tensor, transposed: bool = False) -> Tensor:
+    """blockdiag(T)X, ``(..., ΣM, n)``, or with Tᵀ."""
+    parts = x.split([turn.shape[-1] for turn in turns], -2)
+    return torch.cat([_times(t.mT if transposed and t.dim() > 1 else t, part) for t, part in zip(turns, parts)], -2)
+
+
+def _towards(block: Tensor, right: Tensor, least: float) -> Tensor:
+    """(AᵀA + εI)⁻¹AᵀX, ``(..., M, n)``, of A, ``(..., K, M)``, or a diagonal; in float64 where there is such."""
+    if block.dim() == 1:
+        return right / block[:, None]
+    wide = block.to(wider(block))
     normal = wide.mT @ wide
-    least = max(_LEAST, rounding(normal)) * normal.diagonal(dim1=-2, dim2=-1).mean(-1)
-    least = least.clamp(min=torch.finfo(normal.dtype).eps)[..., None]  # features may all be 0
-    return cholesky(normal + torch.diag_embed(least.expand(normal.shape[:-1])), 0.0, "AᵀA of natural steps")
+    shift = max(least, rounding(normal)) * normal.diagonal(dim1=-2, dim2=-1).mean(-1)
+    shift = shift.clamp(min=torch.finfo(normal.dtype).eps)[..., None]  # features may all be 0
+    factor = cholesky(normal + torch.diag_embed(shift.expand(normal.shape[:-1])), 0.0, "AᵀA of natural steps")
+    return torch.cholesky_solve(wide.mT @ right.to(wide), factor)

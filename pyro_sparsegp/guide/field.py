@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..approximations.optimal import ExactGP
-from ..gaussians import FullCholesky, NaturalGaussian, Shared
-from ..numerics.linalg import cholesky
+from ..gaussians import FullCholesky, NaturalAtValues, Shared
+from ..numerics.linalg import cholesky, side_by_side
 from ..program.declared import parameters
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from ..program.traces import all_sites, as_process, bare, fill_masked, is_left_out, repeatable, sample_sites
 from .known import KnownGuide
+from .networks import rows_kept
 
 __all__ = [
     "LARGEST",
@@ -38,6 +39,7 @@ __all__ = [
     "basis_of",
     "hyperparameters_among",
     "is_normal_prior",
+    "keep_rows",
     "make_field",
     "residuals_of",
     "run_standardised",
@@ -60,10 +62,10 @@ def standardised(prior: Any, z: Tensor) -> Tensor:
 
 
 def _scale_of(prior: Any) -> Tensor:
-    """L of all values of a normal prior, ``(n, n)``."""
+    """L of all values of a normal prior, ``(n, n)``, or its diagonal, ``(n,)``."""
     fn = bare(prior)
     if isinstance(fn, dist.Normal):
-        return fn.scale.expand(prior.shape()).reshape(-1).diag()
+        return fn.scale.expand(prior.shape()).reshape(-1)
     tril = fn.scale_tril.expand(*prior.shape(), prior.shape()[-1])
     return torch.block_diag(*tril.reshape(-1, *tril.shape[-2:]))
 
@@ -285,27 +287,30 @@ def hyperparameters_among(
 def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     """Make q(x), in the place of the members' own posteriors."""
     sizes = [size for own in field.values() for size in own]
-    made = NaturalGaussian(sizes, (), guide.like.new_zeros(1), kind=FullCholesky)
+    made = NaturalAtValues(sizes, (), guide.like.new_zeros(1), kind=FullCholesky)
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
+
+
+def keep_rows(guide: KnownGuide, inputs: Mapping[int, Tensor]) -> None:
+    """Keep some inputs of GP sites, by their numbers among the members, at which q(x) is about their values."""
+    for i, x in inputs.items():
+        size = sum(list(guide.facts.field.values())[i])
+        guide.field.register_buffer(f"rows_{i}", x.detach()[rows_kept(x, size)])
 
 
 def anchor_of(
     guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], theta: Mapping[str, Tensor]
-) -> Tensor:
-    """L with u = Lx, whose meaning hyperparameters do not change: values at inducing inputs, and latents' own, times
-    what the program multiplies them by.
+) -> list[Tensor]:
+    """Of each member A with u = Ax, whose meaning hyperparameters and inducing inputs do not change: its values at some
+    rows, and a latent's own, times what the program multiplies them by; of independent values a diagonal.
 
     :param theta: hyperparameters in unconstrained space.
     """
     parts: list[Tensor] = []
-    for name, sizes in guide.facts.field.items():
+    for i, name in enumerate(guide.facts.field):
         own = guide.facts.factors.get(name, {})
         logs = [theta[other].reshape(-1) @ theta[other].new_tensor(slope) for other, slope in own.items()]
         factor: Any = sum(logs).exp() if logs else 1.0  # type: ignore[union-attr]
-        if name not in bases:
-            parts.append(factor * _scale_of(priors[name]))
-            continue
-        for size, block in zip(sizes, bases[name].anchors):
-            plain = torch.eye(size, dtype=guide.like.dtype, device=guide.like.device) if block is None else block
-            parts.append(factor * plain)
-    return torch.block_diag(*parts).to(guide.like)  # priors of Python numbers have the default dtype
+        at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
+        parts.append((factor * at).to(guide.like))  # priors of Python numbers have the default dtype
+    return parts

@@ -89,6 +89,10 @@ def rows_to_follow(process: GaussianProcess, size: int) -> Optional[tuple[Tensor
         tolerance = torch.finfo(x.dtype).eps ** 0.5
         same = torch.allclose(trace.nodes["_RETURN"]["value"], x[some], tolerance, tolerance)
         if same and not any(is_free(site) for _, site in all_sites(trace)):
-            kept = torch.linspace(0, num - 1, min(num, max(_ROWS, _EACH * size)), device=x.device).long()
-            return inputs[kept], origin.parameters
+            return inputs[rows_kept(x, size)], origin.parameters
     return None
+
+
+def rows_kept(x: Tensor, size: int) -> Tensor:
+    """The numbers of rows, of all that x has, that tell how ``size`` features move."""
+    return torch.linspace(0, len(x) - 1, min(len(x), max(_ROWS, _EACH * size)), device=x.device).long()

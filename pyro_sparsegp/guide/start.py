@@ -33,6 +33,7 @@ from .field import (
     at_zero,
     hyperparameters_among,
     is_normal_prior,
+    keep_rows,
     make_field,
     residuals_of,
     run_standardised,
@@ -286,6 +287,7 @@ class Search:
                 module.basis = InducingPoints([self.inputs[name]], trainable=False)
                 facts.gps[name] = module.spec()
         make_field(guide, facts.field)
+        keep_rows(guide, {i: self.inputs[name] for i, name in enumerate(field) if name in facts.gps})
         drop_latents(guide, [name for name in field if name not in facts.gps])
         anchor = anchor_of(guide, handler.bases, handler.priors, nested.theta_of(mode))
         self._put(guide.field.coefficients, anchor, index_of(layout.rows, field), best)

@@ -16,7 +16,7 @@ from ..program.data import TrainingData
 from ..program.facts import Structure
 from .conditions import conditions_now
 from .coupled import couple
-from .field import make_field
+from .field import keep_rows, make_field
 from .joint import join, require_by_rows
 from .known import Core, KnownGuide
 from .messenger import SiteMessenger
@@ -57,6 +57,8 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
         couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
     if fresh and facts.field:
         make_field(guide, facts.field)
+    held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
+    keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
     if "data" in saved:
         data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
         core.data = data.mapped(lambda tensor: _placed(tensor, guide.like), guide.model)
