@@ -49,7 +49,7 @@ def test_sbc_of_hyperparameters_and_refusals():
         return trained(regression, SGPR(6), x, y, steps=2)
 
     options = {"num_simulations": 2, "num_samples": 9, "progress": False}
-    tree = diagnostics.sbc(regression, fit, x, rows=[0, 3, 4], **options)
+    tree = diagnostics.sbc(regression, fit, x, rows=3, **options)
     assert {name: array.shape for name, array in tree["prior_sbc"].data_vars.items()} == {
         "scale": (1, 2),
         "length": (1, 2, 2),
@@ -91,7 +91,7 @@ def test_stock_plots_take_the_trees(pictures):
     plots.plot_ppc_dist(tree)
     plots.plot_khat(diagnostics.loo(tree, target="none"))
     assert {"scale", "noise"} <= set(stats.summary(tree, var_names=names).index)
-    ranks = diagnostics.sbc(model, fit_sgpr, X, num_simulations=3, num_samples=9, rows=[3], progress=False)
+    ranks = diagnostics.sbc(model, fit_sgpr, X, num_simulations=3, num_samples=9, rows=1, progress=False)
     plots.plot_ecdf_pit(ranks)
     scores = diagnostics.predictive_scores(regression, guide, x, y, num_samples=5)
     plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["data"])
@@ -99,10 +99,9 @@ def test_stock_plots_take_the_trees(pictures):
 
 def test_rows_that_are_not_there():
     x, _ = data(num=20)
-    how_many, numbers = "sbc's rows must be how many", r"sbc's rows must be row numbers of site 'f', 0 to 19"
-    for message, given in ((how_many, (0, -2, ())), (numbers, ([100], [0, 20], [-21]))):
-        for rows in given:
-            refused(message, diagnostics.sbc, model, fit_sgpr, x, rows=rows, num_simulations=1, progress=False)
+    for rows in (0, -2, [3]):
+        message = "sbc's rows must be a whole number of at least 1"
+        refused(message, diagnostics.sbc, model, fit_sgpr, x, rows=rows, num_simulations=1, progress=False)
 
 
 @pytest.mark.parametrize("name", ["HMC", "History", "NUTS", "StoppingRule", "add_history", "plot_ribbon", "resample"])

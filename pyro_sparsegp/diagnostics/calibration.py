@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional, Union
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
 
 import numpy as np
 import pyro
@@ -25,7 +25,7 @@ def sbc(
     *args: Any,
     num_simulations: int = 200,
     num_samples: int = 199,
-    rows: Union[int, Sequence[int]] = 4,
+    rows: int = 4,
     observed: Optional[Mapping[str, str]] = None,
     progress: bool = True,
     seed: int = 0,
@@ -50,7 +50,7 @@ def sbc(
     :param args: the model's arguments without observations.
     :param num_simulations: fits.
     :param num_samples: L, posterior draws of each; ranks are 0 to L.
-    :param rows: of function values, those ranked: so many rows spread evenly, or row numbers.
+    :param rows: how many function values are ranked, spread evenly over the rows.
     :param observed: for observed sites, the name of the argument that takes their values, if it is not the site's.
     :param progress: whether to show a progress bar.
     :param seed: simulation s has the seed ``seed + s``: trees of other seeds, from other processes, may be joined by
@@ -69,8 +69,7 @@ def sbc(
         )
     require_number("num_simulations", num_simulations)
     require_number("num_samples", num_samples)
-    if (rows if isinstance(rows, int) else len(rows)) < 1:
-        raise ValueError(f"sbc's rows must be how many, at least 1, or a sequence of row numbers, got {rows!r}")
+    require_number("sbc's rows", rows)
     found, names = [], dict(observed or {})
     with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
         source = PriorSource(model, args, kwargs, list(names))
@@ -84,7 +83,7 @@ def sbc(
 
 
 def _ranks(
-    source: PriorSource, fit: Callable, observed: dict[str, str], num_samples: int, rows: Union[int, Sequence[int]]
+    source: PriorSource, fit: Callable, observed: dict[str, str], num_samples: int, rows: int
 ) -> dict[str, np.ndarray]:
     """The normalised ranks of one simulation."""
     truth, args, kwargs = source.make({}), source.args, source.kwargs
@@ -113,11 +112,8 @@ def _ranks(
     shared = [name for name in truth.values if not plates[name] & of_data and not guide.is_point(name)]
     ranks = {name: _rank(draws[name], truth.values[name]) for name in shared}
     for name, value in truth.functions.items():
-        last = value.shape[-1] - 1
-        spread = np.linspace(0, last, min(rows, last + 1)).round().astype(int) if isinstance(rows, int) else rows
-        chosen = list(spread)
-        if not all(-last - 1 <= row <= last for row in chosen):
-            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {last}, got {chosen}")
+        num = value.shape[-1]
+        chosen = np.linspace(0, num - 1, min(rows, num)).round().astype(int)
         ranks[name] = _rank(draws[name][..., chosen], value[..., chosen])
     return ranks
 

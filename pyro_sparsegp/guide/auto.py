@@ -74,7 +74,6 @@ class AutoSparseGP(SavedGuide):
         Mean field is cheaper for thousands of latents, but its intervals are too narrow. By default there are none.
     :param start: hyperparameters start at their posterior mode ("mode", default) or at ``init_loc_fn`` (``None``).
     :param coupled: removed: raises a ValueError. Latents have a joint posterior by default.
-    :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     :raises ValueError: if ``model`` or ``families`` are invalid; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
     """
@@ -90,11 +89,10 @@ class AutoSparseGP(SavedGuide):
         independent_draws: Collection[str] = (),
         independent: Union[bool, Collection[str]] = (),
         start: Optional[str] = "mode",
-        amortized_plates: tuple[str, ...] = (),
         coupled: Any = None,
     ) -> None:
         require_arguments(model, families, independent_draws, independent, coupled, start)
-        options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale, "amortized_plates": amortized_plates}
+        options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
         search = start is not None
         super().__init__(model, families, point_estimates, independent_draws, independent, search, **options)
         self._asked: Optional[Callable[[tuple, dict[str, Any]], Optional[Run]]] = None  # makes an objective's run

@@ -87,7 +87,7 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
             warn_of_groups(guide.warned, name, plates)
         return new
     # Values of other groups would be taken: test_known_groups.py.
-    if differ and not set(plates) & set(guide.amortized_plates):
+    if differ:
         raise ValueError(
             f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: it has no values for "
             "new groups. Give plates of the learned sizes; or put the data into the latent's own plate, so that "
