@@ -2,8 +2,7 @@
 
 The P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)] is the maximum likelihood estimate of factor analysis for
 the "covariance" P̂. Sweeps of its expectation maximisation go there (Rubin and Thayer, 1982), with expanded parameters
-(Liu, Rubin and Wu, 1998); they need P̂ times few vectors, and its blocks on the diagonal. From a dense P̂ alone, without
-a start: :func:`nearest`.
+(Liu, Rubin and Wu, 1998); they need P̂ times few vectors, and its blocks on the diagonal.
 
 D is a stack, ``(..., C, M, M)``, and B flat, ``(..., C·M, R)``: :class:`~.stack.Stack`.
 """
@@ -21,7 +20,6 @@ from ..numerics.processes import joined
 from .stack import Stack, each_times, eye_like, solved
 
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
-_MOST = 50  # updates of nearest
 
 
 def above_one(matrix: Tensor, made_of: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,33 +195,3 @@ def sweep(
 def lifted(blocks: Tensor, aims: Tensor) -> Tensor:
     """D of a sweep, to be factorised: where B has nearly all of a block of P̂, what is left is rounding, of any sign."""
     return _lifted(blocks.clone(), _SHARE * torch.finfo(blocks.dtype).eps * aims.diagonal(dim1=-2, dim2=-1))
-
-
-def nearest(precision: Tensor, stack: Stack, rank: int, base: bool) -> tuple[Tensor, Tensor]:
-    """A stack D and a flat B of the P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], or one near it.
-
-    Given D = RRᵀ the best B is RU(Λ − I)₊^½, with the leading eigenvectors U and eigenvalues Λ of R⁻¹P̂R⁻ᵀ, and where
-    the divergence is least P has the blocks of P̂ (Lawley, 1940). The two are repeated from these blocks; of a full rank
-    D = I is exact.
-
-    :param precision: P̂, ``(..., ΣM, ΣM)``.
-    :param base: whether D is free; else it is I.
-    """
-    aim = stack.spread(precision)
-    low_rank, is_whole = aim[..., :0], not base or rank >= precision.shape[-1]
-    for _ in range(1 if is_whole else _MOST):
-        blocks = stack.diagonal(
-            torch.diag_embed(torch.ones_like(aim[..., 0])) if is_whole else aim - low_rank @ low_rank.mT
-        )
-        root = cholesky(blocks, 0.0, "a block of a low-rank precision")
-        # R⁻¹P̂R⁻ᵀ = UΛUᵀ, eigenvalues in ascending order
-        white = aim
-        for _ in range(2):
-            white = solve_lower(root, stack.cut(white.mT.contiguous())).flatten(-3, -2)
-        values, vectors = torch.linalg.eigh(0.5 * (white + white.mT))
-        scaled = vectors * (values[..., None, :] - 1).clamp(min=0).sqrt()
-        scaled = torch.nn.functional.pad(scaled, (rank, 0))[..., scaled.shape[-1] :]  # of the leading ones
-        low_rank = each_times(root, stack.cut(scaled)).flatten(-3, -2)
-    # Columns that have nothing to do stay small, not 0, from which no step leads away.
-    small = 1e-7 * torch.randn_like(low_rank) * stack.own(low_rank).flatten()[:, None]
-    return blocks, torch.where((low_rank == 0).all(-2, keepdim=True), small, low_rank)

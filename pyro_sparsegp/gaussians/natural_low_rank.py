@@ -19,7 +19,7 @@ from torch import Tensor
 from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, solve_lower
 from ..numerics.processes import largest
 from .about_values import AboutValues, Parts, Seen, softened
-from .factor_analysis import Formed, Products, above_one, lifted, nearest, sweep
+from .factor_analysis import Formed, Products, above_one, lifted, sweep
 from .precision import LowRankFactor, leading_directions, small_columns
 from .product import Product
 from .record import Pass, recorded
@@ -186,8 +186,9 @@ class NaturalLowRank(AboutValues):
         return parts[0], *above_one(block, block)
 
     def _nearest(self, precision: Tensor) -> Parts:
-        block, low_rank = nearest(precision, self._stack, self.rank, self.base)
-        return self._stack.cut(low_rank), *above_one(block, block)
+        # Without B the divergence is least where P has the blocks of P̂ on its diagonal; with B, absorb refuses.
+        block = self._stack.diagonal(self._stack.spread(precision))
+        return self._kept("low_rank"), *above_one(block, block)
 
     def _put_parts(self, parts: Parts) -> None:
         low_rank, block, gain = parts

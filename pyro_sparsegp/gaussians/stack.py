@@ -78,15 +78,11 @@ class Stack:
         shape = len(self.sizes), self.size
         return whole.view(*whole.shape[:-2], *shape, *shape).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
-    def wide_dense(self, blocks: Tensor, low_rank: Tensor, sign: int = 1) -> Tensor:
-        """blockdiag(D) ± BBᵀ of a stack D and a flat B, ``(..., C·M, C·M)``."""
+    def dense(self, blocks: Tensor, low_rank: Tensor, sign: int = 1) -> Tensor:
+        """blockdiag(D) ± BBᵀ of a stack D and a flat B, ``(..., ΣM_b, ΣM_b)``."""
         whole = (sign * low_rank) @ low_rank.mT
         self.diagonal(whole).add_(blocks)
-        return whole
-
-    def dense(self, blocks: Tensor, low_rank: Tensor, sign: int = 1) -> Tensor:
-        """The same, ``(..., ΣM_b, ΣM_b)``."""
-        return self.narrow(self.narrow(self.wide_dense(blocks, low_rank, sign)).mT).mT
+        return self.narrow(self.narrow(whole).mT).mT
 
     def spread(self, matrix: Tensor) -> Tensor:
         """A matrix of all coefficients, ``(..., ΣM_b, ΣM_b)``, as ``(..., C·M, C·M)``, I beyond the blocks' own."""

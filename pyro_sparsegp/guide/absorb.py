@@ -120,12 +120,13 @@ def _require_sums(guide: KnownGuide) -> None:
     if joint:
         raise ValueError(f"absorb: GP sites {joint} have one posterior. {_TOGETHER}.")
     for name, module in guide.modules_by_site().items():
-        if not isinstance(getattr(module, "coefficients", None), (NaturalGaussian, NaturalLowRank)):
+        known = getattr(module, "coefficients", None)
+        if not isinstance(known, NaturalGaussian) and not (isinstance(known, NaturalLowRank) and not known.rank):
             raise ValueError(
                 f"absorb: GP site {name!r} has the family {module.family['name']}, and absorb adds to the sums that "
-                "natural steps keep. On sites, by expectation propagation or with natural=False: train on old and new "
-                "rows together, after guide.forget_data() and then guide(x, y); or take SVGP or OrthogonalInducing "
-                "with natural=True."
+                "natural steps keep. On sites, by expectation propagation, of a low-rank precision or with "
+                "natural=False: train on old and new rows together, after guide.forget_data() and then guide(x, y); or "
+                "take SVGP, OrthogonalInducing or CoupledCovariance with natural=True."
             )
 
 
