@@ -148,18 +148,6 @@ def test_psis_refuses():
     refused("need no weights", diagnostics.psis, mcmc)
 
 
-def test_chains_are_weighted_together():
-    """Two guides' weights, each normalised by its own q, are towards one target: the nearer guide gets its due."""
-    x, y = smooth_data(30)
-    model = gaussian(KERNEL, NOISE)
-    guides = [on_a_grid(12, x, y, model) for _ in range(2)]
-    tree = diagnostics.to_datatree(model, guides, x, y, num_samples=30, exact=True, posterior_predictive=False)
-    found = diagnostics.psis(tree, target="exact")
-    shares = np.exp(found.log_weights).sum("draw").values
-    np.testing.assert_allclose(shares, 0.5, atol=0.05)
-    assert found.pareto_k.shape == (2,)
-
-
 def test_loo_is_the_exact_processes():
     """With inducing points at all distinct places, LOO is the exact GP's, point by point."""
     x, y = smooth_data(60)

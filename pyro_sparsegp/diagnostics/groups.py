@@ -46,7 +46,7 @@ class Table:
     :param coords: coordinate values by dimension.
     """
 
-    def __init__(self, shape: tuple[int, int], dtype: str, dims: Any = None, coords: Any = None) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: str, dims: Any = None, coords: Any = None) -> None:
         if dtype not in ("float16", "float32", "float64"):
             raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
         self.shape, self.start = shape, 0

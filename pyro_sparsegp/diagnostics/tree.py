@@ -43,8 +43,8 @@ def to_datatree(
     Its groups are ``posterior``, ``posterior_predictive``, ``log_likelihood``, ``log_prior``, ``sample_stats``,
     ``observed_data`` and ``constant_data``. ``predict`` adds ``predictions`` and ``predictions_constant_data``;
     ``prior`` adds ``prior`` and ``prior_predictive``. ``posterior`` holds the hyperparameters, and for each GP site f
-    the coefficients ``f_w`` of its basis, N(0, I) a priori. Draws have dimensions ``(chain, draw, ...)``. One fit is
-    one chain: several guides of the same model become several chains.
+    the coefficients ``f_w`` of its basis, N(0, I) a priori. Draws have dimensions ``(chain, draw, ...)``; a guide
+    is one chain, and ``xarray.concat`` joins trees of several.
 
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
     log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Row weights (``poutine.scale``) are the coordinate ``{site}_weight`` of
@@ -61,10 +61,10 @@ def to_datatree(
     are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes some 100 MB of memory.
 
     :param model: the model.
-    :param guide: a fitted guide, several of them in a list, an object that has a guide (SVI, expectation
-        propagation), an ``MCMC`` that has run, or its samples.
+    :param guide: a fitted guide, an object that has one (SVI, expectation propagation), an ``MCMC`` that has run, or
+        its samples.
     :param args: the model's training arguments, all rows, with observations.
-    :param num_samples: draws of each guide; MCMC gives one per sample.
+    :param num_samples: draws of a guide; MCMC gives one per sample.
     :param predict: the model's arguments at new inputs, observations left out: a tensor, a tuple or a mapping.
     :param prior: how many draws of the prior and of its predictions to add (:func:`prior_predictive`); 0 adds none.
     :param include_f: keep function values at the training inputs, ``(chain, draw, N)``.
@@ -81,30 +81,27 @@ def to_datatree(
     """
     require_number("num_samples", num_samples)
     require_number("prior", prior, 0)
-    results = guide if isinstance(guide, (list, tuple)) else [guide]
-    sources = [as_source(model, result, args, kwargs, exact) for result in results]
-    shape, new = _shape(sources, num_samples), None if predict is None else _arguments(predict)
-    first = sources[0]
-    attrs = {"model": name_of(model), "posterior": first.name, "family": first.families, "name": name}
+    source = as_source(model, guide, args, kwargs, exact)
+    shape, new = source.shape or (1, num_samples), None if predict is None else _arguments(predict)
+    attrs = {"model": name_of(model), "posterior": source.name, "family": source.families, "name": name}
     table = Table(shape, dtype, dims, coords)
     table.arrays["posterior"] = {}  # with draws, though function values that are left out may be all there is
     with seeded(seed):
-        for source in sources:
-            for draws in source.draws(shape[0] * shape[1] // len(sources), new, posterior_predictive):
-                groups = draws.groups(include_f)
-                if log_likelihood:
-                    densities = source.densities(draws)
-                    pointwise = {site: densities.integrated[site] for site in source.data if _pointwise}
-                    groups["log_likelihood"] = pointwise
-                    groups["sample_stats"] |= source.log_joints(draws, densities)
-                _put(table, source, draws, groups)
+        for draws in source.draws(shape[0] * shape[1], new, posterior_predictive):
+            groups = draws.groups(include_f)
+            if log_likelihood:
+                densities = source.densities(draws)
+                pointwise = {site: densities.integrated[site] for site in source.data if _pointwise}
+                groups["log_likelihood"] = pointwise
+                groups["sample_stats"] |= source.log_joints(draws, densities)
+            _put(table, source, draws, groups)
     if new is not None:
         table.fix("predictions_constant_data", constant_data(model, *new, {}))
     datasets = table.datasets(**attrs)
-    datasets["sample_stats"].attrs["target"] = first.target
+    datasets["sample_stats"].attrs["target"] = source.target
     if prior:
         table = Table((1, prior), dtype, dims, coords)
-        _draw_prior(table, (bare_model(model), args, kwargs, first.data), include_f, seed)
+        _draw_prior(table, (bare_model(model), args, kwargs, source.data), include_f, seed)
         datasets |= table.datasets(**attrs)
     return xarray.DataTree.from_dict(datasets, name=name)
 
@@ -121,16 +118,6 @@ def _put(table: Table, source: Source, draws: Draws, groups: Mapping[str, Mappin
         for variable, value in variables.items():
             table.put(group, variable, value)
     table.start += next(len(value) for part in vars(draws).values() for value in part.values())
-
-
-def _shape(sources: Sequence[Source], num_samples: int) -> tuple[int, int]:
-    """How many chains and draws: each guide is a chain, MCMC has its own."""
-    if not sources:
-        raise ValueError("to_datatree was given an empty list of guides")
-    own = [source.shape for source in sources if source.shape is not None]
-    if own and len(sources) > 1:
-        raise ValueError("to_datatree takes one MCMC result, whose chains it keeps, or a list of guides")
-    return (own[0][0], own[0][1]) if own else (len(sources), num_samples)
 
 
 def _arguments(predict: Arguments) -> Call:

@@ -28,26 +28,20 @@ class PSIS:
     posterior's draws to the target.
 
     :param log_weights: ``xarray.DataArray`` ``(chain, draw)``, normalised over all draws.
-    :param pareto_k: k-hat of each chain's weights, ``xarray.DataArray`` ``(chain,)``; −∞ where all weights are equal.
-        It does not see what q's draws leave out (:func:`psis`).
+    :param khat: k-hat of the weights; −∞ where all are equal. A q that is too narrow may have a low one (:func:`psis`).
     :param target: what the draws are weighted towards.
-    :param good_k: min(1 − 1/log₁₀ S, 0.7) for S draws of a chain, up to which the weights may be trusted.
+    :param good_k: min(1 − 1/log₁₀ S, 0.7) for S draws, up to which the weights may be trusted.
     """
 
     log_weights: xarray.DataArray
-    pareto_k: xarray.DataArray
+    khat: float
     target: str
     good_k: float
 
     @property
-    def khat(self) -> float:
-        """The largest k-hat of a chain. A q that is too narrow may have a low one (:func:`psis`)."""
-        return float(self.pareto_k.max())
-
-    @property
     def khat_se(self) -> float:
         """The standard error of k-hat: another seed's differs by as much. 0.15 for 1,000 draws, 0.1 for 5,000."""
-        num = self.log_weights.sizes["draw"]
+        num = self.log_weights.size
         tail = min(num / 5, 3 * num**0.5)
         # (1 + k)/√M of a maximum likelihood fit to M draws; psislw's prior, worth 10, shrinks it by M/(M + 10).
         return max(1 + self.khat, 0.0) * tail**0.5 / (tail + 10)
@@ -111,18 +105,12 @@ def weights_of(tree: xarray.DataTree, target: Optional[str]) -> PSIS:
     """The weights of a tree's draws towards a target, by default its own."""
     target = target or tree.sample_stats.attrs.get("target", "vfe")
     raw = log_ratio_of(tree, target)
-    # Each chain's weights are smoothed apart, towards the same p from a q of its own: their means are kept.
-    pairs = [_smoothed(chain) for chain in raw.values]
-    # A chain whose q is nearer to p has the larger mean weight, log 1/S Σ p/q, and with it its share of all draws.
-    means = np.logaddexp.reduce(raw.values, axis=1) - np.log(raw.sizes["draw"])
-    smoothed = np.stack([weights for weights, _ in pairs]) + means[:, None]
-    khat = xarray.DataArray([khat for _, khat in pairs], dims=["chain"], coords={"chain": raw.chain})
-    weights = raw.copy(data=smoothed - np.logaddexp.reduce(smoothed.ravel()))
-    return PSIS(weights, khat, target, good_k(raw.sizes["draw"]))
+    smoothed, khat = _smoothed(raw.values.ravel())
+    return PSIS(raw.copy(data=smoothed.reshape(raw.shape)), khat, target, good_k(raw.size))
 
 
 def _smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
-    """Pareto-smoothed log weights, normalised, and k-hat, of one chain's log p − log q."""
+    """Pareto-smoothed log weights, normalised, and k-hat, of draws' log p − log q."""
     if log_weights.size < FEWEST:
         raise ValueError(f"k-hat needs at least {FEWEST} draws, got {log_weights.size}: take more, num_samples=1000")
     psislw = arviz_stats.base.array_stats.psislw
