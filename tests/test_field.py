@@ -451,6 +451,37 @@ def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
             torch.testing.assert_close(moment, expected[rows], atol=1e-3, rtol=0)
 
 
+def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
+    """Where Laplace's approximation breaks down at one draw, its slope there is of any size."""
+    at_draws, data = _Compared.at_draws, (_data()[0], _data()[2])
+
+    def broken(self, *args):
+        at_draws(self, *args)
+        self.pulls[0] = self.pulls[0] + 1e3
+
+    monkeypatch.setattr(_Compared, "at_draws", broken)
+    guide, _ = _step(_wide, families.SVGP(8), data, 30)
+    assert guide.check(*data) == []
+
+
+def test_a_check_of_points_constant_entries_and_another_dtype():
+    x, group, y = _data()
+
+    def model(x, group, y=None):
+        mu, a = pyro.sample("mu", dist.Normal(0.0, 9.0)), pyro.sample("a", dist.Normal(0.0, 3.0))
+        root = pyro.sample("root", dist.LKJCholesky(2, 1.5))
+        prior = dist.MultivariateNormal(torch.zeros(2).float(), torch.eye(2).float())
+        b = (root @ pyro.sample("b", prior).double())[group % 2]
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mu + a * x[:, 0] + f + b, NOISE), obs=y)
+
+    guide, _ = _step(model, families.SVGP(8), (x, group, y), 30, point_estimates=["mu"])
+    lines = "".join(guide.check())
+    assert "nan" not in lines
+    assert re.search(r"'f': .* sd 0\.[0-7].* given 'mu': drop point_estimates=", lines)
+
+
 def test_a_check_finds_a_second_mode_and_missing_inducing_points():
     x, _, y = _data()
 

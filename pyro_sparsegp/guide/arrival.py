@@ -5,8 +5,8 @@ of the posterior, w ∝ exp(F(θ) + ½|ε/1.3|²), and those of q, w ∝ exp(−
 
     E_q[Rᵀ∇F] = 0  and  −E_q[Rᵀ∇F εᵀ] = I.
 
-A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and its slopes, so one Newton step from them says
-how far q's mean and width are from the best.
+A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and its slopes, so a Newton step from them, as far
+as it raises the bound, says how far q's mean and width are from the best.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .start import PATIENCE, Search, index_of, is_open
 _DRAWS = 128
 _STARTS = 6  # of searches for other modes
 _WIDER = 1.3
+_WIDEST = 5.0  # times its own width that q's best may be
 _LOST = 1.0  # nats that a basis leaves out and is told of
 _AWAY = 0.3  # standard deviations of a mean that are told
 _WIDTHS = 0.75, 1.33  # ratios of standard deviations beyond which they are told
@@ -96,6 +97,7 @@ class _Compared:
         self.densities: list[Tensor] = []  # F
         self.pulls: list[Tensor] = []
         self.noise: list[Tensor] = []
+        self.left: list[Mapping[str, Tensor]] = []
 
     def _q_of_theta(self) -> tuple[Tensor, Tensor]:
         """a and R of all hyperparameters; R is 0 for points."""
@@ -123,8 +125,10 @@ class _Compared:
             self.densities.append(found.value)
             self.pulls.append(self.root.mT @ found.slope)
             self.noise.append(eps)
+            self.left.append(found.left)
             if meets:
-                self._meet(self.loc + self.root @ eps, found.x, torch.cholesky_inverse(found.root))
+                x, root = self.nested.of_means(self.loc + self.root @ eps, found)
+                self._meet(self.loc + self.root @ eps, x, torch.cholesky_inverse(root))
 
     def _meet(self, theta: Tensor, x: Tensor, covariance: Tensor) -> None:
         layout, guide, facts = self.nested.layout, self.guide, self.guide.facts
@@ -168,10 +172,7 @@ class _Compared:
         run.draws_data, run.at_medians = False, True
         with torch.no_grad():
             run.perform(args, kwargs)
-        held = ", ".join(repr(name) for name in self.search.normal if name not in guide.facts.field)
-        advice = (
-            f"Its q is given {held}: drop point_estimates= or independent=, or that name." if held else "Train longer."
-        )
+        advice = self._given([name for name in self.search.normal if name not in guide.facts.field]) or "Train longer."
         covariance, lines = torch.cholesky_inverse(found.root), list[str]()
         for name, (mean, by_x, left) in self._members(self.loc, found.x)[-1].items():
             if name in apart:
@@ -190,7 +191,12 @@ class _Compared:
             if not self.guide.is_independent(name):
                 return f"Under this family {name!r} is independent of f: take SVGP or SGPR."
             return ("Train longer, or drop" if late else "Drop") + " independent=, or this name from it."
-        return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."
+        points = [name for name in self.search.priors if self.guide.is_point(name)]
+        return self._given(points) or ("Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS.")
+
+    def _given(self, names: list[str]) -> str:
+        held = ", ".join(map(repr, names))
+        return f"Its q is given {held}: drop point_estimates= or independent=, or that name." if held else ""
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Those of the posterior, and of q."""
@@ -198,14 +204,33 @@ class _Compared:
         weights = torch.stack([torch.stack(self.densities), -square]) + square / _WIDER**2
         return torch.softmax(weights, -1).unbind()
 
+    def _regressed(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The constant and the slopes, by ε, of values at each draw."""
+        weights, noise = self._weights()[1].sqrt()[:, None], torch.stack(self.noise)[:, self.free]
+        found = torch.linalg.lstsq(torch.cat([weights, weights * noise], 1), weights * values).solution
+        return found[0], found[1:]
+
     def of_inducing_points(self) -> list[str]:
-        """What bases leave out of GP sites, in nats of the bound."""
-        return [
-            f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, which "
-            "makes the learned function too smooth. Give its family more inducing points."
-            for name, nats in ({} if self.best is None else self.best.left).items()
-            if nats > _LOST
-        ]
+        """What bases leave out of GP sites, in nats of the bound, and the hyperparameters that this moves."""
+        found = []
+        for name, nats in ({} if self.best is None else self.best.left).items():
+            if nats > _LOST:
+                places = f", and moves {', '.join(map(repr, own))}" if (own := self._moved_by(name)) else ""
+                found.append(
+                    f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, "
+                    f"which makes the learned function too smooth{places}. Give its family more inducing points."
+                )
+        return found
+
+    def _moved_by(self, name: str) -> list[str]:
+        """The hyperparameters whose mean is elsewhere without what a basis leaves out: by S times its slope."""
+        if not self.free.any() or len(self.noise) <= self.nested.size:
+            return []
+        _, slopes = self._regressed(torch.stack([left[name] for left in self.left])[:, None])
+        root = self.root[self.free][:, self.free]
+        step = (root @ slopes)[:, 0] / root.square().sum(-1).sqrt()
+        step = torch.zeros_like(self.loc).masked_scatter(self.free, step)
+        return [other for other, rows in self.rows.items() if _beside(step[rows], torch.ones(1))[2]]
 
     def of_newton(self) -> list[str]:
         """Of hyperparameters whose mean or width the bound would still move."""
@@ -214,15 +239,12 @@ class _Compared:
         if len(self.noise) <= self.nested.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         noise, root = torch.stack(self.noise)[:, self.free], self.root[self.free][:, self.free]
-        weights = self._weights()[1].sqrt()[:, None]
-        pulls = weights * torch.stack(self.pulls)[:, self.free]
-        first, *slopes = torch.linalg.lstsq(torch.cat([weights, weights * noise], 1), pulls).solution
-        curvature = -torch.stack(slopes)
-        values, axes = torch.linalg.eigh(0.5 * (curvature + curvature.mT))
-        best = root @ (axes / values.clamp(min=0.04).sqrt())  # R C^-½
+        first, slopes = self._regressed(torch.stack(self.pulls)[:, self.free])
+        values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
+        moved, widths = self._searched(noise, first, values.clamp(min=_WIDEST**-2), axes)
         sd = root.square().sum(-1).sqrt()
-        step = torch.zeros_like(self.loc).masked_scatter(self.free, (best @ (best.mT @ root.mT.inverse() @ first)) / sd)
-        wide = torch.ones_like(self.loc).masked_scatter(self.free, best.square().sum(-1).sqrt() / sd)
+        step = torch.zeros_like(self.loc).masked_scatter(self.free, root @ moved / sd)
+        wide = torch.ones_like(self.loc).masked_scatter(self.free, (root @ widths).square().sum(-1).sqrt() / sd)
         found = []
         for name, rows in self.rows.items():
             away, ratio, is_off = _beside(step[rows], wide[rows])
@@ -232,6 +254,32 @@ class _Compared:
                     f"times its own. {self._advice(name, True)}"
                 )
         return found
+
+    def _searched(self, noise: Tensor, first: Tensor, values: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+        """m and T of q(θ) = N(a + Rm, RTTᵀRᵀ), by Newton's step for the bound, or as much of it as half of what the
+        quadratic model Q of F promises: where F is far from quadratic, or one draw's slope is, no step gains that
+        (test_a_step_that_gains_nothing_is_not_told).
+
+        :param noise: of the draws that the model was made from, beyond which it says nothing.
+        :param first: the slope of Q.
+        :param values: the eigenvalues of its curvature.
+        """
+        whole, draws = axes @ (axes.mT @ first / values), noise[: 2 * len(first) + 8] / _WIDER
+
+        def model(at: Tensor) -> Tensor:
+            return at @ first - 0.5 * (at @ axes).square() @ values
+
+        def left(at: Tensor) -> Tensor:  # F − Q
+            found = [self.nested.tried(self.loc + self.root[:, self.free] @ eps) for eps in at]
+            return torch.stack([first.new_tensor(-math.inf) if one is None else one.value for one in found]) - model(at)
+
+        before, whole = left(draws), whole * (noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)
+        for part in (1.0, 0.5, 0.25, 0.125):
+            moved, widths = part * whole, axes * values ** (-0.5 * part)
+            gain = model(moved) + 0.5 * (values - values ** (1 - part) - part * values.log()).sum()
+            if (left(moved + draws @ widths.mT) - before).mean() > -0.5 * gain:
+                return moved, widths
+        return 0 * whole, axes
 
     def of_draws(self, late: list[str]) -> list[str]:
         """Of latents and GP sites whose means or widths are not those of weighted draws.
@@ -250,7 +298,8 @@ class _Compared:
             ]
         for name, values in self.seen.items():
             mean, sd, own, its = moments_of(values, weights, by_q)
-            away, ratio, is_off = _beside((own - mean) / sd, its / sd)
+            moves = (sd > 0) | (its > 0)  # as the first entry of an LKJCholesky matrix does not
+            away, ratio, is_off = _beside(((own - mean) / sd)[moves], (its / sd)[moves])
             if is_off:
                 found.append(
                     f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times that of {num} weighted draws "

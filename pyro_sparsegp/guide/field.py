@@ -58,7 +58,7 @@ def is_normal_prior(prior: Any) -> bool:
 def standardised(prior: Any, z: Tensor) -> Tensor:
     """loc + Lz of a normal prior."""
     fn, z = bare(prior), z.reshape(z.shape[:-1] + prior.shape())
-    return fn.loc + (fn.scale * z if isinstance(fn, dist.Normal) else (fn.scale_tril @ z[..., None])[..., 0])
+    return fn.loc + (fn.scale * z if isinstance(fn, dist.Normal) else (fn.scale_tril.to(z) @ z[..., None])[..., 0])
 
 
 def _scale_of(prior: Any) -> Tensor:

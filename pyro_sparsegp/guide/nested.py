@@ -156,17 +156,23 @@ class Nested:
                 step = 0.5 * step
                 x = x - step
                 continue
-            precision = _precision(found, curvature).detach()
-            root, info = torch.linalg.cholesky_ex(precision)
-            if info:  # ℓ is not log-concave here
-                root = torch.linalg.cholesky(precision + lift_to(precision, 0.5))
-            up = sum(_turned(found, place, part.detach()) for place, part in slope.items()) - x
-            step, gain, best = torch.cholesky_solve(up[:, None], root)[:, 0], value - best, value
-            if float(up @ step) < near and (self.is_smooth or gain < near):
+            (root, step, still), gain, best = _ascent(found, slope, curvature, x), value - best, value
+            if still < near and (self.is_smooth or gain < near):
                 break
             x = x + step
         self.last = x, root
         return x, root
+
+    def of_means(self, theta: Tensor, best: Optimum) -> tuple[Tensor, Tensor]:
+        """x̂ and the root of P after a step for E[ℓ] from those of ℓ: a skewed posterior's mean is not its mode (van
+        Niekerk and Rue, 2024).
+        """
+        found, is_smooth = self.predictors(theta)[0].detached(), self.is_smooth
+        self.is_smooth = False
+        _, slope, curvature = self._local(found, best.x, best.root)
+        self.is_smooth = is_smooth
+        root, step, _ = _ascent(found, slope, curvature, best.x)
+        return best.x + step, root
 
     def _local(self, found: Predictors, x: Tensor, root: Tensor) -> tuple[Tensor, Slopes, Slopes]:
         """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum; of a density with kinks
@@ -231,6 +237,17 @@ class Nested:
         precision = torch.stack(rows) if rows else moves
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
+
+
+def _ascent(found: Predictors, slope: Slopes, curvature: Slopes, x: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The root of P, Newton's step of x, and twice what it gains."""
+    precision = _precision(found, curvature).detach()
+    root, info = torch.linalg.cholesky_ex(precision)
+    if info:  # ℓ is not log-concave here
+        root = torch.linalg.cholesky(precision + lift_to(precision, 0.5))
+    up = sum(_turned(found, place, part.detach()) for place, part in slope.items()) - x
+    step = torch.cholesky_solve(up[:, None], root)[:, 0]
+    return root, step, float(up @ step)
 
 
 def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:
