@@ -35,6 +35,7 @@ _DRAWS = 128
 _STARTS = 6  # of searches for other modes
 _WIDER = 1.3
 _WIDEST = 5.0  # times its own width that q's best may be
+_PARTS = 1.0, 0.5, 0.25, 0.125  # of a step that are tried
 _LOST = 1.0  # nats that a basis leaves out and is told of
 _AWAY = 0.3  # standard deviations of a mean that are told
 _WIDTHS = 0.75, 1.33  # ratios of standard deviations beyond which they are told
@@ -92,6 +93,7 @@ class _Compared:
         self.loc, self.root = self._q_of_theta()
         self.best = nested.tried(self.loc)
         self.free = self.root.diagonal() > 0  # of θ: what is no point
+        self.own = self.root[self.free][:, self.free]
         # Of values at each draw means and variances, the approximation's and q's.
         self.seen: dict[str, list[tuple[Tensor, ...]]] = {}
         self.densities: list[Tensor] = []  # F
@@ -212,25 +214,28 @@ class _Compared:
 
     def of_inducing_points(self) -> list[str]:
         """What bases leave out of GP sites, in nats of the bound, and the hyperparameters that this moves."""
-        found = []
-        for name, nats in ({} if self.best is None else self.best.left).items():
-            if nats > _LOST:
-                places = f", and moves {', '.join(map(repr, own))}" if (own := self._moved_by(name)) else ""
-                found.append(
-                    f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, "
-                    f"which makes the learned function too smooth{places}. Give its family more inducing points."
-                )
-        return found
+        return [
+            f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, which "
+            f"makes the learned function too smooth{self._moved_by(name)}. Give its family more inducing points."
+            for name, nats in ({} if self.best is None else self.best.left).items()
+            if nats > _LOST
+        ]
 
-    def _moved_by(self, name: str) -> list[str]:
+    def _moved_by(self, name: str) -> str:
         """The hyperparameters whose mean is elsewhere without what a basis leaves out: by S times its slope."""
         if not self.free.any() or len(self.noise) <= self.nested.size:
-            return []
+            return ""
         _, slopes = self._regressed(torch.stack([left[name] for left in self.left])[:, None])
-        root = self.root[self.free][:, self.free]
-        step = (root @ slopes)[:, 0] / root.square().sum(-1).sqrt()
-        step = torch.zeros_like(self.loc).masked_scatter(self.free, step)
-        return [other for other, rows in self.rows.items() if _beside(step[rows], torch.ones(1))[2]]
+        found = self._beside_q(slopes[:, 0], torch.eye(len(slopes)).to(slopes))
+        names = ", ".join(repr(other) for other, *_, is_off in found if is_off)
+        return names and f", and moves {names}"
+
+    def _beside_q(self, moved: Tensor, widths: Tensor) -> list[tuple[str, float, float, bool]]:
+        """Of each hyperparameter how far N(a + Rm, RTTᵀRᵀ) is from q(θ), m and T being given."""
+        sd = self.own.norm(dim=-1)
+        step = torch.zeros_like(self.loc).masked_scatter(self.free, self.own @ moved / sd)
+        wide = torch.ones_like(self.loc).masked_scatter(self.free, (self.own @ widths).norm(dim=-1) / sd)
+        return [(name, *_beside(step[rows], wide[rows])) for name, rows in self.rows.items()]
 
     def of_newton(self) -> list[str]:
         """Of hyperparameters whose mean or width the bound would still move."""
@@ -238,48 +243,31 @@ class _Compared:
             return []
         if len(self.noise) <= self.nested.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
-        noise, root = torch.stack(self.noise)[:, self.free], self.root[self.free][:, self.free]
         first, slopes = self._regressed(torch.stack(self.pulls)[:, self.free])
         values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
-        moved, widths = self._searched(noise, first, values.clamp(min=_WIDEST**-2), axes)
-        sd = root.square().sum(-1).sqrt()
-        step = torch.zeros_like(self.loc).masked_scatter(self.free, root @ moved / sd)
-        wide = torch.ones_like(self.loc).masked_scatter(self.free, (root @ widths).square().sum(-1).sqrt() / sd)
-        found = []
-        for name, rows in self.rows.items():
-            away, ratio, is_off = _beside(step[rows], wide[rows])
-            if is_off:
-                found.append(
-                    f"{name!r} has not converged: the best mean is {away:.1f} sd away, and the best width {ratio:.2f} "
-                    f"times its own. {self._advice(name, True)}"
-                )
-        return found
-
-    def _searched(self, noise: Tensor, first: Tensor, values: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-        """m and T of q(θ) = N(a + Rm, RTTᵀRᵀ), by Newton's step for the bound, or as much of it as half of what the
-        quadratic model Q of F promises: where F is far from quadratic, or one draw's slope is, no step gains that
-        (test_a_step_that_gains_nothing_is_not_told).
-
-        :param noise: of the draws that the model was made from, beyond which it says nothing.
-        :param first: the slope of Q.
-        :param values: the eigenvalues of its curvature.
-        """
-        whole, draws = axes @ (axes.mT @ first / values), noise[: 2 * len(first) + 8] / _WIDER
-
-        def model(at: Tensor) -> Tensor:
-            return at @ first - 0.5 * (at @ axes).square() @ values
+        values, noise = values.clamp(min=_WIDEST**-2), torch.stack(self.noise)[:, self.free]
+        draws, whole = noise[: 2 * len(first) + 8] / _WIDER, axes @ (axes.mT @ first / values)
+        whole = whole * (noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)  # what Q is a model of
 
         def left(at: Tensor) -> Tensor:  # F − Q
             found = [self.nested.tried(self.loc + self.root[:, self.free] @ eps) for eps in at]
-            return torch.stack([first.new_tensor(-math.inf) if one is None else one.value for one in found]) - model(at)
+            density = torch.stack([first.new_tensor(-math.inf) if one is None else one.value for one in found])
+            return density - at @ first + 0.5 * (at @ axes).square() @ values
 
-        before, whole = left(draws), whole * (noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)
-        for part in (1.0, 0.5, 0.25, 0.125):
+        # A part of Newton's step counts if it gains half of what Q, the quadratic model of F, promises: where one draw
+        # has a slope out of proportion none does (test_a_step_that_gains_nothing_is_not_told).
+        for part in _PARTS:
             moved, widths = part * whole, axes * values ** (-0.5 * part)
-            gain = model(moved) + 0.5 * (values - values ** (1 - part) - part * values.log()).sum()
-            if (left(moved + draws @ widths.mT) - before).mean() > -0.5 * gain:
-                return moved, widths
-        return 0 * whole, axes
+            off = [found for found in self._beside_q(moved, widths) if found[-1]]
+            gain = moved @ first - 0.5 * (moved @ axes).square() @ values
+            gain = gain + 0.5 * (values - values ** (1 - part) - part * values.log()).sum()
+            if not off or (left(moved + draws @ widths.mT) - left(draws)).mean() > -0.5 * gain:
+                return [
+                    f"{name!r} has not converged: the best mean is {away:.1f} sd away, and the best width {ratio:.2f} "
+                    f"times its own. {self._advice(name, True)}"
+                    for name, away, ratio, _ in off
+                ]
+        return []
 
     def of_draws(self, late: list[str]) -> list[str]:
         """Of latents and GP sites whose means or widths are not those of weighted draws.
@@ -313,11 +301,11 @@ class _Compared:
         ends = [found for start in starts if (found := self._end_of(start)) is not None]
         if not ends:
             return []
-        (here, first), root = ends[0], self.root[self.free][:, self.free]
+        here, first = ends[0]
         far = [
             (theta, value)
             for theta, value in ends[1:]
-            if torch.linalg.solve_triangular(root, (theta - here)[self.free, None], upper=False).norm() > _APART
+            if torch.linalg.solve_triangular(self.own, (theta - here)[self.free, None], upper=False).norm() > _APART
         ]
         there, value = max(far, key=lambda end: end[1], default=(here, -math.inf))
         if value < first - _LOWER:
