@@ -22,6 +22,7 @@ def take_name(module: PyroModule, name: str) -> bool:
 
     :returns: whether the name is the module's now.
     """
+    # Of two modules of one name Pyro's store would hand both the parameters of the first.
     if _named.setdefault(name, module) is not module:
         return False
     for path, part in module.named_modules():

@@ -93,6 +93,7 @@ class GaussianProcess(TorchDistribution):
             raise ValueError(
                 f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {type(mean).__name__}"
             )
+        # k[-1] reads the last column, whose number is known only here: test_kernels.py, "reads column -1".
         try:
             self.kernel = self.kernel.on_columns(x.shape[-1])
         except ValueError as error:
@@ -106,6 +107,7 @@ class GaussianProcess(TorchDistribution):
                 _require_rows(mean, x, batch_shape, "is")
             batch_shape = broadcast_shapes(batch_shape, mean.shape[:-1])
         super().__init__(batch_shape, x.shape[-2:-1], validate_args=validate_args)
+        # A look at numbers, for which a GPU waits; probes of dependence, which have NaN in x, turn validation off.
         if self._validate_args and not x.isfinite().all():
             raise ValueError(
                 f"GaussianProcess's x, of shape {tuple(x.shape)}, contains NaN or infinite values; "
@@ -198,6 +200,7 @@ class GaussianProcess(TorchDistribution):
         if f.shape[-1:] != x.shape[-2:-1]:
             raise ValueError(f"given(x, f) needs one value a row: x is {tuple(x.shape)}, f is {tuple(f.shape)}")
         self.require_columns(x)
+        # A diagonal max k − k(x, x) is that of the known rows, wherever the process is asked for.
         kernel = self.kernel.relative_to(x)
         factor = cholesky(kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
         white = solve_lower(factor, (f - (self.mean_at(x) if mean is None else mean))[..., None])
@@ -260,6 +263,7 @@ class _Conditioned(Kernel):
 
     def diag(self, x: Tensor) -> Tensor:
         left = solve_lower(self.factor, self.kernel(self.x, x))
+        # 0 at the known inputs, but for rounding of either sign.
         return (self.kernel.diag(x) - left.square().sum(-2)).clamp(min=0)
 
     def __repr__(self) -> str:

@@ -27,6 +27,7 @@ class WhitenReparam(Reparam):
         if process is None:
             raise ValueError(f"WhitenReparam is for GP sites; site {name!r} is a {type(fn).__name__}")
         process.require_place(name)
+        # Values that are given, as by a start of NUTS or by condition, have one noise, L⁻¹(f − μ).
         noise = None
         if value is not None:
             noise = solve_lower(process.scale_tril.expand(*value.shape, -1), (value - process.mean)[..., None])[..., 0]

@@ -180,6 +180,7 @@ class DensityReader:
         else:
             moments = [part.expand(len(nodes), *part.shape).flatten(0, 1) for part in functions[integrated]]
             parts = (self._closed if plan.quadratic else self._adaptive)(name, integrated, flat, *moments)
+        # Nodes were put before draws in one dimension, so that one mapped run has all.
         log_densities, expectations = (part.reshape(len(nodes), -1, *part.shape[1:]) for part in parts)
         shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
         # log Σⱼ wⱼ exp ℓⱼ and Σⱼ wⱼ E[ℓ]ⱼ over the nodes of what else moves the density.

@@ -60,6 +60,7 @@ def loo(
     groups = {"posterior": tree.posterior.to_dataset(), "log_likelihood": terms.to_dataset()}
     with np.errstate(all="ignore"), warnings.catch_warnings():
         # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
+        # ArviZ's own weights leave out p/q and wₙ: both are given, smoothed by its psislw.
         log_weights, pareto_k = arviz_stats.base.array_stats.psislw(np.transpose(rows) - log_ratio, r_eff=reff, axis=-1)
         result = stock(
             xarray.DataTree.from_dict(groups),

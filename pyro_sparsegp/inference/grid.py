@@ -169,7 +169,7 @@ def _then(value: Tensor, step: Elementwise) -> Tensor:
     return step(value)
 
 
-def mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
+def on_grid(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
     """A function's values at all nodes of a product grid, in one call."""
     for axis in range(num_axes):
         in_dims = tuple(0 if i == num_axes - 1 - axis else None for i in range(num_axes))
@@ -179,7 +179,7 @@ def mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
 
 
 def one_by_one(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
-    """As :func:`mapped`, in a call for each node."""
+    """As :func:`on_grid`, in a call for each node."""
     values = [total(*node) for node in itertools.product(nodes, repeat=num_axes)]
     return torch.stack(values).reshape([len(nodes)] * num_axes)
 

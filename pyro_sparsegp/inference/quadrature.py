@@ -33,7 +33,7 @@ from .doubt import Doubt
 from .expected import find_expectations, sum_of_expectations
 from .field import bound_of_field
 from .first_steps import Evaluation, meet
-from .grid import Grid, Ran, log_density_minus_kl, mapped, one_by_one, warn_of_draws
+from .grid import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, warn_of_draws
 
 _RISE = 100  # of a loss, over its lowest or what it has come down by, that is told of
 
@@ -315,8 +315,8 @@ class TraceQuadrature_ELBO(ELBO):
                 raise ValueError("with all values held, the model drew random numbers by itself, others than before")
             return values
 
-        once = [] if ran else [lambda: mapped(grid.once, nodes, num_axes)]
-        ways: list[Callable[[], Optional[Tensor]]] = [direct, *once, lambda: held(mapped), lambda: held(one_by_one)]
+        once = [] if ran else [lambda: on_grid(grid.once, nodes, num_axes)]
+        ways: list[Callable[[], Optional[Tensor]]] = [direct, *once, lambda: held(on_grid), lambda: held(one_by_one)]
         refusal = None
         for way in range(min(self._ways.get(guide, 0), len(ways) - 1), len(ways)):
             state = RandomState(guide.like)

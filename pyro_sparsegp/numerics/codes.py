@@ -9,6 +9,7 @@ from torch import Tensor
 
 def unknown_codes(codes: Tensor, num: int) -> list[float]:
     """Some of the codes that are no whole numbers from 0 to ``num`` − 1, at most five; empty if there are none."""
+    # NaN is none of them, and fails the first comparison; an error shows few of many.
     unknown = (codes != codes.round()) | (codes < 0) | (codes >= num)
     return sorted({float(code) for code in codes[unknown].flatten()[:1000]})[:5]
 
