@@ -527,6 +527,32 @@ def test_a_fit_says_what_moved_and_what_has_not_converged():
     assert any(line.startswith("'s' moved by") for line in fitted[True])
 
 
+@pytest.mark.parametrize("prior", [dist.Uniform(-50.0, 50.0), dist.StudentT(3.0, 0.0, 10.0), dist.Laplace(0.0, 5.0)])
+def test_f_follows_an_intercept_of_another_prior(prior):
+    x, _, y = _data()
+    y = 5 + y
+
+    def model(x, y=None):
+        mu = pyro.sample("mu", prior)
+        f = pyro.sample("f", GaussianProcess(4.0 * kernels.RBF(0.4), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mu + f, NOISE), obs=y)
+
+    grid, covariance = torch.linspace(-12, 22, 341), 4.0 * kernels.RBF(0.4)(x) + NOISE**2 * torch.eye(N)
+    weights = dist.MultivariateNormal(torch.zeros(N), covariance).log_prob(y - grid[:, None]) + prior.log_prob(grid)
+    weights = weights.softmax(0)
+    mean = weights @ grid
+    sd = (weights @ (grid - mean).square()).sqrt()
+    guide, losses = _step(model, families.SVGP(12), (x, y), 300)
+    assert max(losses) < min(losses) + 4
+    other = AutoSparseGP(model, families.SVGP(12))
+    other.load_state_dict(guide.state_dict())
+    draws = predict(model, other, x, num_samples=400, joint=False)
+    for each in (draws["mu"].reshape(-1), draws["f"].reshape(400, -1)[:, 0]):  # f is what mu leaves
+        assert each.std().item() == pytest.approx(sd.item(), rel=0.12)
+    assert draws["mu"].mean().item() == pytest.approx(mean.item(), abs=0.2 * sd.item())
+
+
 @pytest.mark.parametrize("name", ["z", "f"])
 def test_non_centred_latents_have_the_posterior_of_centred_ones(name):
     x, group, y = _data()

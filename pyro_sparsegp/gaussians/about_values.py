@@ -49,8 +49,8 @@ Parts = tuple[Tensor, ...]  # what a precision is made of
 
 
 class Seen(NamedTuple):
-    """Sites under an L: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, what P is made of, and the L + ηsI
-    and values of the process's mean that they belong to.
+    """Sites under an L: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, what P is made of, the L + ηsI and
+    the level that they belong to, and what slopes by a level move along.
     """
 
     near: Tensor
@@ -58,6 +58,7 @@ class Seen(NamedTuple):
     parts: Parts
     seat: Optional[Tensor] = None
     level: Optional[Tensor] = None
+    towards: Optional[Tensor] = None
 
 
 class _Known(Function):

@@ -64,7 +64,7 @@ class NaturalAtRows(NaturalGaussian):
         with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
             # a = m + (AᵀA + εI)⁻¹Aᵀ(A₀ − A)m, near T⁻¹m
             columns = loc[..., None].split([block.shape[-1] for block in now], -2)
-            moves = [_towards(b, _times(a - b, m), self.least) for a, b, m in zip(before, now, columns)]
+            moves = [towards(b, times(a - b, m), self.least) for a, b, m in zip(before, now, columns)]
             near = (loc + torch.cat(moves, -2)[..., 0]).to(kept)
         # Tᵀ(I + G)m − (I + TᵀGT)a, by differences that are small
         along = loc[..., None] + gram @ (loc[..., None] - _each(turns, near.to(loc)[..., None]))
@@ -75,7 +75,7 @@ class NaturalAtRows(NaturalGaussian):
     def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:
         wide = seat.to(wider(seat))
         rows = constant[..., :1].to(wide).expand(*constant.shape[:-1], seat.shape[-2])
-        return _towards(wide, rows[..., None], self.least)[..., 0].to(constant)
+        return towards(wide, rows[..., None], self.least)[..., 0].to(constant)
 
 
 class NaturalAtOutputs(NaturalAtRows):
@@ -141,10 +141,10 @@ def nearest(before: Tensor, now: Tensor, least: float) -> Tensor:
     :param least: ε.
     """
     # I + (A₀ᵀA₀ + εI)⁻¹A₀ᵀ(A − A₀)
-    return now / before if now.dim() == 1 else plus_one(_towards(before, now - before, least))
+    return now / before if now.dim() == 1 else plus_one(towards(before, now - before, least))
 
 
-def _times(block: Tensor, x: Tensor) -> Tensor:
+def times(block: Tensor, x: Tensor) -> Tensor:
     """AX, ``(..., K, n)``, of A or a diagonal."""
     return block[:, None] * x if block.dim() == 1 else block @ x
 
@@ -152,10 +152,10 @@ def _times(block: Tensor, x: Tensor) -> Tensor:
 def _each(turns: Sequence[Tensor], x: Tensor, transposed: bool = False) -> Tensor:
     """blockdiag(T)X, ``(..., ΣM, n)``, or with Tᵀ."""
     parts = x.split([turn.shape[-1] for turn in turns], -2)
-    return torch.cat([_times(t.mT if transposed and t.dim() > 1 else t, part) for t, part in zip(turns, parts)], -2)
+    return torch.cat([times(t.mT if transposed and t.dim() > 1 else t, part) for t, part in zip(turns, parts)], -2)
 
 
-def _towards(block: Tensor, right: Tensor, least: float) -> Tensor:
+def towards(block: Tensor, right: Tensor, least: float) -> Tensor:
     """(AᵀA + εI)⁻¹AᵀX, ``(..., M, n)``, of A, ``(..., K, M)``, or a diagonal; in float64 where there is such."""
     if block.dim() == 1:
         return right / block[:, None]

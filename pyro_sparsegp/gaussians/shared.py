@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -135,9 +135,9 @@ class Shared(AbstractModule):
         self.coefficients, blocks = coefficients, iter(range(sum(numbers.values())))
         self.blocks = {name: list(itertools.islice(blocks, number)) for name, number in numbers.items()}
 
-    def forward(self, anchor: Optional[Tensor] = None) -> Whole:
+    def forward(self, anchor: Optional[Tensor] = None, *given: Any) -> Whole:
         """q(w) for a run."""
-        return Whole(self.coefficients(anchor), self.blocks)
+        return Whole(self.coefficients(anchor, *given), self.blocks)
 
 
 class Part(Coefficients):

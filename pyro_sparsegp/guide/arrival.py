@@ -24,7 +24,7 @@ from ..program.traces import repeatable, sample_sites, whole_plates
 from .checks import explain_nan
 from .conditions import conditions_now
 from .coupled import able_to_couple
-from .field import anchor_of, slices
+from .field import field_given, slices
 from .known import KnownGuide
 from .nested import Nested
 from .predictors import jacobian
@@ -141,7 +141,7 @@ class _Compared:
                 self._add(name, value, torch.zeros_like(value), value, torch.zeros_like(value))
         places = index_of(layout.rows, list(facts.field)) if facts.field else None
         if places is not None:
-            q = guide.field(anchor_of(guide, handler.bases, handler.priors, self.nested.theta_of(theta))).q
+            q = field_given(guide, handler.bases, handler.priors, self.nested.theta_of(theta)).q
             move, wide = torch.cat(q.loc, -1) - x[places], q.covariance_matrix
         for name, (mean, by_x, left) in members.items():
             variance = _quadratic(by_x, covariance) + left

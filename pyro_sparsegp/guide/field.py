@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..approximations.optimal import ExactGP
-from ..gaussians import FullCholesky, NaturalAtValues, Shared
+from ..gaussians import Following, Shared, Whole
 from ..numerics.linalg import cholesky, side_by_side
 from ..program.declared import parameters
 from ..program.dependence import COUPLED
@@ -37,6 +37,7 @@ __all__ = [
     "anchor_of",
     "at_zero",
     "basis_of",
+    "field_given",
     "hyperparameters_among",
     "is_normal_prior",
     "keep_rows",
@@ -284,10 +285,13 @@ def hyperparameters_among(
 # Its Gaussian, and what runs of the guide take of it.
 
 
-def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
-    """Make q(x), in the place of the members' own posteriors."""
+def make_field(guide: KnownGuide, field: Mapping[str, list[int]], num: int) -> None:
+    """Make q(x | θ), in the place of the members' own posteriors.
+
+    :param num: how many numbers θ has.
+    """
     sizes = [size for own in field.values() for size in own]
-    made = NaturalAtValues(sizes, (), guide.like.new_zeros(1), kind=FullCholesky)
+    made = Following(sizes, guide.like.new_zeros(1), num)
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
@@ -314,3 +318,13 @@ def anchor_of(
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
         parts.append((factor * at).to(guide.like))  # priors of Python numbers have the default dtype
     return parts
+
+
+def field_given(
+    guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], theta: Mapping[str, Tensor]
+) -> Whole:
+    """q(x | θ)."""
+    anchor, coupled = anchor_of(guide, bases, priors, theta), guide.facts.coupled
+    if not coupled:
+        return guide.field(anchor)
+    return guide.field(anchor, torch.cat([theta[name].reshape(-1) for name in coupled]), guide.together)

@@ -30,7 +30,7 @@ from ..program.enumeration import Enumeration
 from ..program.handlers import Held, held_trace, unrecorded
 from ..program.traces import all_sites, free_values, repeatable
 from ..warned import warn_once
-from .field import anchor_of, basis_of
+from .field import basis_of, field_given
 from .field_latent import FieldLatent
 from .known import KnownGuide, Rows, require_inputs
 from .reading import SiteReading
@@ -262,11 +262,11 @@ class Priors(Run):
 
     def whole(self) -> Whole:
         """q(x) under them."""
-        theta = {}
-        for name in {name for own in self.guide.facts.factors.values() for name in own}:
+        facts, theta = self.guide.facts, {}
+        for name in {name for own in facts.factors.values() for name in own}.union(facts.coupled):
             site: Any = self.trace.nodes[name]
             theta[name] = biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"])
-        return self.guide.field(anchor_of(self.guide, self.bases, self.normal, theta))
+        return field_given(self.guide, self.bases, self.normal, theta)
 
     @property
     def others(self) -> list[str]:

@@ -40,7 +40,7 @@ from .field import (
     slices,
 )
 from .known import KnownGuide
-from .nested import Nested, Optimum
+from .nested import DIFFERENCE, Nested, Optimum
 from .predictors import find_links
 from .runs import Run, Setup
 
@@ -117,8 +117,7 @@ def _find(search: Search) -> None:
         some, nested = nested, search.at_rows(nested, search.most[1])
         if moves and nested is not some:
             theta = nested.mode([theta])
-        covariance = nested.curvature(theta)
-        search.settle(nested, theta, nested.at(theta), covariance)
+        search.settle(nested, theta, nested.at(theta), nested.around(theta))
 
 
 class Search:
@@ -239,21 +238,22 @@ class Search:
     def _unconstrained(self, name: str, value: Tensor) -> Tensor:
         return biject_to(self.priors[name].support).inv(value).to(self.guide.like)
 
-    def settle(self, nested: Nested, mode: Tensor, best: Optimum, covariance: Tensor) -> None:
+    def settle(self, nested: Nested, mode: Tensor, best: Optimum, ends: list[tuple[Optimum, Optimum]]) -> None:
         """Start q at the mode.
 
-        :param covariance: H⁻¹.
+        :param ends: around it.
         """
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         free = {name for name in self.able if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
         # An independent posterior is that given all others.
+        covariance = nested.curvature(ends)
         precision = torch.block_diag(torch.linalg.inv(covariance), best.root @ best.root.mT)
         mode = mode.detach().requires_grad_()  # which shows whether inputs move with θ
         _, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
-        is_field = self._wants_field(field, handler)
         loc = nested.theta_of(mode.detach()) | {name: handler.values[name].detach() for name in self.normal}
-        joint = [name for name in self.hyper if name in free]
+        facts.coupled = joint = [name for name in self.hyper if name in free]
+        is_field = self._wants_field(field, nested, mode, handler)
         rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})
         for name in self.able:
             if name in joint or (is_field and name in field):
@@ -262,13 +262,13 @@ class Search:
             latent, unit = facts.latents[name], 1.0 if name in self.hyper else handler.priors[name].stddev.reshape(-1)
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], unit * own.rsqrt()))
             guide.set_latent(name, mean, latent["event_dim"], scale)
-        facts.coupled = joint
         if joint:
             index = index_of(rows, joint)
             root = torch.linalg.cholesky(covariance[index][:, index])
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
         if is_field:
-            self._start_field(field, nested, mode, best, covariance, handler)
+            facts.factors = self._factors(nested, mode, covariance)
+            self._start_field(field, nested, mode.detach(), best, ends, handler)
         for name, module in () if is_field else guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
@@ -276,27 +276,47 @@ class Search:
                 self._put(module.coefficients, anchor, index_of(layout.rows, [name]), best)
 
     def _start_field(
-        self, field: list[str], nested: Nested, mode: Tensor, best: Optimum, covariance: Tensor, handler: Standardised
+        self,
+        field: list[str],
+        nested: Nested,
+        mode: Tensor,
+        best: Optimum,
+        ends: list[tuple[Optimum, Optimum]],
+        handler: Standardised,
     ) -> None:
+        """Make q(x | θ), and have it follow θ as x̂ does beyond where sites about values are."""
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         facts.field = {name: layout.field[name] for name in field}
         facts.links, facts.owned = {name: dict(links) for name, links in nested.links.items()}, list(layout.owned)
-        facts.factors = self._factors(nested, mode, covariance) if len(mode) else {}
         for name, module in guide.modules_by_site().items():
             if isinstance(module, ExactGP):
                 module.basis = InducingPoints([self.inputs[name]], trainable=False)
                 facts.gps[name] = module.spec()
-        make_field(guide, facts.field)
+        hyper = slices({name: shape.numel() for name, shape in nested.hyper.items()})
+        theta, index = index_of(hyper, facts.coupled), index_of(layout.rows, field)
+        make_field(guide, facts.field, len(theta))
         keep_rows(guide, {i: self.inputs[name] for i, name in enumerate(field) if name in facts.gps})
         drop_latents(guide, [name for name in field if name not in facts.gps])
-        anchor = anchor_of(guide, handler.bases, handler.priors, nested.theta_of(mode))
-        self._put(guide.field.coefficients, anchor, index_of(layout.rows, field), best)
+        q, moves = guide.field.coefficients, DIFFERENCE * torch.eye(nested.size).to(mode)
+        self._put(q, anchor_of(guide, handler.bases, handler.priors, nested.theta_of(mode)), index, best)
+
+        @torch.no_grad()
+        def beyond(end: Optimum, there: Tensor) -> Tensor:
+            _, handler = nested.run(there, there.new_zeros(layout.extended))
+            held = q(anchor_of(guide, handler.bases, handler.priors, nested.theta_of(there)))
+            return end.x[index] - torch.cat(held.loc, -1)
+
+        each = [beyond(ends[i][1], mode + moves[i]) - beyond(ends[i][0], mode - moves[i]) for i in theta]
+        if each:
+            q.follow(mode[theta], torch.stack(each, -1) / (2 * DIFFERENCE))
 
     def _factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, dict[str, list[float]]]:
         """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
         hyperparameters b: what q(x | θ) is about (test_non_centred_latents_have_the_posterior_of_centred_ones).
         """
         found = dict[str, dict[str, list[float]]]()
+        if not len(mode):
+            return found
         predictors, _, handler = nested.predictors(mode)
         squares = torch.stack([predictors.dense(place).square().sum(0) for place in predictors.eta]).sum(0)
         for name, own in nested.layout.rows.items():
@@ -313,15 +333,29 @@ class Search:
         eye = torch.eye(len(index), dtype=given.dtype, device=given.device)
         coefficients.put_sums(anchor, given - eye, given @ best.x[index])
 
-    def _wants_field(self, field: list[str], handler: Standardised) -> bool:
+    def _wants_field(self, field: list[str], nested: Nested, mode: Tensor, handler: Standardised) -> bool:
         """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP, and of values at all
         rows only if these are here, and stay where they are: test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         """
         gps = self.guide.modules_by_site()
         moves = any(as_process(handler.priors[name])[0].x.requires_grad for name in gps)  # type: ignore[union-attr]
         most = (ExpectationGP, ExactGP) if self.rows < self.num or self.is_part or moves else ExpectationGP
-        apart = any(isinstance(module, most) for module in gps.values())
-        return (len(field) > len(gps) or bool(self.guide.facts.interactions)) and not apart
+        if any(isinstance(module, most) for module in gps.values()):
+            return False
+        if len(field) > len(gps) or self.guide.facts.interactions:
+            return True
+        # An intercept of another prior; on sites f follows it by itself.
+        return bool(self._values(nested, mode)) and all(type(module) is SparseGP for module in gps.values())
+
+    def _values(self, nested: Nested, mode: Tensor) -> list[str]:
+        """The hyperparameters that linear predictors move with where f is 0."""
+        if not self.guide.facts.coupled:
+            return []
+        predictors, _, _ = nested.predictors(mode)
+        with repeatable(mode):
+            level = sum(eta @ torch.randn_like(eta) for eta in predictors.eta.values()) + 0 * mode.sum()
+        slopes = nested.theta_of(torch.autograd.grad(level, mode)[0])
+        return [name for name in self.guide.facts.coupled if slopes[name].any()]
 
 
 def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
@@ -330,4 +364,4 @@ def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
 
 def index_of(rows: Mapping[str, slice], names: list[str]) -> Tensor:
     """The entries of some names."""
-    return torch.cat([torch.arange(rows[name].start, rows[name].stop) for name in names])
+    return torch.cat([torch.arange(0), *(torch.arange(rows[name].start, rows[name].stop) for name in names)])

@@ -56,7 +56,7 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
         like = tensors["together.loc"]
         couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
     if fresh and facts.field:
-        make_field(guide, facts.field)
+        make_field(guide, facts.field, len(tensors["together.loc"]) if facts.coupled else 0)
     held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
     keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
     if "data" in saved:
