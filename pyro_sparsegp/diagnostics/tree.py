@@ -58,7 +58,7 @@ def to_datatree(
     The draws are of the posterior that the guide predicts with. :class:`~pyro_sparsegp.families.ExactWeightSpace`
     predicts with another q(w) if the kernel has a variance correction. Draws are of that one; the target is "fitc".
     :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws
-    are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes some 100 MB of memory.
+    are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes up to some 150 MB.
 
     :param model: the model.
     :param guide: a fitted guide, an object that has one (SVI, expectation propagation), an ``MCMC`` that has run, or
