@@ -110,7 +110,10 @@ class Grid:
                 each = value * q.mean - (q.mean + 0.5 * q.variance).exp() - (value + 1).lgamma()
             else:
                 values = values or self._moved(guide_trace, tuple(along))
-                changed = {key: functools.reduce(_then, steps, values[gp]) for key, (gp, steps) in made_of.items()}
+                changed = {
+                    key: functools.reduce(lambda t, step: step(t), steps, values[gp])
+                    for key, (gp, steps) in made_of.items()
+                }
                 each = rebuilt(fn, changed).log_prob(value)
             total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
         return total.expand([len(nodes)] * self.num_axes)
@@ -163,10 +166,6 @@ def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[s
         else:
             rest.append(part)
     return None if made.keys() & graph_of(rest) else found
-
-
-def _then(value: Tensor, step: Elementwise) -> Tensor:
-    return step(value)
 
 
 def on_grid(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Optional
 from weakref import WeakKeyDictionary, WeakSet
 
-import numpy as np
 import pyro.distributions as dist
 import torch
 from pyro import poutine
@@ -27,6 +26,7 @@ from ..guide.first_call import closed_forms_of
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.facts import ClosedForms
+from ..program.reader import normal_nodes
 from ..program.traces import RandomState
 from ..warned import warn_once
 from .doubt import Doubt
@@ -75,10 +75,6 @@ class TraceQuadrature_ELBO(ELBO):
             )
         super().__init__(num_particles=num_particles, **kwargs)
         self.num_nodes = num_nodes
-        nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)  # for the weight exp(−t²/2)
-        self._nodes = torch.from_numpy(nodes)
-        self._weights = torch.from_numpy(weights / weights.sum())
-        self._placed: dict[Any, tuple[Tensor, Tensor]] = {}
         self._doubt = Doubt()
         self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
         self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
@@ -245,10 +241,8 @@ class TraceQuadrature_ELBO(ELBO):
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = closed = find_expectations(guide, args, kwargs, warn)
             warn_of_draws(guide, closed.rest)
-        if guide.on_sites:
-            with guide.conditioned(wrapped, args, kwargs):
-                return self._conditioned_bound(guide, wrapped, args, kwargs)
-        return self._conditioned_bound(guide, wrapped, args, kwargs)
+        with guide.conditioned(wrapped, args, kwargs) if guide.on_sites else nullcontext():
+            return self._conditioned_bound(guide, wrapped, args, kwargs)
 
     def _conditioned_bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         closed = self._expectations[guide]
@@ -280,18 +274,11 @@ class TraceQuadrature_ELBO(ELBO):
         """
         if not grid.num_axes:
             return grid.once() if ran is None else grid.held(*ran)()
-        nodes, weights = self._rule(grid.guide)
-        values = self._at_all_nodes(grid, ran, nodes)
+        nodes, weights = normal_nodes(1, grid.guide.like, self.num_nodes)
+        values = self._at_all_nodes(grid, ran, nodes[:, 0])
         for _ in range(grid.num_axes):
             values = values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
         return values
-
-    def _rule(self, guide: AutoSparseGP) -> tuple[Tensor, Tensor]:
-        like = guide.like
-        key = like.dtype, like.device
-        if key not in self._placed:
-            self._placed[key] = self._nodes.to(like), self._weights.to(like)
-        return self._placed[key]
 
     def _at_all_nodes(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Tensor:
         """The bound's terms on the product grid, ``(K,) * num_axes``.
