@@ -12,7 +12,6 @@ import torch
 from pyro import poutine
 from pyro.distributions import Poisson
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -24,7 +23,7 @@ from ..program.declared import parameters, rebuilt
 from ..program.dependence import COUPLED
 from ..program.facts import ClosedForms, Structure
 from ..program.handlers import held_trace
-from ..program.traces import bare, free_values
+from ..program.traces import bare, free_values, sample_sites
 from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
 from .expected import divergence, posterior_at, weighted_sum
@@ -32,7 +31,8 @@ from .expected import divergence, posterior_at, weighted_sum
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
 Elementwise = Callable[[Tensor], Tensor]
 # What a program may do with function values, one by one, by the names of autograd's nodes.
-_ELEMENTWISE: dict[str, Callable[[Any], Elementwise]] = {
+_ELEMENTWISE: dict[str, Callable[[Any], Optional[Elementwise]]] = {
+    "ExpandBackward0": lambda node: None,
     "ExpBackward0": lambda node: torch.exp,
     "SigmoidBackward0": lambda node: torch.sigmoid,
     "SoftplusBackward0": lambda node: lambda t: softplus(t, node._saved_beta, node._saved_threshold),
@@ -104,7 +104,7 @@ class Grid:
             fn, value = sites[name]["fn"], sites[name]["value"]
             made_of: Any = functions
             gp, steps = next(iter(made_of.values()))
-            if type(fn) is Poisson and steps == [torch.exp]:
+            if (type(fn), steps) == (Poisson, [torch.exp]):
                 q = posterior_at(guide_trace, gp)
                 # E[y f − exp(f)] with f ~ N(m, v): what nodes give to rounding, on a K-th of the numbers
                 each = value * q.mean - (q.mean + 0.5 * q.variance).exp() - (value + 1).lgamma()
@@ -157,12 +157,11 @@ def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[s
     rest = [part for part in (site["scale"], site["mask"]) if isinstance(part, Tensor)]
     for key, part in parameters(fn).items():
         node, steps = part.grad_fn, []
-        while node not in made and node is not None and node.name() in (*_ELEMENTWISE, "ExpandBackward0"):
-            if node.name() in _ELEMENTWISE:
-                steps.append(_ELEMENTWISE[node.name()](node))
+        while node not in made and node is not None and node.name() in _ELEMENTWISE:
+            steps.append(_ELEMENTWISE[node.name()](node))
             node = node.next_functions[0][0]
         if node in made:
-            found[key] = made[node], steps[::-1]
+            found[key] = made[node], [step for step in steps[::-1] if step]
         else:
             rest.append(part)
     return None if made.keys() & graph_of(rest) else found
@@ -187,15 +186,13 @@ def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace,
     """The bound's terms at the traces' values, summed: log densities of what is observed, minus divergences."""
     total: Any = 0.0
     site: Any
-    for name, site in model_trace.nodes.items():
-        if site["type"] != "sample" or name in skip or site["mask"] is False:
+    for name, site in sample_sites(model_trace).items():
+        if name in skip or site["mask"] is False:
             continue
-        if name not in guide_trace.nodes:
-            if site_is_subsample(site):
-                continue
+        if name in guide_trace.nodes:
+            total = total - divergence(guide_trace.nodes[name], site)
+        else:
             total = total + weighted_sum(site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"]), site)
-            continue
-        total = total - divergence(guide_trace.nodes[name], site)
     for name, site in guide_trace.nodes.items():  # auxiliary sites of an overridden get_posterior
         if site["type"] == "sample" and name not in model_trace.nodes:
             total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)

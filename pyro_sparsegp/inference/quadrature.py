@@ -183,11 +183,11 @@ class TraceQuadrature_ELBO(ELBO):
         found: list[float] = torch.stack(numbers).tolist() if numbers else []
         for row, signed in zip(rows, found[len(grads) :]):
             row.is_signed = bool(signed)
-        if all(map(math.isfinite, found[: len(grads)])):
-            return
-        broken = [name for name, grad in grads.items() if not grad.isfinite().all()]
+        # A sum may overflow.
+        suspects = [name for name, total in zip(grads, found) if not math.isfinite(total)]
+        broken = [name for name in suspects if not grads[name].isfinite().all()]
         if not broken:
-            return  # a sum that overflows
+            return
         for parameter in guide.parameters():
             parameter.grad = None  # the next step adds to it
         raise ValueError(
