@@ -405,6 +405,22 @@ def test_heavy_priors_start_everywhere(prior):
     assert -min(losses) == pytest.approx(-losses[0], abs=2)
 
 
+def test_a_length_far_from_the_data_is_no_plateau():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(150, 1, generator=generator)
+    y = torch.sin(12 * x[:, 0]) + 0.2 * torch.randn(150, generator=generator)
+
+    def model(x, y=None):
+        length = pyro.sample("length", dist.Uniform(0.01, 100.0))
+        scale, noise = pyro.sample("scale", dist.HalfNormal(2.0)), pyro.sample("noise", dist.HalfNormal(1.0))
+        f = pyro.sample("f", GaussianProcess(scale**2 * kernels.RBF(length), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    guide, _ = _step(model, families.SVGP(20), (x, y))
+    assert 0.1 < guide.median(x, y)["length"] < 0.3 > guide.median(x, y)["noise"]
+
+
 # Whether q has converged.
 
 

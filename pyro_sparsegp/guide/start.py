@@ -50,6 +50,8 @@ _ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 PATIENCE = 2.0  # seconds, after which a search shows a bar
+_PLATEAU = 3.0  # functions that data inform, below which other starts are tried
+_FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
 _DRAWS = 3  # of the prior, beside the first call's own values
 
 
@@ -114,6 +116,9 @@ def _find(search: Search) -> None:
         nested.tell = bar.update
         if moves:
             theta = nested.mode([theta, *search.draws()])
+            # There all data may be noise: test_a_length_far_from_the_data_is_no_plateau
+            if search.informed(nested) < _PLATEAU:
+                theta = nested.mode([theta, *search.scaled(nested, theta)])
         some, nested = nested, search.at_rows(nested, search.most[1])
         if moves and nested is not some:
             theta = nested.mode([theta])
@@ -209,6 +214,21 @@ class Search:
         with repeatable(self.guide.like):
             draws = [self.theta({name: self.priors[name].sample() for name in self.hyper}) for _ in range(num)]
         return [draw for draw in draws if draw.isfinite().all()]
+
+    def informed(self, nested: Nested) -> float:
+        """How many functions of GP sites' bases data inform, tr(I − P⁻¹), where F was last."""
+        index = index_of(nested.layout.rows, self.gps)
+        return len(index) - float(torch.cholesky_inverse(nested.last[1]).diagonal()[index].sum())
+
+    def scaled(self, nested: Nested, theta: Tensor) -> list[Tensor]:
+        """θ with each positive hyperparameter in turn times factors that its prior allows."""
+        found, every = list[Tensor](), nested.theta_of(theta)
+        values = {name: biject_to(self.priors[name].support)(part) for name, part in every.items()}
+        for name, value in values.items():
+            moved = [value * factor for factor in _FACTORS if (value > 0).all()]
+            allowed = [one for one in moved if self.priors[name].support.check(one).all()]
+            found += [self.theta({**values, name: one}) for one in allowed]
+        return found
 
     def _has_fewer(self) -> bool:
         """Whether the program has as many rows as it was given."""
