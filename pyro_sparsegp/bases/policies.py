@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..gaussians.sites import Sites
 from ..modules import AbstractModule
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.shapes import broadcast_shapes, shape_of
 from .actions import Actions, BlockActions, DenseActions, chunk_memory, inverse_root, safe_root, white
 
 _WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32
@@ -168,8 +168,9 @@ class UserPolicy(Policy):
         matrix = self.policy(kernel, sites)
         rows = sites.inputs.shape[-2]
         if not isinstance(matrix, Tensor) or matrix.dim() < 2 or matrix.shape[-2:] != (rows, self.num):
-            got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
-            raise ValueError(f"the actions of site {name!r} must be a tensor ({rows}, {self.num}), got {got}")
+            raise ValueError(
+                f"the actions of site {name!r} must be a tensor ({rows}, {self.num}), got {shape_of(matrix)}"
+            )
         if not matrix.isfinite().all():
             raise ValueError(f"the actions of site {name!r} contain NaN or infinite values")
         return DenseActions(sites, _orthonormal(matrix, sites.precision))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.codes import unknown_codes
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.shapes import broadcast_shapes, shape_of
 from .base import require_one
 from .features import FeatureKernel
 
@@ -38,13 +38,13 @@ class Coregionalisation(FeatureKernel):
 
     def __init__(self, mixing: Tensor, own: Optional[Tensor] = None) -> None:
         if not isinstance(mixing, Tensor) or mixing.dim() < 2 or not mixing.numel():
-            shape = tuple(mixing.shape) if isinstance(mixing, Tensor) else type(mixing).__name__
-            raise ValueError(f"Coregionalisation's mixing must be a matrix, outputs by functions, (P, Q); got {shape}")
+            raise ValueError(
+                f"Coregionalisation's mixing must be a matrix, outputs by functions, (P, Q); got {shape_of(mixing)}"
+            )
         if own is not None and (not isinstance(own, Tensor) or own.shape[-1:] != mixing.shape[-2:-1]):
-            shape = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
             raise ValueError(
                 f"Coregionalisation's own must be a standard deviation for each of {mixing.shape[-2]} outputs; got "
-                f"{shape}"
+                f"{shape_of(own)}"
             )
         self.mixing, self.own = mixing, own
 

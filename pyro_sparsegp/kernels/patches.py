@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.chunks import in_pieces
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.shapes import broadcast_shapes, shape_of
 from .algebra import Kernel, Product, Select, as_kernel
 from .base import as_tensor
 
@@ -105,10 +105,9 @@ class Convolutional(Kernel):
         self.grid = patch_grid(image_shape, patch_shape, stride)
         self.image_shape, self.patch_shape, self.stride = tuple(image_shape), tuple(patch_shape), stride
         if weights is not None and (not isinstance(weights, Tensor) or weights.shape[-1:] != (self.num_patches,)):
-            found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
             raise ValueError(
                 f"{type(self).__name__}'s weights must be None or a tensor (..., {self.num_patches}), one for each of "
-                f"the {self.grid[0]} x {self.grid[1]} patches, got {found}"
+                f"the {self.grid[0]} x {self.grid[1]} patches, got {shape_of(weights)}"
             )
         self.weights = weights
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+
+
+def shape_of(value: Any) -> str:
+    """A tensor's shape, or the class of what is none, for errors."""
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:

@@ -56,7 +56,7 @@ class SparsePosterior(Marginals):
         By Matheron's rule (Wilson et al., 2020, eq. 8): a prior function plus φ(x)ᵀ(w − w'), where w' are that
         function's own coefficients. The prior functions of a stationary kernel are ``num_features`` random
         Fourier waves; a kernel with finite features has exact ones. For other kernels
-        (:class:`~pyro_sparsegp.kernels.Periodic`, adapted ones) values are drawn exactly, conditioned on all values
-        drawn before. That costs O(n³) for n points in all.
+        (:class:`~pyro_sparsegp.kernels.Periodic`, ``Anova``, adapted ones) values are drawn exactly, conditioned on all
+        values drawn before. A call costs O(n³), n counting points of earlier calls, too.
         """
         return sample_paths(self, num, num_features)
