@@ -64,7 +64,7 @@ class NaturalAtRows(NaturalGaussian):
         with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
             # a = m + (AᵀA + εI)⁻¹Aᵀ(A₀ − A)m, near T⁻¹m
             columns = loc[..., None].split([block.shape[-1] for block in now], -2)
-            moves = [towards(b, times(a - b, m), self.least) for a, b, m in zip(before, now, columns)]
+            moves = [towards(b, times((a - b).to(m), m), self.least) for a, b, m in zip(before, now, columns)]
             near = (loc + torch.cat(moves, -2)[..., 0]).to(kept)
         # Tᵀ(I + G)m − (I + TᵀGT)a, by differences that are small
         along = loc[..., None] + gram @ (loc[..., None] - _each(turns, near.to(loc)[..., None]))
