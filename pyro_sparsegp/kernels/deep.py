@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..numerics.chunks import by_rows
 from ..numerics.linalg import row_squares
-from ..numerics.shapes import shape_of
 from .base import Explicit, PriorFunctions
 from .features import FeatureKernel
 
@@ -63,9 +62,10 @@ class DeepBasis(FeatureKernel):
     def features(self, x: Tensor) -> Tensor:
         phi = self.network(x)
         if not isinstance(phi, Tensor) or phi.dim() < 2 or phi.shape[:-1] != x.shape[:-1] or not phi.shape[-1]:
+            found = f"shape {tuple(phi.shape)}" if isinstance(phi, Tensor) else type(phi).__name__
             raise ValueError(
                 f"DeepBasis's network must turn inputs of shape {tuple(x.shape)} into features of shape "
-                f"{(*x.shape[:-1], 'r')}, one row for each row; it returned {shape_of(phi)}"
+                f"{(*x.shape[:-1], 'r')}, one row for each row; it returned {found}"
             )
         return phi
 
