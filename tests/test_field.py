@@ -465,6 +465,11 @@ def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
         found = moments_of(seen[0].seen[name], torch.ones(1), torch.ones(1))  # the approximation's, and q's
         for moment, expected in zip(found, (loc, sd, loc, sd)):
             torch.testing.assert_close(moment, expected[rows], atol=1e-3, rtol=0)
+    monkeypatch.setattr("pyro_sparsegp.guide.arrival.ALL_ROWS", 12)  # of which the curvature is; the mean is of all
+    guide.check(*data)
+    mean, sds, *_ = moments_of(seen[1].seen["c"], torch.ones(1), torch.ones(1))
+    assert mean.item() == pytest.approx(loc[0].item(), abs=1e-3)
+    assert sds.item() == pytest.approx(sd[0].item(), rel=0.1)
 
 
 def test_a_step_that_gains_nothing_is_not_told(monkeypatch):

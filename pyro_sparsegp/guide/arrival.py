@@ -29,7 +29,7 @@ from .known import KnownGuide
 from .nested import Nested
 from .predictors import jacobian
 from .runs import Posteriors, Priors
-from .start import PATIENCE, Search, index_of, is_open
+from .start import ALL_ROWS, PATIENCE, Search, index_of, is_open
 
 _DRAWS = 128
 _STARTS = 6  # of searches for other modes
@@ -71,14 +71,14 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         try:
             search = Search(guide, run, able, args, kwargs)
             nested = search.nested()
+            compared = None if nested is None else _Compared(guide, search, nested)
         except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
-            nested = None
-        if nested is None:
+            compared = None
+        if compared is None:
             return [beyond]
-        compared = _Compared(guide, search, search.at_rows(nested, search.num))
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
             compared.nested.tell = bar.update
-            compared.at_draws(_DRAWS if whole else 2 * nested.size + 8, whole)
+            compared.at_draws(_DRAWS if whole else 2 * compared.nested.size + 8, whole)
             late = compared.of_newton()
             more = compared.of_draws(late) + compared.of_a_second_start() if whole else []
             return late + more + compared.of_functions(args, kwargs) + compared.of_inducing_points()
@@ -88,10 +88,11 @@ class _Compared:
     """q beside the approximation."""
 
     def __init__(self, guide: KnownGuide, search: Search, nested: Nested) -> None:
-        self.guide, self.search, self.nested = guide, search, nested
+        self.guide, self.search, self.nested = guide, search, search.at_rows(nested, ALL_ROWS)
         self.rows = slices({name: shape.numel() for name, shape in nested.hyper.items()})
         self.loc, self.root = self._q_of_theta()
-        self.best = nested.tried(self.loc)
+        self.shift = self._stand_for_all()
+        self.best = self.nested.tried(self.loc)
         self.free = self.root.diagonal() > 0  # of θ: what is no point
         self.own = self.root[self.free][:, self.free]
         # Of values at each draw means and variances, the approximation's and q's.
@@ -100,6 +101,16 @@ class _Compared:
         self.pulls: list[Tensor] = []
         self.noise: list[Tensor] = []
         self.left: list[Mapping[str, Tensor]] = []
+
+    def _stand_for_all(self) -> Tensor:
+        """Take the gradient of F at all rows, at the mean of q(θ), and the curvature at some; what x̂ moves by."""
+        nested, search = self.nested, self.search
+        nested.weight = search.num / search.rows
+        if nested.weight == 1.0:
+            return self.guide.like.new_zeros(())
+        some, every = nested.at(self.loc), search.at_rows(nested, search.num).at(self.loc)
+        nested.tilt = every.slope - some.slope
+        return every.x - some.x
 
     def _q_of_theta(self) -> tuple[Tensor, Tensor]:
         """a and R of all hyperparameters; R is 0 for points."""
@@ -130,7 +141,7 @@ class _Compared:
             self.left.append(found.left)
             if meets:
                 x, root = self.nested.of_means(self.loc + self.root @ eps, found)
-                self._meet(self.loc + self.root @ eps, x, torch.cholesky_inverse(root))
+                self._meet(self.loc + self.root @ eps, x + self.shift, torch.cholesky_inverse(root))
 
     def _meet(self, theta: Tensor, x: Tensor, covariance: Tensor) -> None:
         layout, guide, facts = self.nested.layout, self.guide, self.guide.facts
@@ -176,10 +187,12 @@ class _Compared:
             run.perform(args, kwargs)
         advice = self._given([name for name in self.search.normal if name not in guide.facts.field]) or "Train longer."
         covariance, lines = torch.cholesky_inverse(found.root), list[str]()
-        for name, (mean, by_x, left) in self._members(self.loc, found.x)[-1].items():
+        step = math.ceil(self.nested.weight)
+        for name, (mean, by_x, left) in self._members(self.loc, found.x + self.shift)[-1].items():
             if name in apart:
                 q, sd = run.posteriors[name], (_quadratic(by_x, covariance) + left).sqrt()
-                away, ratio, is_off = _beside((q.mean[:_ROWS] - mean) / sd, q.variance[:_ROWS].sqrt() / sd)
+                own, its = q.mean[::step][:_ROWS], q.variance[::step][:_ROWS].sqrt()
+                away, ratio, is_off = _beside((own - mean) / sd, its / sd)
                 if is_off:
                     lines.append(f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times the best. {advice}")
         return lines

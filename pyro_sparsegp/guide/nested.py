@@ -84,6 +84,7 @@ class Nested:
         self.size = sum(shape.numel() for shape in self.hyper.values())
         # x̂ and the root of P of the last θ
         self.last = self._nowhere = guide.like.new_zeros(layout.num), torch.eye(layout.num).to(guide.like)
+        self.weight, self.tilt = 1.0, torch.zeros(self.size).to(guide.like)  # of rows that stand for more; and of θ
         self.is_smooth: Optional[bool] = None  # whether densities have curvatures
         self.tell: Callable[[], Any] = lambda: None  # called at each evaluation
 
@@ -102,7 +103,7 @@ class Nested:
         scale = sites[next(iter(self.layout.field))]["scale"]
         handler.log_prior = handler.log_prior / scale
         for site in filter(is_observation, sites.values()):
-            site["scale"] = site["scale"] * share_of(site) / scale
+            site["scale"] = self.weight * site["scale"] * share_of(site) / scale
         return sites, handler
 
     def predictors(self, theta: Tensor) -> tuple[Predictors, dict[str, Any], Standardised]:
@@ -122,7 +123,7 @@ class Nested:
         x = x.clone().requires_grad_()
         density, slope, curvature = self._local(found, x, root)
         precision = _precision(found, curvature)
-        total = constant + density + handler.log_prior - 0.5 * x.square().sum()
+        total = constant + density + handler.log_prior - 0.5 * x.square().sum() + self.tilt @ theta
         total = total - torch.linalg.cholesky(precision).diagonal().log().sum()
         left = _left_out(found, curvature)
         total = total - sum(left.values())

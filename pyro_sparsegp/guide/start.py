@@ -46,7 +46,7 @@ from .runs import Run, Setup
 
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _MOST_VALUES = 500  # of rows that are a basis themselves
-_ALL_ROWS = 20_000  # up to which all are taken in the end
+ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 PATIENCE = 2.0  # seconds, after which a search shows a bar
@@ -147,7 +147,7 @@ class Search:
         self.priors = {name: sites[name]["infer"]["prior"] for name in able}
         self.held = {name: sites[name]["value"].detach() for name in able}
         exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
-        self.most = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, _ALL_ROWS)  # first, and in the end
+        self.most = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
         self.is_part = holds_part(first.trace)
         self._take(self.most[0])
         if self.rows < self.num and not self._has_fewer():

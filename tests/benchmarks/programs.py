@@ -87,6 +87,7 @@ def main():
         "a mean, and the ratio of sds (NUTS or an exact grid). The bound is the mean of the last 50 steps, the",
         f"log evidence is by importance weights of {DRAWS} draws. The last column has the latents that `guide.check`",
         "names; its lines are below. A latent beyond 0.3 sd, or 0.75 to 1.33 times, that it does not name is bold.",
+        "Pyro's NUTS took 600 CPU seconds for noisy_mean (1,100 transitions); the other references' were not measured.",
         "",
         "| program | family | way | bound | evidence | CPU s | latents | told of |",
         "|---|---|---|---|---|---|---|---|",
