@@ -14,6 +14,7 @@ def mix_outputs(mixing: Tensor, shared: Tensor, output: Optional[Tensor] = None)
     It returns all outputs at all inputs, ``(P, N)``; or with ``output`` one output per row, ``(N,)``, if outputs are
     observed at different inputs. A is any tensor, sampled or a parameter; g are values of GP sites.
 
+    >>> import torch
     >>> A, g = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.1, 0.2, 0.3]])
     >>> mix_outputs(A, g, output=torch.tensor([0, 1, 1]))
     tensor([0.1000, 0.4000, 0.6000])

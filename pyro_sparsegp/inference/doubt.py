@@ -40,10 +40,10 @@ class Doubt:
         if steps + 1 not in _LOOKS:
             return
         found = []
-        for nodes in (num, num + 1, num + 3):  # errors at kinks have any sign: one difference may be small
+        for nodes in range(num, num + 4):  # errors at kinks have any sign: one difference may be small
             with torch.no_grad(), repeatable(guide.like):
                 found.append(float(bound(nodes)))
-        error = max(abs(found[0] - other) for other in found[1:])
+        error = max(found) - min(found)
         rounding = 1e3 * torch.finfo(guide.like.dtype).eps * abs(found[0])
         if error > max(_LEAST, rounding, 0.1 * abs(before - value)):
             warn_once(
