@@ -49,8 +49,8 @@ half-a-factor-is-taken: test_low_rank.py::test_a_step_without_a_factor_is_left_o
 - fine = (0 * moved.sum(-1) == failed) & (rate > 0)
 + fine = (0 * moved.sum(-1) == 0 * failed) & (rate > 0)
 q-stays-where-features-turn: test_deep_basis.py::test_q_follows_features_that_turn
-- turn = nearest(self.seat, seat)
-+ turn = nearest(seat, seat)
+- turns = [nearest(a, b, self.least) for a, b in zip(before, now)]
++ turns = [nearest(b, b, self.least) for a, b in zip(before, now)]
 first-draws-count-in-full: test_deep_gp.py::test_single_draws_of_an_inner_layer_do_not_throw_it_away
 - rate = min(rate, _BY_MARGINALS)
 + rate = min(rate, 1.0)
@@ -241,7 +241,7 @@ meeting-sites-share-an-axis: test_quadrature.py::test_two_sites_use_the_product_
 - taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
 + taken: set[int] = set()
 nan-reaches-the-parameters: test_quadrature.py::test_a_nan_gradient_never_reaches_the_parameters
-- broken = [name for name, grad in grads.items() if not grad.isfinite().all()]
+- broken = [name for name in suspects if not grads[name].isfinite().all()]
 + broken: list[str] = []
 cavity-not-removed: test_expectation.py::TestProbit::test_sites_and_log_z_are_the_closed_forms
 - shift = precision * (centre - linear * spread) / left - linear

@@ -47,7 +47,7 @@ class Following(NaturalAtValues):
         :param theta: θ, ``(D,)``; ``of_theta`` is q(θ).
         """
         q = super().forward(anchor, theta)
-        if theta is not None and of_theta is not None and isinstance(q, Recorded):
+        if theta is not None and of_theta is not None and self.level.numel() and isinstance(q, Recorded):
             q.taken.base = q.taken.base._replace(towards=of_theta.regressor(theta.detach()))
         return q
 

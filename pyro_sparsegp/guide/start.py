@@ -326,8 +326,9 @@ class Search:
             held = q(anchor_of(guide, handler.bases, handler.priors, nested.theta_of(there)))
             return end.x[index] - torch.cat(held.loc, -1)
 
-        each = [beyond(ends[i][1], mode + moves[i]) - beyond(ends[i][0], mode - moves[i]) for i in theta]
-        if each:
+        # Only intercepts: slopes by scales diverge at large rates, test_hyperparameters_between_the_sites.
+        if self._values(nested, mode.clone().requires_grad_()):
+            each = [beyond(ends[i][1], mode + moves[i]) - beyond(ends[i][0], mode - moves[i]) for i in theta]
             q.follow(mode[theta], torch.stack(each, -1) / (2 * DIFFERENCE))
 
     def _factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, dict[str, list[float]]]:
