@@ -58,7 +58,7 @@ class Seen(NamedTuple):
     parts: Parts
     seat: Optional[Tensor] = None
     level: Optional[Tensor] = None
-    towards: Optional[Tensor] = None
+    regressor: Optional[Tensor] = None
 
 
 class _Known(Function):

@@ -48,7 +48,7 @@ class Following(NaturalAtValues):
         """
         q = super().forward(anchor, theta)
         if theta is not None and of_theta is not None and self.level.numel() and isinstance(q, Recorded):
-            q.taken.base = q.taken.base._replace(towards=of_theta.regressor(theta.detach()))
+            q.taken.base = q.taken.base._replace(regressor=of_theta.regressor(theta.detach()))
         return q
 
     def follow(self, theta: Tensor, slopes: Tensor) -> None:

@@ -226,8 +226,7 @@ class Search:
         values = {name: biject_to(self.priors[name].support)(part) for name, part in every.items()}
         for name, value in values.items():
             moved = [value * factor for factor in _FACTORS if (value > 0).all()]
-            allowed = [one for one in moved if self.priors[name].support.check(one).all()]
-            found += [self.theta({**values, name: one}) for one in allowed]
+            found += [self.theta({**values, name: one}) for one in moved if self.priors[name].support.check(one).all()]
         return found
 
     def _has_fewer(self) -> bool:
@@ -273,7 +272,8 @@ class Search:
         _, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
         loc = nested.theta_of(mode.detach()) | {name: handler.values[name].detach() for name in self.normal}
         facts.coupled = joint = [name for name in self.hyper if name in free]
-        is_field = self._wants_field(field, nested, mode, handler)
+        intercepts = self._intercepts(nested, mode)
+        is_field = self._wants_field(field, intercepts, handler)
         rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})
         for name in self.able:
             if name in joint or (is_field and name in field):
@@ -288,7 +288,7 @@ class Search:
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
         if is_field:
             facts.factors = self._factors(nested, mode, covariance)
-            self._start_field(field, nested, mode.detach(), best, ends, handler)
+            self._start_field(field, nested, mode.detach(), best, ends, intercepts, handler)
         for name, module in () if is_field else guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
@@ -302,6 +302,7 @@ class Search:
         mode: Tensor,
         best: Optimum,
         ends: list[tuple[Optimum, Optimum]],
+        intercepts: list[str],
         handler: Standardised,
     ) -> None:
         """Make q(x | θ), and have it follow θ as x̂ does beyond where sites about values are."""
@@ -327,7 +328,7 @@ class Search:
             return end.x[index] - torch.cat(held.loc, -1)
 
         # Only intercepts: slopes by scales diverge at large rates, test_hyperparameters_between_the_sites.
-        if self._values(nested, mode.clone().requires_grad_()):
+        if intercepts:
             each = [beyond(ends[i][1], mode + moves[i]) - beyond(ends[i][0], mode - moves[i]) for i in theta]
             q.follow(mode[theta], torch.stack(each, -1) / (2 * DIFFERENCE))
 
@@ -354,7 +355,7 @@ class Search:
         eye = torch.eye(len(index), dtype=given.dtype, device=given.device)
         coefficients.put_sums(anchor, given - eye, given @ best.x[index])
 
-    def _wants_field(self, field: list[str], nested: Nested, mode: Tensor, handler: Standardised) -> bool:
+    def _wants_field(self, field: list[str], intercepts: list[str], handler: Standardised) -> bool:
         """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP, and of values at all
         rows only if these are here, and stay where they are: test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         """
@@ -366,15 +367,14 @@ class Search:
         if len(field) > len(gps) or self.guide.facts.interactions:
             return True
         # An intercept of another prior; on sites f follows it by itself.
-        return bool(self._values(nested, mode)) and all(type(module) is SparseGP for module in gps.values())
+        return bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
 
-    def _values(self, nested: Nested, mode: Tensor) -> list[str]:
+    def _intercepts(self, nested: Nested, mode: Tensor) -> list[str]:
         """The hyperparameters that linear predictors move with where f is 0."""
         if not self.guide.facts.coupled:
             return []
-        predictors, _, _ = nested.predictors(mode)
         with repeatable(mode):
-            level = sum(eta @ torch.randn_like(eta) for eta in predictors.eta.values()) + 0 * mode.sum()
+            level = sum(eta @ torch.randn_like(eta) for eta in nested.predictors(mode)[0].eta.values()) + 0 * mode.sum()
         slopes = nested.theta_of(torch.autograd.grad(level, mode)[0])
         return [name for name in self.guide.facts.coupled if slopes[name].any()]
 
