@@ -296,9 +296,6 @@ def test_loo_without_weights():
     assert diagnostics.psis(model, on_a_grid(8, x, y, model), x, y, num_samples=25).ess > 24
 
 
-# Scores.
-
-
 def normal_mixture_crps(means, sds, y):
     """CRPS of an equal mixture of normals by numerical integration of (F − 1[y ≤ t])²."""
     t = torch.linspace(-12, 12, 20_001)

@@ -72,11 +72,11 @@ def _exact(x, group, y):
     return gain @ y, joint - gain @ to_data @ joint, log_evidence, to_data
 
 
-def _step(model, family, data, steps=1, **kwargs):
+def _step(model, family, data, steps=1, lr=0.02, **kwargs):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, family, **kwargs)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": lr}), TraceQuadrature_ELBO())
     return guide, [svi.step(*data) for _ in range(steps)]
 
 
@@ -421,9 +421,6 @@ def test_a_length_far_from_the_data_is_no_plateau():
     assert 0.1 < guide.median(x, y)["length"] < 0.3 > guide.median(x, y)["noise"]
 
 
-# Whether q has converged.
-
-
 def _wide(x, y=None):
     mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
     s = pyro.sample("s", dist.HalfNormal(2.0))
@@ -572,6 +569,23 @@ def test_f_follows_an_intercept_of_another_prior(prior):
     for each in (draws["mu"].reshape(-1), draws["f"].reshape(400, -1)[:, 0]):  # f is what mu leaves
         assert each.std().item() == pytest.approx(sd.item(), rel=0.12)
     assert draws["mu"].mean().item() == pytest.approx(mean.item(), abs=0.2 * sd.item())
+
+
+@pytest.mark.parametrize("prior", [lambda: dist.StudentT(3.0, 0.0, 10.0), lambda: dist.Normal(0.0, 10.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_followed_intercept_stands_large_rates(prior, dtype):
+    torch.set_default_dtype(dtype)
+    x, _, y = (part.to(dtype) if part.is_floating_point() else part for part in _data())
+
+    def model(x, y=None):
+        mu, s = pyro.sample("mu", prior()), pyro.sample("s", dist.HalfNormal(2.0))
+        f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.3), x))
+        g = pyro.sample("g", GaussianProcess(0.3 * kernels.Matern32(0.1), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mu + f + g, NOISE), obs=y)
+
+    _, losses = _step(model, families.SVGP(12), (x, y), 150, lr=0.1)
+    assert max(losses[-20:]) < losses[0] + 10  # it was 10⁴ and more, or an error of dtypes
 
 
 @pytest.mark.parametrize("name", ["z", "f"])

@@ -29,9 +29,6 @@ def fitted(data, family=None, model=regression, **options):
     return fit(model, guide, data, **{"progress": False, "steps": 3, **options}), guide
 
 
-# Cut off, and resumed.
-
-
 def cut_after(step, how):
     def rule(losses):
         if len(losses) == step:
@@ -121,9 +118,6 @@ def test_a_checkpoint_of_another_fit_is_told_of(other, match, tmp_path):
     fitted(**given)
     refused(f"fit.pt' was written by a fit with .*{match}", fitted, **given | other, resume=True)
     assert fitted(**given, resume=True, steps=6, optim=pyro.optim.Adam({"lr": 0.01}))[0].steps == 6
-
-
-# What is trained on.
 
 
 def test_every_row_once_an_epoch_in_an_order_of_its_own():
@@ -247,9 +241,6 @@ def test_an_epoch_over_rows_on_disk_keeps_little_of_them(tmp_path):
     assert peak() - before < 0.5
 
 
-# Steps and their rates.
-
-
 @pytest.mark.parametrize("given", ["optim", "method"])
 def test_it_is_the_loop_that_one_would_write(given):
     x, y = fit_worker.rows(40)
@@ -324,9 +315,6 @@ def test_a_hyperparameter_that_is_given_is_no_data():
     """Its one number is no mini-batch that no plate scales."""
     model = pyro.condition(regression, {"noise": torch.tensor(0.2)})
     assert fitted(fit_worker.rows(40), model=model, batch_size=20)[0].steps == 3
-
-
-# What it tells.
 
 
 def test_a_bar_with_the_loss_and_a_rule_that_stops(capsys):

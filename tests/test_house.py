@@ -113,7 +113,7 @@ LINES = {
     "root": 843,
     "numerics": 1190,
     "kernels": 2511,
-    "gaussians": 3584,
+    "gaussians": 3555,
     "bases": 2222,
     "posterior": 830,
     "approximations": 712,
@@ -125,13 +125,13 @@ LINES = {
     "diagnostics": 2198,
     "interop": 333,
 }
-ALL_LINES = 26073
-STATEMENTS = 15499
+ALL_LINES = 26044
+STATEMENTS = 15478
 BRANCHES_PER_1000_LINES = 116
 COMMENTS = 0.0251  # at least
 FILE_LINES = 436
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23969
+TEST_LINES = 23968
 
 
 @functools.cache

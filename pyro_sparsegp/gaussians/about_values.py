@@ -50,7 +50,7 @@ Parts = tuple[Tensor, ...]  # what a precision is made of
 
 class Seen(NamedTuple):
     """Sites under an L: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, what P is made of, the L + ηsI and
-    the level that they belong to, and what slopes by a level move along.
+    the level that they belong to.
     """
 
     near: Tensor
@@ -58,7 +58,6 @@ class Seen(NamedTuple):
     parts: Parts
     seat: Optional[Tensor] = None
     level: Optional[Tensor] = None
-    regressor: Optional[Tensor] = None
 
 
 class _Known(Function):

@@ -96,12 +96,6 @@ class DrawnGaussian(Natural):
         is_tilted = self.is_tilted or (torch.is_grad_enabled() and recorded() is None)
         return self.root @ self.tilt_matrix if is_tilted else self.root
 
-    def regressor(self, theta: Tensor) -> Tensor:
-        """R⁻ᵀε/(1 + εᵀε) of θ = a + Rε, by which least mean squares move a slope by θ."""
-        root = self.tril.detach()
-        noise = torch.linalg.solve_triangular(root, (theta - self.mean.detach())[:, None], upper=False)
-        return torch.linalg.solve_triangular(root.mT, noise, upper=True)[:, 0] / (1 + noise.square().sum())
-
     def forward(self, noise: Tensor) -> Drawn:  # type: ignore[override]
         """The draw of this ε, ``(D,)``."""
         record = recorded()

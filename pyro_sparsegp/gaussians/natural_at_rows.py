@@ -141,7 +141,7 @@ def nearest(before: Tensor, now: Tensor, least: float) -> Tensor:
     :param least: ε.
     """
     # I + (A₀ᵀA₀ + εI)⁻¹A₀ᵀ(A − A₀)
-    return now / before if now.dim() == 1 else plus_one(towards(before, now - before, least))
+    return now.to(wider(now)) / before if now.dim() == 1 else plus_one(towards(before, now - before, least))
 
 
 def times(block: Tensor, x: Tensor) -> Tensor:
@@ -157,9 +157,9 @@ def _each(turns: Sequence[Tensor], x: Tensor, transposed: bool = False) -> Tenso
 
 def towards(block: Tensor, right: Tensor, least: float) -> Tensor:
     """(AᵀA + εI)⁻¹AᵀX, ``(..., M, n)``, of A, ``(..., K, M)``, or a diagonal; in float64 where there is such."""
-    if block.dim() == 1:
-        return right / block[:, None]
     wide = block.to(wider(block))
+    if block.dim() == 1:
+        return right.to(wide) / wide[:, None]
     normal = wide.mT @ wide
     shift = max(least, rounding(normal)) * normal.diagonal(dim1=-2, dim2=-1).mean(-1)
     shift = shift.clamp(min=torch.finfo(normal.dtype).eps)[..., None]  # features may all be 0

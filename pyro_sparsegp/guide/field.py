@@ -327,4 +327,4 @@ def field_given(
     anchor, coupled = anchor_of(guide, bases, priors, theta), guide.facts.coupled
     if not coupled:
         return guide.field(anchor)
-    return guide.field(anchor, torch.cat([theta[name].reshape(-1) for name in coupled]), guide.together)
+    return guide.field(anchor, torch.cat([theta[name].reshape(-1) for name in coupled]))

@@ -327,7 +327,7 @@ class Search:
             held = q(anchor_of(guide, handler.bases, handler.priors, nested.theta_of(there)))
             return end.x[index] - torch.cat(held.loc, -1)
 
-        # Only intercepts: slopes by scales diverge at large rates, test_hyperparameters_between_the_sites.
+        # Only intercepts: others' slopes cost reads in each step, test_several_posteriors_are_read_together.
         if intercepts:
             each = [beyond(ends[i][1], mode + moves[i]) - beyond(ends[i][0], mode - moves[i]) for i in theta]
             q.follow(mode[theta], torch.stack(each, -1) / (2 * DIFFERENCE))
