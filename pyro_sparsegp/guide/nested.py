@@ -120,19 +120,15 @@ class Nested:
         apart = [s for n, s in sites.items() if is_observation(s) and n not in self.links and s["mask"] is not False]
         constant = sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in apart)
         x, root = self._newton(found)
-        x = x.clone().requires_grad_()
+        x, covariance = x.clone().requires_grad_(), torch.cholesky_inverse(root)
         density, slope, curvature = self._local(found, x, root)
-        precision = _precision(found, curvature)
         total = constant + density + handler.log_prior - 0.5 * x.square().sum() + self.tilt @ theta
-        total = total - torch.linalg.cholesky(precision).diagonal().log().sum()
+        moved = _by_precision(found, curvature, covariance)
+        total = total - root.diagonal().log().sum() - (moved - moved.detach())
         left = _left_out(found, curvature)
         total = total - sum(left.values())
         if not self.is_smooth:  # E[ℓ] has ½ tr SJᵀWJ + ½ Σ ρW by now; left are their derivatives
-            total = (
-                total
-                + 0.5 * (len(x) - torch.cholesky_inverse(root).trace())
-                + sum(part.detach() for part in left.values())
-            )
+            total = total + 0.5 * (len(x) - covariance.trace()) + sum(part.detach() for part in left.values())
         by_theta = theta.detach()
         if self.size:
             # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
@@ -145,7 +141,7 @@ class Nested:
     def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
         """x̂ and the root of P there."""
         found = found.detached()
-        (x, root), step, best = self.last, None, -torch.inf
+        (x, root), step, best, held = self.last, None, -torch.inf, Slopes()
         for _ in range(_NEWTON):
             density, slope, curvature = self._local(found, x, root)
             value = float(density.detach() - 0.5 * x.square().sum())
@@ -157,10 +153,14 @@ class Nested:
                 step = 0.5 * step
                 x = x - step
                 continue
-            (root, step, still), gain, best = _ascent(found, slope, curvature, x), value - best, value
-            if still < near and (self.is_smooth or gain < near):
+            if not _are_equal(curvature, held):
+                (root, is_mode), held = _root(found, curvature), curvature
+            (step, still), gain, best = _ascent(found, slope, root, x), value - best, value
+            if is_mode and still < near and (self.is_smooth or gain < near):
                 break
             x = x + step
+        else:
+            root = torch.linalg.cholesky(_precision(found, self._local(found, x, root)[-1]).detach())
         self.last = x, root
         return x, root
 
@@ -172,8 +172,8 @@ class Nested:
         self.is_smooth = False
         _, slope, curvature = self._local(found, best.x, best.root)
         self.is_smooth = is_smooth
-        root, step, _ = _ascent(found, slope, curvature, best.x)
-        return best.x + step, root
+        root, _ = _root(found, curvature)
+        return best.x + _ascent(found, slope, root, best.x)[0], root
 
     def _local(self, found: Predictors, x: Tensor, root: Tensor) -> tuple[Tensor, Slopes, Slopes]:
         """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum; of a density with kinks
@@ -243,15 +243,22 @@ class Nested:
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
 
 
-def _ascent(found: Predictors, slope: Slopes, curvature: Slopes, x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """The root of P, Newton's step of x, and twice what it gains."""
+def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:
+    """The Cholesky factor of P, and whether it is P's own: where ℓ is not log-concave P is lifted."""
     precision = _precision(found, curvature).detach()
     root, info = torch.linalg.cholesky_ex(precision)
-    if info:  # ℓ is not log-concave here
-        root = torch.linalg.cholesky(precision + lift_to(precision, 0.5))
+    return (torch.linalg.cholesky(precision + lift_to(precision, 0.5)), False) if info else (root, True)
+
+
+def _ascent(found: Predictors, slope: Slopes, root: Tensor, x: Tensor) -> tuple[Tensor, float]:
+    """Newton's step of x, and twice what it gains."""
     up = sum(_turned(found, place, part.detach()) for place, part in slope.items()) - x
     step = torch.cholesky_solve(up[:, None], root)[:, 0]
-    return root, step, float(up @ step)
+    return step, float(up @ step)
+
+
+def _are_equal(these: Slopes, others: Slopes) -> bool:
+    return these.keys() == others.keys() and all(torch.equal(part, others[key]) for key, part in these.items())
 
 
 def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:
@@ -300,7 +307,23 @@ def _turned(found: Predictors, place: Any, value: Tensor) -> Tensor:
     return total
 
 
-def _precision(found: Predictors, curvature: Mapping[Any, Tensor]) -> Tensor:
+def _by_precision(found: Predictors, curvature: Slopes, covariance: Tensor) -> Tensor:
+    """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
+    common, total = found.layout.common(covariance), covariance.new_zeros(())
+    for one, row in found.rows.items():
+        along = row.detach() @ covariance[common]  # JC
+        for entries, owner, slope in found.owned[one]:
+            along = along + slope.detach()[:, None] * covariance[entries.start + owner]
+        for other in (pair[1] for pair in curvature if pair[0] == one):
+            each = (along[:, common] * found.rows[other]).sum(-1)
+            for entries, owner, slope in found.owned[other]:
+                each = each + slope * along.gather(1, entries.start + owner[:, None])[:, 0]
+            weight = curvature[one, other]
+            total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
+    return total
+
+
+def _precision(found: Predictors, curvature: Slopes) -> Tensor:
     """P = I + JᵀWJ, without products of the columns of owned latents, of which a datum has one."""
     like, num = next(iter(found.rows.values())), found.layout.num
     common = found.layout.common(like)
