@@ -20,6 +20,14 @@ from ..modules import AbstractModule
 from ..numerics.chunks import in_chunks
 from ..numerics.linalg import sum_blocks
 
+
+def unexplained(prior: Tensor, phi: Sequence[Tensor]) -> Tensor:
+    """ρ = k − ΦΦᵀ, ``(..., N, N)``, the residual's covariance at some inputs."""
+    for block in phi:
+        prior = prior - block @ block.mT
+    return prior
+
+
 Component = tuple[Any, "Features", tuple[int, ...]]
 
 

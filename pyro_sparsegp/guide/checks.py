@@ -14,7 +14,7 @@ from pyro.poutine.util import site_is_subsample
 from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
 from ..numerics.linalg import default_jitter
-from ..posterior.base import Marginals
+from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks
 from ..program.declared import is_normal
@@ -52,7 +52,7 @@ def _let_inputs_move(module: Any, process: GaussianProcess) -> None:
             module.follow_network(*rows)
 
 
-def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]) -> None:
+def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, SparsePosterior]) -> None:
     """Tell of latents that each datum has one of beside f; those that may be a GP's inputs are another matter."""
     found = guide.facts
     most = max(found.rows.values(), default=math.inf)
@@ -67,7 +67,7 @@ def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]
         )
 
 
-def _warn_of_jitter(guide: KnownGuide, posteriors: Mapping[str, Marginals]) -> None:
+def _warn_of_jitter(guide: KnownGuide, posteriors: Mapping[str, SparsePosterior]) -> None:
     """Tell of normal data that are as precise as the jitter lets function values be."""
     sites = dict(all_sites(guide.trace))
     noise = {n: fn.variance.min() for n in guide.facts.rows if n in sites and is_normal(fn := bare(sites[n]["fn"]))}

@@ -16,12 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..bases.base import unexplained
 from ..kernels.algebra import term_names
 from ..kernels.anova import centred_on
-from ..numerics.linalg import cholesky, on_diagonal, sum_blocks, times
-from ..numerics.shapes import broadcast_shapes
-from ..process import GaussianProcess
-from .base import Marginals
+from ..numerics.linalg import cholesky, on_diagonal, side_by_side, sum_blocks, times
 
 _NODES = {1: 40, 2: 16, 3: 8}  # of a quadrature over the columns of an effect, along each of them
 
@@ -34,19 +32,15 @@ class Components(Sequence):
     from the columns (``"x0"``, ``"x0:x1"``) or from the kernel's class (``"constant"``).
 
     :param whole: the posterior of the sum.
-    :param kind: what each component is.
     :param inputs: where each component is wanted, ``(N_c, D)`` each; by default where the whole is.
     """
 
-    def __init__(self, whole: Marginals, kind: type[Marginals], inputs: Optional[Sequence[Tensor]] = None) -> None:
-        self._whole, self._kind = whole, kind
-        process, found = whole.process, whole.basis.components()
-        self.names = term_names(process.kernel)
+    def __init__(self, whole: Any, inputs: Optional[Sequence[Tensor]] = None) -> None:
+        self._whole, found = whole, whole.basis.components()
+        self.names = term_names(whole.process.kernel)
         self._blocks = [blocks for _, _, blocks in found]
-        self._parts = []
-        for (term, basis, blocks), x in zip(found, inputs or [process.x] * len(found)):
-            prior = GaussianProcess(term, x, None, process.jitter, validate_args=False).expand(whole.batch_shape)
-            self._parts.append(kind(prior, basis, whole.coefficients.marginal(blocks), whole.name))
+        inputs = inputs or [whole.process.x] * len(found)
+        self._parts = [whole.part(*component, x) for component, x in zip(found, inputs)]
 
     def __getitem__(self, index: Any) -> Any:
         return self._parts[self._place(index)] if isinstance(index, str) else self._parts[index]
@@ -54,7 +48,7 @@ class Components(Sequence):
     def __len__(self) -> int:
         return len(self._parts)
 
-    def items(self) -> Iterator[tuple[str, Marginals]]:
+    def items(self) -> Iterator[tuple[str, Any]]:
         """Names and posteriors."""
         return zip(self.names, self._parts)
 
@@ -82,7 +76,7 @@ class Components(Sequence):
             self._whole.process.require_columns(part)
         if not all(part.isfinite().all() for part in inputs):
             raise ValueError(f"Components.at got inputs for site {self._whole.name!r} with NaN or infinite values")
-        return Components(self._whole, self._kind, inputs)
+        return Components(self._whole, inputs)
 
     def covariance(self, one: Union[int, str], other: Union[int, str]) -> Tensor:
         """Cov(f_a(x_a), f_b(x_b)) of two effects, ``(..., N_a, N_b)``, each at its inputs; numbers or names."""
@@ -183,27 +177,20 @@ class Components(Sequence):
 
     def _stacked(self, which: Sequence[int], blocks: Sequence[int]) -> list[Tensor]:
         # Φ of some effects, one after the other, for some blocks of w; zeros where an effect has none.
-        sizes = self._whole.coefficients.sizes
-        rows = []
-        for c in which:
-            own = dict(zip(self._blocks[c], self._parts[c].features))
-            empty = self._parts[c].process.x
-            rows.append([own[b] if b in own else empty.new_zeros(self._rows[c], sizes[b]) for b in blocks])
-        stacked = []
-        for parts in zip(*rows):
-            batch = broadcast_shapes(*(part.shape[:-2] for part in parts))
-            stacked.append(torch.cat([part.expand(*batch, *part.shape[-2:]) for part in parts], -2))
-        return stacked
+        whole, own = self._whole, {c: dict(zip(self._blocks[c], self._parts[c].features)) for c in which}
+
+        def rows(c: int, b: int) -> Tensor:
+            return own[c][b] if b in own[c] else whole.process.x.new_zeros(self._rows[c], whole.coefficients.sizes[b])
+
+        return [side_by_side([rows(c, b).mT for c in which]).mT for b in blocks]
 
     @property
     def _residual_tril(self) -> Tensor:
         everything = range(len(self))
-        covariance = self._prior(everything)
-        scale = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
-        for phi in self._stacked(everything, range(len(self._whole.coefficients.sizes))):
-            covariance = covariance - phi @ phi.mT
+        prior, phi = self._prior(everything), self._stacked(everything, range(len(self._whole.coefficients.sizes)))
         what = f"the residual covariance of the components of site {self._whole.name!r}"
-        return cholesky(covariance, self._whole.process.jitter, what, scale)
+        scale = prior.diagonal(dim1=-2, dim2=-1).mean(-1)
+        return cholesky(unexplained(prior, phi), self._whole.process.jitter, what, scale)
 
     def __repr__(self) -> str:
         return "[" + ", ".join(repr(part.process.kernel) for part in self._parts) + "]"

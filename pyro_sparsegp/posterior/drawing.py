@@ -9,6 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from ..bases.base import unexplained
 from ..numerics.linalg import cholesky, default_jitter, variance_floor
 from .sparse_posterior import SparsePosterior
 
@@ -117,8 +118,6 @@ class MarginalSite(RowSite):
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of the marginals, ``(*sample_shape, ..., N)``."""
         self.coefficients.note_draws()
-        if self.coefficients.share is None:
-            return self.marginals.rsample(torch.Size(sample_shape))
         return self.value_of(torch.randn_like(self.mean.expand(*sample_shape, *self.mean.shape)))
 
 
@@ -145,13 +144,13 @@ class GroupedSite(ExpectedSite):
         x = self._grouped(self.process.x, len(shape))
         num, size = x.shape[0], x.shape[-2]
         phi = [self._grouped(block, len(shape)) for block in self.features]
-        residual = self.process.kernel(x)
-        scale = residual.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
-        for block in phi:
-            residual = residual - block @ block.mT
+        prior = self.process.kernel(x)
+        scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
         # Patches that are alike, such as empty ones, leave a singular matrix with the rounding of k − ΦΦᵀ.
         jitter = 10 * default_jitter(x.dtype) if self.process.jitter is None else self.process.jitter
-        tril = cholesky(residual, jitter, f"the residual covariance of site {self.name!r} in a group", scale)
+        tril = cholesky(
+            unexplained(prior, phi), jitter, f"the residual covariance of site {self.name!r} in a group", scale
+        )
         value = _each(tril, torch.randn(num, *shape, size, dtype=x.dtype, device=x.device))
         for block, w in zip(phi, self.coefficients.rsample(torch.Size((num, *shape)))):
             value = value + _each(block, w)
@@ -164,13 +163,9 @@ class GroupedSite(ExpectedSite):
 
 
 def _each(matrix: Tensor, v: Tensor) -> Tensor:
-    # Av, (groups, ..., R), for A (groups, ..., R, C) and v (groups, ..., C).
-    if matrix.shape[1:-2].numel() > 1:
-        return (matrix @ v[..., None])[..., 0]
-    # One matrix serves all outputs of a group: their values are its columns.
-    columns = v.flatten(1, -2).mT if v.dim() > 2 else v[..., None]
-    product = (matrix.reshape(matrix.shape[0], *matrix.shape[-2:]) @ columns).mT
-    return product.reshape(*v.shape[:-1], matrix.shape[-2])
+    # Av, (groups, ..., R), for A (groups, ..., R, C) and v (groups, ..., C); of one matrix for all outputs of a group,
+    # the values are columns of one product.
+    return torch.einsum("g...rc,g...c->g...r", matrix, v)
 
 
 class NodeSite(RowSite):

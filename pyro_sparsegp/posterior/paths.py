@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..bases.base import unexplained
 from ..numerics.chunks import in_chunks
 from ..numerics.linalg import cholesky, sum_blocks, times
-from .base import Marginals
 
 
-def sample_paths(posterior: Marginals, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
+def sample_paths(posterior: Any, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
     """``num`` functions x ↦ ``(num, ..., N)``; see :meth:`SparsePosterior.paths`."""
     if num < 1 or num_features < 1:
         raise ValueError(f"paths needs at least one path and one feature, got {num} and {num_features}")
@@ -40,7 +41,7 @@ class _Sequential:
     every row, would otherwise give it several.
     """
 
-    def __init__(self, posterior: Marginals, num: int, w: list[Tensor]) -> None:
+    def __init__(self, posterior: Any, num: int, w: list[Tensor]) -> None:
         self.posterior, self.w = posterior, w
         process, shape = posterior.process, (num, *posterior.batch_shape, 0)
         # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
@@ -56,9 +57,8 @@ class _Sequential:
             self.x = torch.cat([self.x, x[..., fresh, :]], -2)
             drawn = torch.randn(*self.noise.shape[:-1], self.x.shape[-2] - known, dtype=x.dtype, device=x.device)
             self.noise = torch.cat([self.noise, drawn], -1)
-            phi, residual = self.posterior.basis(self.x), self.kernel(self.x)
-            for block in phi:
-                residual = residual - block @ block.mT
+            phi = self.posterior.basis(self.x)
+            residual = unexplained(self.kernel(self.x), phi)
             what = f"the residual of paths of site {self.posterior.name!r}"
             # The leading rows of a Cholesky factor are those of before: so are the values there.
             value = sum_blocks(phi, self.w) + times(cholesky(residual, process.jitter, what, self.scale), self.noise)

@@ -1,17 +1,36 @@
-"""The posterior that guides give: the marginal formula's, with its components and sample functions."""
+"""The posterior of a Gaussian process under a sparse variational family.
+
+The only place with the marginal formula: with a basis f = μ + φᵀw + r, r ⟂ w, and any Gaussian q(w) = N(m, S),
+
+    E f(x) = μ(x) + φ(x)ᵀm
+    Cov(f(x), f(x')) = k(x, x') + φ(x)ᵀ(S − I)φ(x')
+    KL[q ‖ p] = ½(tr S + mᵀm − M − log|S|), of the whole process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Optional
 
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
+from torch.distributions import constraints, register_kl
 
-from .base import Marginals
+from ..bases.base import Features, unexplained
+from ..gaussians.base import Gaussian
+from ..gaussians.sites import Sites
+from ..kernels.base import hyperparameters
+from ..numerics.linalg import above_rounding, cholesky, row_squares, solve_lower, sum_blocks, times
+from ..numerics.shapes import broadcast_shapes
+from ..process import GaussianProcess
 from .components import Components
 from .paths import sample_paths
 
 
-class SparsePosterior(Marginals):
+class SparsePosterior(TorchDistribution):
     """The posterior of a Gaussian process under a finite basis and a Gaussian over its coefficients.
 
     A distribution over the values at the process's inputs x, with event shape ``(N,)``; :meth:`at` gives it at
@@ -27,10 +46,246 @@ class SparsePosterior(Marginals):
     :param features: Φ at the inputs, if known already.
     """
 
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = True
+    support = constraints.real_vector
+
+    def __init__(
+        self,
+        process: GaussianProcess,
+        basis: Features,
+        coefficients: Gaussian,
+        name: str = "f",
+        sites: Optional[Sites] = None,
+        features: Optional[list[Tensor]] = None,
+    ) -> None:
+        self.process, self.basis, self.coefficients, self.name = process, basis, coefficients, name
+        self.sites = sites
+        self._cache: dict[str, Any] = {} if features is None else {"features": features}
+        batch_shape = broadcast_shapes(process.batch_shape, coefficients.batch_shape)
+        super().__init__(batch_shape, process.event_shape, validate_args=False)
+
+    def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]
+
+    @property
+    def features(self) -> list[Tensor]:
+        """Φ at the inputs, a block ``(..., N, M_b)`` for each block of coefficients."""
+        return self._cached("features", lambda: self.basis(self.process.x))
+
+    # The dict, which copies in traces share, is looked into by hand: closures cost calls (test_runs.py, `few_files`).
+
+    @property
+    def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        if "moments" not in self._cache:
+            process, known = self.process, self._cache.get("features")
+            self._cache["moments"] = self.basis.marginals(process.kernel, process.x, self.coefficients, known)
+        return self._cache["moments"]
+
+    @property
+    def mean(self) -> Tensor:
+        """μ + Φm, ``(..., N)``."""
+        if "mean" not in self._cache:
+            mean = self.process.mean_at(self.process.x) + self._moments[0]
+            self._cache["mean"] = mean.expand(self._batch_shape + self._event_shape)
+        return self._cache["mean"]
+
+    @property
+    def variance(self) -> Tensor:
+        """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
+        if "variance" not in self._cache:
+            _, change, known = self._moments
+            prior = self.process.kernel.diag(self.process.x) if known is None else known
+            variance = above_rounding(prior + change, prior)
+            self._cache["variance"] = variance.expand(self._batch_shape + self._event_shape)
+        return self._cache["variance"]
+
+    @property
+    def stddev(self) -> Tensor:
+        """The square root of :attr:`variance`."""
+        return self.variance.sqrt()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """k(x, x) + Φ(S − I)Φᵀ, ``(..., N, N)``."""
+        covariance = self.process.kernel(self.process.x) + self.coefficients.covariance_change(self.features)
+        return covariance.expand(self._batch_shape + self._event_shape * 2)
+
+    def covariance_with(self, other: SparsePosterior) -> Tensor:
+        """Cov(f(x), g(x')) with another site's posterior of the same run, ``(..., N, N')``: 0, unless both sites have
+        one posterior.
+        """
+        mine, its = self.coefficients.share, other.coefficients.share
+        shape = (*self._batch_shape, *self._event_shape, *other.event_shape)
+        if mine is None or its is None or mine.whole is not its.whole:
+            return self.mean.new_zeros(shape)
+        if mine.blocks == its.blocks:
+            raise ValueError(f"both posteriors are of site {self.name!r}; its covariance is covariance_matrix")
+        return mine.covariance(self.features, its, other.features).expand(shape)
+
+    def row_covariance(self, other: SparsePosterior) -> Tensor:
+        """The diagonal of :meth:`covariance_with`, ``(..., N)``, for as many inputs."""
+        mine, its = self.coefficients.share, other.coefficients.share
+        return mine.row_covariance(self.features, its, other.features)
+
+    def prior_variance_of(self, rows: Tensor) -> Tensor:
+        """diag(Ak(x, x)Aᵀ), ``(..., K)``, for a matrix A, ``(..., K, N)``, at O(KN²)."""
+        return (rows @ self.process.kernel(self.process.x) * rows).sum(-1)
+
+    @property
+    def marginals(self) -> dist.Normal:
+        """Independent normals with this posterior's mean and variance, batch shape ``(..., N)``."""
+        return dist.Normal(self.mean, self.stddev, validate_args=False)
+
+    @property
+    def mathematical_variance(self) -> Tensor:
+        """The variance, ``(..., N)``, that the exact posterior given the same Gaussian sites would have.
+
+        diag(k(x, x) − k(x, X)(k(X, X) + Λ⁻¹)⁻¹k(X, x)), in O(N³) for the N training rows with λ > 0: what more data,
+        not more computation, would reduce (Wenger et al., 2024, section 2).
+
+        :raises ValueError: if the family keeps no sites.
+        """
+
+        def compute() -> Tensor:
+            if self.sites is None:
+                raise ValueError(
+                    f"the posterior of site {self.name!r} has no Gaussian sites to compute the exact posterior from; "
+                    "use a family on sites, such as ComputationAware or SGPR."
+                )
+            root, x, kernel = self.sites.precision.sqrt(), self.sites.inputs, self.process.kernel
+            # k − k(·, X)Λ^½(I + Λ^½KΛ^½)⁻¹Λ^½k(X, ·): no division by a λ of 0
+            gram = root[..., None] * kernel(x) * root[..., None, :]
+            eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+            factor = cholesky(gram + eye, 0.0, f"I + Λ^½KΛ^½ of site {self.name!r}")
+            explained = solve_lower(factor, root[..., None] * kernel(x, self.process.x)).square().sum(-2)
+            variance = kernel.diag(self.process.x) - explained
+            return variance.clamp(min=0).expand(self._batch_shape + self._event_shape)
+
+        with torch.no_grad():
+            return self._cached("mathematical", compute)
+
+    @property
+    def computational_variance(self) -> Tensor:
+        """The part of the variance, ``(..., N)``, that stems from limited computation (Wenger et al., 2024, section 2).
+
+        :attr:`variance` minus :attr:`mathematical_variance`, at its cost. It is never negative for data projections;
+        for inducing points it may be: those can be overconfident.
+        """
+        return (self.variance - self.mathematical_variance).detach()
+
+    @property
+    def kl(self) -> Tensor:
+        """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
+        if "kl" not in self._cache:
+            self._cache["kl"] = self.coefficients.kl().expand(self._batch_shape)
+        return self._cache["kl"]
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> SparsePosterior:
+        """Independent copies with the given batch shape."""
+        return type(self)(
+            self.process.expand(batch_shape),
+            self.basis,
+            self.coefficients,
+            self.name,
+            self.sites,
+            self._cache.get("features"),
+        )
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """Joint draws of the values, ``(*sample_shape, ..., N)``, in O(N³); their coefficients are kept."""
+        shape = torch.Size(sample_shape) + self._batch_shape
+        w = self.coefficients.rsample(shape)
+        value = self.process.mean_at(self.process.x) + sum_blocks(self.features, w)
+        noise = torch.randn(shape + self._event_shape, dtype=value.dtype, device=value.device)
+        # f = μ + Φw + Rε with RRᵀ = ρ
+        value = value + times(self.residual_tril, noise)
+        self._cache["draw"] = value, w
+        return value
+
+    def given_coefficients(self, w: list[Tensor], chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+        """Mean μ + Φw and variance diag(k(x, x) − ΦΦᵀ) of the values given coefficients, ``(..., N)`` each.
+
+        :param w: a block ``(..., M_b)`` for each block of coefficients.
+        :param chunk_size: rows whose features are held in memory at once.
+        """
+
+        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
+            explained = sum((row_squares(block) for block in phi), torch.zeros_like(prior))
+            return sum_blocks(phi, w), (prior - explained).clamp(min=0)
+
+        return self._by_rows(moments, chunk_size)
+
+    def moments(self, chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+        """:attr:`mean` and :attr:`variance`, without the features of all rows in memory at once."""
+
+        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
+            mean, change = self.coefficients.moments(phi)
+            return mean, above_rounding(prior + change, prior)
+
+        return self._by_rows(moments, chunk_size)
+
+    def _by_rows(
+        self, moments: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]], chunk_size: int
+    ) -> tuple[Tensor, Tensor]:
+        x, diag = self.process.x, self.process.kernel.diag
+        if "features" in self._cache or x.shape[-2] <= chunk_size:
+            parts = [moments(self.features, diag(x))]
+        else:
+            parts = [moments(self.basis(rows), diag(rows)) for rows in x.split(chunk_size, -2)]
+        mean, variance = (torch.cat(part, -1).expand(self._batch_shape + self._event_shape) for part in zip(*parts))
+        return self.process.mean_at(x) + mean, variance
+
+    def repeat(self, other: SparsePosterior) -> None:
+        """Take the last joint draw of another posterior of the same q(w), if there is one, for this one's."""
+        if "draw" in other._cache:
+            self._cache["draw"] = other._cache["draw"]
+
+    def residual(self, like: Tensor) -> Tensor:
+        """A joint draw of r ~ N(0, ρ) at the inputs, of the shape of ``like``, ``(..., N)``, in O(N³)."""
+        return times(self.residual_tril, torch.randn_like(like))
+
+    @property
+    def residual_tril(self) -> Tensor:
+        """Cholesky factor of ρ, the residual's covariance at the inputs, ``(..., N, N)``; computed once."""
+
+        def compute() -> Tensor:
+            prior = self.process.kernel(self.process.x)
+            scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+            what = f"the residual covariance of site {self.name!r}"
+            made_of = partial(hyperparameters, self.process.kernel)
+            return cholesky(unexplained(prior, self.features), self.process.jitter, what, scale, made_of)
+
+        return self._cached("residual", compute)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log dq/dp = log q(w) − log p(w) at the coefficients of the last draw, in nats.
+
+        :raises ValueError: for any other value, whose coefficients are not known.
+        """
+        drawn, w = self._cache.get("draw", (None, None))
+        if drawn is not value:
+            raise ValueError(
+                f"log_prob of the sparse posterior of site {self.name!r} is log q(w) − log p(w) at the coefficients w "
+                "of a draw; this value is not the last draw of this object, so its w is unknown."
+            )
+        centred = value - self.process.mean_at(self.process.x)
+        return self.coefficients.log_ratio_at(w, centred).expand(value.shape[:-1])
+
     @property
     def components(self) -> Components:
         """The posterior of each summand of the kernel, in the order of ``kernel.terms``, without the mean μ."""
-        return self._cached("components", lambda: Components(self, SparsePosterior))
+        return self._cached("components", lambda: Components(self))
+
+    def part(self, term: Any, basis: Features, blocks: Sequence[int], x: Tensor) -> SparsePosterior:
+        """The posterior of a summand of the kernel at inputs x.
+
+        :param basis: of the summand, for these blocks of w.
+        """
+        prior = GaussianProcess(term, x, None, self.process.jitter, validate_args=False).expand(self._batch_shape)
+        return SparsePosterior(prior, basis, self.coefficients.marginal(blocks), self.name)
 
     def at(self, x: Tensor) -> SparsePosterior:
         """The same posterior at other inputs ``(N', D)``.
@@ -60,3 +315,14 @@ class SparsePosterior(Marginals):
         values drawn before. A call costs O(n³), n counting points of earlier calls, too.
         """
         return sample_paths(self, num, num_features)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.name!r}, x: {tuple(self.process.x.shape)}, "
+            f"coefficients: {sum(self.coefficients.sizes)}, batch_shape: {tuple(self.batch_shape)})"
+        )
+
+
+@register_kl(SparsePosterior, GaussianProcess)
+def _kl_sparse_posterior(q: SparsePosterior, p: GaussianProcess) -> Tensor:
+    return q.kl

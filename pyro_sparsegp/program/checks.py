@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from ..numerics.shapes import broadcast_shapes
-from ..posterior.base import Marginals
+from ..posterior.sparse_posterior import SparsePosterior
 from ..warned import Warned, warn_once
 from .data import tensors
 from .handlers import held_trace
@@ -191,7 +191,7 @@ class Probe:
     """
 
     densities: dict[str, Tensor]
-    posteriors: Mapping[str, Marginals]
+    posteriors: Mapping[str, SparsePosterior]
 
 
 def require_registered(run: Probe, trace: poutine.Trace, args: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from pyro.poutine.scale_messenger import ScaleMessenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
-from ..posterior.base import Marginals
+from ..posterior.sparse_posterior import SparsePosterior
 from .enumeration import Enumeration
 from .traces import (
     LEFT_OUT,
@@ -38,7 +38,7 @@ class Held(Messenger):
     :param draws: of GP sites, the posteriors that were drawn from: they know the draw's coefficients.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], draws: Mapping[str, Marginals] = {}) -> None:
+    def __init__(self, values: Mapping[str, Tensor], draws: Mapping[str, SparsePosterior] = {}) -> None:
         super().__init__()
         self.values, self.draws = values, draws
 
@@ -49,7 +49,7 @@ class Held(Messenger):
         msg["value"] = self.values[name]
         posterior, _ = without_event(msg["fn"])
         # Layers above ask for other values of the same function: its coefficients are those of the draw.
-        if name in self.draws and isinstance(posterior, Marginals):
+        if name in self.draws and isinstance(posterior, SparsePosterior):
             posterior.repeat(self.draws[name])
 
 
