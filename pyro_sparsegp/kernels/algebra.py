@@ -146,6 +146,15 @@ class Compound(Kernel):
         features = self.combine_features([part.features for part in known])
         return Explicit(features, self.combine([part.diagonal for part in known], 1))
 
+    def combine_draws(self, values: Sequence[Tensor]) -> Tensor:
+        """Values of a draw, ``(..., N)``, from those of independent draws of the parts."""
+        return self.combine(values, 1)
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        x = x.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), *x.shape[-2:])  # which parts may lack
+        draws: list[Any] = [part.prior_functions(num, num_features, self.own_columns(x)) for part in self.parts]
+        return None if None in draws else lambda x: self.combine_draws([f(self.own_columns(x)) for f in draws])
+
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
         read = [part.columns for part in self.parts]
@@ -171,11 +180,6 @@ class Sum(Compound):
 
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
         return side_by_side(features)
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        x = in_batch(x, self.batch_shape)
-        draws: list[Any] = [term.prior_functions(num, num_features, x) for term in self.terms]
-        return None if None in draws else lambda x: functools.reduce(torch.add, (draw(x) for draw in draws))
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.terms))
@@ -214,7 +218,7 @@ class Product(Compound):
         # Features and frequencies leave out a diagonal term; a factor that has one has no draw.
         if any(factor.prior_functions(1, 1, x) is None for factor in self.factors):
             return None
-        return super().prior_functions(num, num_features, x)
+        return Kernel.prior_functions(self, num, num_features, x)
 
     def __repr__(self) -> str:
         return " * ".join(_bracketed(factor, Sum) for factor in self.factors)
@@ -280,9 +284,8 @@ class Scaled(_Modified):
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
         return self.combine([self.kernel.from_source(x, z)], 2)
 
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        draw = self.kernel.prior_functions(num, num_features, in_batch(x, self.batch_shape))
-        return None if draw is None else lambda x: as_tensor(self.variance, x).sqrt()[..., None] * draw(x)
+    def combine_draws(self, values: Sequence[Tensor]) -> Tensor:
+        return as_tensor(self.variance, values[0]).sqrt()[..., None] * values[0]
 
     def __repr__(self) -> str:
         return f"{describe(self.variance)} * {_bracketed(self.kernel, Sum)}"
@@ -341,11 +344,9 @@ class Select(_Modified):
         return ":".join("" if part is None else str(part) for part in parts)
 
     def on_columns(self, num: int) -> Kernel:
-        dims = self._numbers(num)
-        new = self.with_parts([self.kernel.on_columns(len(dims))])
-        if dims != self._dims:
-            new = copy.copy(new)
-            new._dims = dims
+        new = copy.copy(self)
+        new._dims = dims = self._numbers(num)
+        new.parts = (self.kernel.on_columns(len(dims)),)
         return new
 
     def code_columns(self, num: int) -> frozenset[int]:
@@ -378,10 +379,6 @@ class Select(_Modified):
         full = omega.new_zeros(*omega.shape[:-1], x.shape[-1])
         full[..., list(self._numbers(x.shape[-1]))] = omega
         return full
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        draw = self.kernel.prior_functions(num, num_features, self.own_columns(x))
-        return None if draw is None else lambda x: draw(self.own_columns(x))
 
     def __repr__(self) -> str:
         return f"{_bracketed(self.kernel, (Sum, Product, Scaled))}[{self._written}]"
@@ -429,8 +426,3 @@ def _kind(kernel: Any) -> str:
 
 def _bracketed(kernel: Kernel, types: Any) -> str:
     return f"({kernel!r})" if isinstance(kernel, types) else repr(kernel)
-
-
-def in_batch(x: Tensor, batch: torch.Size) -> Tensor:
-    """Inputs ``(..., N, D)`` that have a kernel's batch dimensions."""
-    return x.expand(*broadcast_shapes(batch, x.shape[:-2]), *x.shape[-2:])

@@ -17,23 +17,22 @@ import torch
 from torch import Tensor
 
 from ..numerics.codes import require_count
-from ..numerics.functions import Function
 from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
 from .base import Scalar, as_tensor, describe, per_column, require_one
-from .stationary import RBF, Matern12, Matern32, Matern52
+from .stationary import RBF, Matern12, Matern32, Matern52, covariance, root
 
 _ROOT = math.sqrt(math.pi / 2)
 
 
 class _Profile(NamedTuple):
-    """A stationary kernel g of the scaled distance a ≥ 0: g − 1 and −dg/da, and g integrated once and twice from 0.
+    """A stationary kernel g of the scaled distance a ≥ 0, and g integrated once and twice from 0.
 
     :param root: a is this many times the distance in length scales.
-    :param parts: takes a of either sign, of which −dg/da is odd.
+    :param value_and_slope: g − 1 and dg/ds, of s = a².
     """
 
     root: float
-    parts: Callable[[Tensor], tuple[Tensor, Tensor]]
+    value_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
     once: Callable[[Tensor], Tensor]
     twice: Callable[[Tensor], Tensor]
 
@@ -52,31 +51,31 @@ class _Profile(NamedTuple):
         # The mean of (1 − t)ᵖ(1 − g(at)) over t in [0, 1], for a up to _NEAR, where closed forms cancel.
         nodes, weights = _legendre(_NUM_NEAR, a.dtype, a.device)
         t = 0.5 + 0.5 * nodes
-        return -self.parts(a[..., None] * t)[0] @ (weights * (1 - t) ** power)
+        return -self.value_and_slope((a[..., None] * t).square())[0] @ (weights * (1 - t) ** power)
 
 
-def _rbf(a: Tensor) -> tuple[Tensor, Tensor]:
-    less = torch.expm1(-0.5 * a.square())
-    return less, torch.addcmul(a, a, less)
+def _rbf(s: Tensor) -> tuple[Tensor, Tensor]:
+    less = torch.expm1(-0.5 * s)
+    return less, -0.5 * (1 + less)
 
 
-def _matern12(a: Tensor) -> tuple[Tensor, Tensor]:
-    less = torch.expm1(-a.abs())
-    return less, a.sign() * (1 + less)
+def _matern12(s: Tensor) -> tuple[Tensor, Tensor]:
+    a = root(s)
+    less = torch.expm1(-a)
+    return less, torch.where(s > 0, -0.5 * (1 + less) / a, 0.0)
 
 
-def _matern32(a: Tensor) -> tuple[Tensor, Tensor]:
-    size = a.abs()
-    power = (-size).exp()
-    return torch.addcmul(torch.expm1(-size), size, power), a * power
+def _matern32(s: Tensor) -> tuple[Tensor, Tensor]:
+    a = root(s)
+    power = (-a).exp()
+    return torch.addcmul(torch.expm1(-a), a, power), -0.5 * power
 
 
-def _matern52(a: Tensor) -> tuple[Tensor, Tensor]:
-    size = a.abs()
-    power = (-size).exp()
-    less = torch.addcmul(torch.expm1(-size), size, power)  # which cancels before the rest is added
-    third = a * power / 3
-    return torch.addcmul(less, a, third), torch.addcmul(third, size, third)
+def _matern52(s: Tensor) -> tuple[Tensor, Tensor]:
+    a = root(s)
+    power = (-a).exp()
+    less = torch.addcmul(torch.expm1(-a), a, power)  # which cancels before the rest is added
+    return torch.addcmul(less, s, power, value=1 / 3), torch.addcmul(power, a, power) / -6
 
 
 _ONE = "Anova acts on one column", "Anova(RBF(l), low, high)[2]"
@@ -102,37 +101,6 @@ _PROFILES: dict[type, _Profile] = {
         lambda a: (8 * a + 15 * torch.expm1(-a) + (7 * a + a.square()) * (-a).exp()) / 3,
     ),
 }
-
-
-class _Less(Function):
-    """g(|a|) − 1 and −dg/da: one node of the graph, and few passes over matrices either way."""
-
-    @staticmethod
-    def forward(a: Tensor, profile: _Profile) -> tuple[Tensor, Tensor]:
-        return profile.parts(a)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.profile = inputs[1]
-        ctx.save_for_backward(inputs[0], output[1])
-        ctx.save_for_forward(inputs[0])
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Optional[Tensor], _: Any) -> Any:
-        a, slope = ctx.saved_tensors
-        if torch.is_grad_enabled():  # double backward wants the slope as a function of a
-            slope = ctx.profile.parts(a)[1]
-        return None if grad is None else -grad * slope, None
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor, _: Any) -> tuple[Tensor, None]:
-        return -change * ctx.profile.parts(*ctx.saved_tensors)[1], None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, a: Tensor, profile: _Profile) -> Any:
-        return _Less.apply(a.movedim(in_dims[0], 0), profile), (0, 0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -223,11 +191,10 @@ class Anova(Kernel):
         # Distances are differences from a point near all: those of sums far from the origin would lose digits.
         centre = other.detach().mean(-2)
         rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
-        at, others = x[..., 0] - centre, other[..., 0] - centre
-        inverse, ones = ends.inverse.to(x), torch.ones_like(right)
-        less, _ = _Less.apply((at * inverse)[..., :, None] - (others * inverse)[..., None, :], self._profile)
+        at, others = ((part[..., 0] - centre) * ends.inverse.to(x) for part in (x, other))
+        less = covariance(at[..., None], None if z is None else others[..., None], None, self._profile)
         # (rest − c(xᵢ)) − (1 + c(xᵢ)/v)c(zⱼ): of rank 2
-        ends_share = torch.stack([rest - left, -1 - left / v], -1) @ torch.stack([ones, right], -2)
+        ends_share = torch.stack([rest - left, -1 - left / v], -1) @ torch.stack([torch.ones_like(right), right], -2)
         return self._times_variance(less + ends_share, 2)
 
     def diag(self, x: Tensor) -> Tensor:

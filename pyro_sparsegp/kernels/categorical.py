@@ -1,19 +1,46 @@
-"""Levels of a factor: a random effect for each."""
+"""Kernels of a column of codes; levels of a factor: a random effect for each."""
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
 
 from ..numerics.codes import require_count, unknown_codes
 from ..numerics.shapes import broadcast_shapes
-from .algebra import Kernel
 from .base import Scalar, as_tensor, positive, require_one
+from .features import FeatureKernel
 
 
-class Categorical(Kernel):
+class CodeKernel(FeatureKernel):
+    """A kernel of one column of codes 0, …, C − 1, which inducing inputs keep as they are.
+
+    :param codes: what they are, for errors; ``remedy`` is for data that have others.
+    """
+
+    codes: ClassVar[str]
+    remedy: ClassVar[str]
+    num_codes: int
+
+    def indicators(self, x: Tensor) -> Tensor:
+        """[x = c], ``(..., N, C)``."""
+        require_one(x, f"{type(self).__name__} reads one column of {self.codes}", f"{type(self).__name__}(...)[2]")
+        return x == torch.arange(self.num_codes, dtype=x.dtype, device=x.device)
+
+    def code_columns(self, num: int) -> frozenset[int]:
+        return frozenset({0})
+
+    def check_inputs(self, x: Tensor) -> None:
+        some = unknown_codes(x.detach(), self.num_codes)
+        if some:
+            raise ValueError(
+                f"{self!r} is for {self.codes} 0 to {self.num_codes - 1}, the training inputs have {some} in its "
+                f"column; {self.remedy}."
+            )
+
+
+class Categorical(CodeKernel):
     """Independent effects of the levels 0, …, L − 1 of a column, with variance s: k(x, x') = s·[x = x'].
 
     A random intercept is ``s * Categorical(L)[column]``; ``Categorical(L)[column] * RBF(l)[other]`` is a smooth
@@ -26,14 +53,15 @@ class Categorical(Kernel):
     """
 
     event_dims = (("variance", 0),)
-    _one = "Categorical reads one column of codes", "Categorical(L)[2]"
+    codes, remedy = "codes", "recode them, or give more levels"
 
     def __init__(self, num_levels: int, variance: Scalar = 1.0) -> None:
         require_count(num_levels, "Categorical's num_levels")
-        self.num_levels, self.variance = num_levels, positive(variance, "Categorical's variance")
+        self.num_levels = self.num_codes = num_levels
+        self.variance = positive(variance, "Categorical's variance")
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        require_one(x, *self._one)
+        require_one(x, "Categorical reads one column of codes", "Categorical(...)[2]")
         same = x == (x if z is None else z).mT
         return as_tensor(self.variance, x)[..., None, None] * same
 
@@ -42,20 +70,7 @@ class Categorical(Kernel):
         return variance.expand(broadcast_shapes(variance.shape, x.shape[:-1]))
 
     def features(self, x: Tensor) -> Tensor:
-        require_one(x, *self._one)
-        levels = torch.arange(self.num_levels, dtype=x.dtype, device=x.device)
-        return as_tensor(self.variance, x).sqrt()[..., None, None] * (x == levels)
-
-    def code_columns(self, num: int) -> frozenset[int]:
-        return frozenset({0})
-
-    def check_inputs(self, x: Tensor) -> None:
-        some = unknown_codes(x.detach(), self.num_levels)
-        if some:
-            raise ValueError(
-                f"{self!r} is for codes 0 to {self.num_levels - 1}, the training inputs have {some} in its column; "
-                "recode them, or give more levels."
-            )
+        return as_tensor(self.variance, x).sqrt()[..., None, None] * self.indicators(x)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
         return None  # a new level's effect must be remembered: exact conditioning does

@@ -7,13 +7,11 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..numerics.codes import unknown_codes
 from ..numerics.shapes import broadcast_shapes, shape_of
-from .base import require_one
-from .features import FeatureKernel
+from .categorical import CodeKernel
 
 
-class Coregionalisation(FeatureKernel):
+class Coregionalisation(CodeKernel):
     """k(p, p') = (AAᵀ + diag(s²))_pp' for a column of output numbers 0, …, P − 1: low rank plus diagonal.
 
     Times a kernel of the inputs it is the intrinsic model of coregionalisation, f_p = Σ_q A_pq g_q + s_p h_p with
@@ -35,6 +33,7 @@ class Coregionalisation(FeatureKernel):
     """
 
     event_dims = (("mixing", 2), ("own", 1))
+    codes, remedy = "outputs", "renumber them, or give mixing more rows"
 
     def __init__(self, mixing: Tensor, own: Optional[Tensor] = None) -> None:
         if not isinstance(mixing, Tensor) or mixing.dim() < 2 or not mixing.numel():
@@ -49,13 +48,12 @@ class Coregionalisation(FeatureKernel):
         self.mixing, self.own = mixing, own
 
     @property
-    def num_outputs(self) -> int:
+    def num_codes(self) -> int:  # type: ignore[override]
         """P."""
         return self.mixing.shape[-2]
 
     def features(self, x: Tensor) -> Tensor:
-        require_one(x, "Coregionalisation reads one column, the output's number", "Coregionalisation(A)[1]")
-        rows = (x == torch.arange(self.num_outputs, dtype=x.dtype, device=x.device)).to(x.dtype)
+        rows = self.indicators(x).to(x.dtype)
         # Zeros would make an output that does not exist a certainty. (A guide's first call names the number.)
         rows = torch.where(rows.any(-1, keepdim=True), rows, torch.nan)
         shared = rows @ self.mixing.to(x)
@@ -64,14 +62,3 @@ class Coregionalisation(FeatureKernel):
         alone = rows * self.own.to(x)[..., None, :]
         shape = broadcast_shapes(shared.shape[:-1], alone.shape[:-1])
         return torch.cat([shared.expand(*shape, -1), alone.expand(*shape, -1)], -1)
-
-    def code_columns(self, num: int) -> frozenset[int]:
-        return frozenset({0})
-
-    def check_inputs(self, x: Tensor) -> None:
-        some = unknown_codes(x.detach(), self.num_outputs)
-        if some:
-            raise ValueError(
-                f"{self!r} is for outputs 0 to {self.num_outputs - 1}, the training inputs have {some} in its column; "
-                "renumber them, or give mixing more rows."
-            )

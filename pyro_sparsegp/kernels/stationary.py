@@ -54,16 +54,14 @@ def _clean(x: Tensor, z: Optional[Tensor]) -> Tensor:
 
 
 class _Covariance(Function):
-    """v·g(‖xₙ − zₘ‖²) of a :class:`Stationary` class, and v·dg/ds; without z it is x, so the diagonal is s = 0.
+    """v·g(‖xₙ − zₘ‖²) of a profile, and v·dg/ds; without z it is x, so the diagonal is s = 0.
 
     The variance v, ``(..., 1, 1)`` or ``None`` for 1, is a factor in place: a product outside would cost three
     more matrices a step.
     """
 
     @staticmethod
-    def forward(
-        x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: type[Stationary]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: Any) -> tuple[Tensor, Tensor]:
         s = squared_distance(x, x if z is None else z).clamp_(min=0)
         if z is None:
             s.diagonal(dim1=-2, dim2=-1).zero_()
@@ -92,7 +90,7 @@ class _Covariance(Function):
         if torch.is_grad_enabled():  # double backward wants value and slope as functions of x, z and v
             slope = ctx.profile.value_and_slope(_clean(x, z))[1]
             slope = slope if variance is None else slope * variance
-            value = None if variance is None else _Covariance.apply(x, z, None, ctx.profile)[0] * variance
+            value = None if variance is None else covariance(x, z, None, ctx.profile) * variance
         if ctx.needs_input_grad[2]:
             # A product of matrices sums without one more matrix in between.
             total = grad.flatten(-2)[..., None, :] @ value.flatten(-2)[..., None]
@@ -115,15 +113,22 @@ class _Covariance(Function):
         total = change * ctx.profile.value_and_slope(s)[1]
         total = total if variance is None else total * variance
         if dv is not None:
-            total = total + dv * _Covariance.apply(x, z, None, ctx.profile)[0]
+            total = total + dv * covariance(x, z, None, ctx.profile)
         return total, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: type[Stationary]
-    ) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: Any) -> Any:
         value, slope = _Covariance.apply(*aligned(in_dims, (x, z, variance)), profile)
         return (value, slope.expand_as(value)), (0, 0)
+
+
+def covariance(x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: Any) -> Tensor:
+    """v·g(‖xₙ − zₘ‖²), ``(..., N, M)``; without z, of x with itself.
+
+    :param variance: v, ``(..., 1, 1)``, or ``None`` for 1.
+    :param profile: has ``value_and_slope(s)``, g(s) and dg/ds, as a :class:`Stationary` class has.
+    """
+    return _Covariance.apply(x, z, variance, profile)[0]
 
 
 class Stationary(Kernel):
@@ -153,7 +158,7 @@ class Stationary(Kernel):
 
     def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
         """v·g(s) of scaled inputs, ``(..., N, M)``; without z, of x with itself."""
-        return _Covariance.apply(x, z, variance, type(self))[0]
+        return covariance(x, z, variance, type(self))
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         return self.scaled(None, x, z)
@@ -214,7 +219,7 @@ class Matern12(_Matern):
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
         apart = s > 0
-        r = _root(s)
+        r = root(s)
         value = (-r).exp_()
         return value, torch.where(apart, -0.5 * value / r, 0.0)
 
@@ -229,7 +234,7 @@ class Matern32(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        a = _root(s.mul_(3))
+        a = root(s.mul_(3))
         e = (-a).exp_()
         return torch.addcmul(e, a, e), -1.5 * e
 
@@ -244,14 +249,14 @@ class Matern52(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        a = _root(s.mul_(5))
+        a = root(s.mul_(5))
         e = (-a).exp_()
         slope = torch.addcmul(e, a, e)  # (1 + a)e^(−a)
         return torch.addcmul(slope, a.square(), e, value=1 / 3), (-5 / 6) * slope
 
 
-def _root(s: Tensor) -> Tensor:
-    # with a derivative of 0 at 0
+def root(s: Tensor) -> Tensor:
+    """√s, with a derivative of 0 at 0."""
     return s.clamp(min=torch.finfo(s.dtype).tiny).sqrt_()
 
 
