@@ -344,9 +344,11 @@ class Select(_Modified):
         return ":".join("" if part is None else str(part) for part in parts)
 
     def on_columns(self, num: int) -> Kernel:
-        new = copy.copy(self)
-        new._dims = dims = self._numbers(num)
-        new.parts = (self.kernel.on_columns(len(dims)),)
+        dims = self._numbers(num)
+        new = self.with_parts([self.kernel.on_columns(len(dims))])
+        if dims != self._dims:
+            new = copy.copy(new)
+            new._dims = dims
         return new
 
     def code_columns(self, num: int) -> frozenset[int]:
