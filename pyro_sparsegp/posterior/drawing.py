@@ -118,7 +118,8 @@ class MarginalSite(RowSite):
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of the marginals, ``(*sample_shape, ..., N)``."""
         self.coefficients.note_draws()
-        return self.value_of(torch.randn_like(self.mean.expand(*sample_shape, *self.mean.shape)))
+        shape = self._extended_shape(sample_shape)
+        return self.value_of(torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device))
 
 
 class FunctionSite(ExpectedSite):
