@@ -147,7 +147,7 @@ class Compound(Kernel):
         return Explicit(features, self.combine([part.diagonal for part in known], 1))
 
     def combine_draws(self, values: Sequence[Tensor]) -> Tensor:
-        """Values of a draw, ``(..., N)``, from those of independent draws of the parts."""
+        """A draw of the kernel's process, ``(..., N)``, from independent draws of its parts'."""
         return self.combine(values, 1)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
