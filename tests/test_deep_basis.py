@@ -387,6 +387,13 @@ def test_mini_batches_and_the_level_of_all_rows():
     assert elbo(model, guide, x[:10], y[:10], size=80) == pytest.approx((8 * fit - q.kl).item(), rel=1e-9)
 
 
+def test_the_level_is_that_of_training_beside_an_intercept():
+    network, (x, y), new = mlp(), data(num=40), torch.rand(6, 2)
+    model = deep(network, likelihood=lambda f: dist.Normal(f + pyro.sample("mu", dist.Normal(0.0, 1.0)), NOISE))
+    q = prepared(model, WeightSpace(), x, y).posterior(new)["f"]
+    torch.testing.assert_close(q.variance, corrected(network, q, x, new))
+
+
 def test_rows_of_a_subsampling_plate_are_all_known():
     network, (x, y) = mlp(), data(num=80)
 

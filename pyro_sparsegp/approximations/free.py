@@ -61,11 +61,13 @@ class SparseGP(AbstractModule):
         level = (self._level(process, features),) if self.coefficients.levelled else ()
         return kind(process, features, self.coefficients(self.coefficients.anchor_of(features), *level), name)
 
-    def predict(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior, *args: Any
-    ) -> SparsePosterior:
-        """The posterior at new inputs, where a kernel's diagonal that depends on the rows is that beside training's."""
-        return self(process if self.rows is None else process.relative_to(self.rows), name, kind, *args)
+    def settled(self, process: GaussianProcess) -> GaussianProcess:
+        """The process at new inputs, where a kernel's diagonal that depends on the rows is that beside training's."""
+        return process if self.rows is None else process.relative_to(self.rows)
+
+    def predict(self, process: GaussianProcess, name: str) -> SparsePosterior:
+        """The posterior at new inputs."""
+        return self(self.settled(process), name)
 
     @property
     def num_seen(self) -> int:

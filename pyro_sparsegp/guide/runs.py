@@ -84,6 +84,7 @@ class Run(ABC):
     own_rows = True  # latents of single rows are those of the rows that a plate holds; or they come from the model
     is_prediction = False  # at new inputs
     takes_field = False  # that its answers are made of
+    new_inputs = False  # its rows are not those of training
 
     def __init__(self, guide: KnownGuide, conditions: Optional[Conditions] = None) -> None:
         self.guide, self.conditions = guide, conditions or Conditions()
@@ -126,7 +127,7 @@ class Run(ABC):
     def _meet_field(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Draw the hyperparameters ahead, under which a field has its posterior."""
         ahead = Priors(self.guide, self.conditions, self.at_medians)
-        ahead.draws_data = False
+        ahead.draws_data, ahead.new_inputs = False, self.new_inputs
         with unrecorded(same=True, learns=True):  # what handlers hold, they hold here: test_a_handler_may_hold_a_scale
             ahead.perform(args, kwargs)
         self.drawn, self._ahead = ahead.drawn, ahead
@@ -170,22 +171,27 @@ class Run(ABC):
 
     # Posteriors.
 
+    def settled(self, name: str, process: GaussianProcess) -> GaussianProcess:
+        """A prior; at new inputs a diagonal that depends on the rows is that beside those of training."""
+        module = self.guide.corrected_modules().get(name) if self.new_inputs else None
+        return process if module is None else module.settled(process)
+
     def kind(self, name: str, joint: bool) -> type[Site]:
         """How a site is drawn."""
         return Site if joint else self.guide.kind_of_draws(name)
 
-    def free(self, name: str, process: GaussianProcess, module: Any, kind: type[Site], new_inputs: bool = False) -> Any:
+    def free(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
         """The posterior of a free family."""
+        process = self.settled(name, process)
         if self.field is not None and name in self.guide.facts.field:
             assert self._ahead is not None
             return kind(process, self._ahead.bases[name], self.field.share(name), name)
-        give = module.predict if new_inputs else module
         own = getattr(module, "coefficients", None)
         if not isinstance(own, Part):
-            return give(process, name, kind)
+            return module(process, name, kind)
         if own.shared not in self._wholes:
             self._wholes[own.shared] = own.shared()
-        posterior = give(process, name, kind, self._wholes[own.shared].share(name))
+        posterior = module(process, name, kind, self._wholes[own.shared].share(name))
         _ = posterior.features  # that covariances with other sites ask for, too
         return posterior
 
@@ -258,7 +264,7 @@ class Priors(Run):
     @cached_property
     def bases(self) -> dict[str, Any]:
         """The bases of the GP sites that it met."""
-        return {name: basis_of(self.guide, name, process) for name, process in self.processes.items()}
+        return {name: basis_of(self.guide, name, self.settled(name, p)) for name, p in self.processes.items()}
 
     def whole(self) -> Whole:
         """q(x) under them."""
@@ -345,7 +351,7 @@ class Posteriors(Run):
 
     def _at(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
         if self.field is not None or not isinstance(module, SiteGP):
-            return self.free(name, process, module, kind, self.new_inputs)
+            return self.free(name, process, module, kind)
         reading = self.conditions.of(name)
         sites, alone = (None, False) if reading is None else (reading.sites, reading.alone)
         if self.new_inputs or not self.rows.same:
