@@ -238,7 +238,7 @@ own-variance: test_outputs.py::test_the_kernel_is_the_dense_model
 - alone = rows * self.own.to(x)[..., None, :]
 + alone = rows * self.own.to(x).sqrt()[..., None, :]
 meeting-sites-share-an-axis: test_quadrature.py::test_two_sites_use_the_product_grid test_quadrature.py::test_axes
-- taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
+- taken = {axis for other in meets[name] for axis in axes.get(other, ())}
 + taken: set[int] = set()
 nan-reaches-the-parameters: test_quadrature.py::test_a_nan_gradient_never_reaches_the_parameters
 - broken = [name for name in suspects if not grads[name].isfinite().all()]

@@ -95,7 +95,7 @@ def condition(
         require_full_batch(name, module.family["name"], run.trace)
         if learns and not same and isinstance(module.sites, KeptSites):
             module.sites.progress["marginals"] = None  # those of another step
-    reader = Reader(lambda values: held_trace(guide.model, values, args, kwargs, run.trace), core.facts, _closed(core))
+    reader = Reader(lambda f: held_trace(guide.model, f, args, kwargs, run.trace), core.facts, _closed(core, run))
     with torch.set_grad_enabled(learns):
         readings = _read(guide, reader, modules, run, learns)
     draws = {name: run.posteriors[name] for name in core.facts.inner if name in run.posteriors}
@@ -141,12 +141,12 @@ def _read(
     return readings
 
 
-def _closed(core: Core) -> Collection[str]:
+def _closed(core: Core, run: UnderLatents) -> Collection[str]:
     """The sites whose expectation is in closed form, if no other densities depend on the values of the one GP site."""
     forms = core.forms
     if forms is None or len(core.facts.gps) > 1 or forms.functions or forms.rest.dependence:
         return ()
-    return forms.rows
+    return forms.rows if forms.hold(run.trace.nodes) else ()
 
 
 def _reads_itself(guide: KnownGuide) -> bool:

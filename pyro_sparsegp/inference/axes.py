@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,31 +24,22 @@ def quadrature_axes(structure: Structure, most: Optional[int] = MAX_AXES) -> dic
     so is a group that would need more axes than ``most`` (``None`` is any number). Sites of one posterior have an axis
     each.
     """
-    width = {}
-    for name, kind in structure.dependence.items():
-        if name in structure.inner or kind == COUPLED:
-            continue
-        outputs = int(np.prod(structure.gps[name]["batch_shape"], dtype=int))
-        width[name] = outputs if kind == DATAWISE else 1
-    meets: dict[str, set[str]] = {name: set() for name in width}
-    for f, g in structure.interactions:
-        if f in width and g in width:
-            meets[f].add(g)
-            meets[g].add(f)
-    for group in structure.joint:
-        for name in width.keys() & set(group):
-            meets[name] |= (width.keys() & set(group)) - {name}
+    width = {
+        name: math.prod(structure.gps[name]["batch_shape"]) if kind == DATAWISE else 1
+        for name, kind in structure.dependence.items()
+        if name not in structure.inner and kind != COUPLED
+    }
+    together = [set(group) & width.keys() for group in (*structure.interactions, *structure.joint)]
+    meets = {name: set[str]().union(*(group for group in together if name in group)) - {name} for name in width}
     axes: dict[str, tuple[int, ...]] = {}
     for name in width:
-        taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
+        taken = {axis for other in meets[name] for axis in axes.get(other, ())}
         free = (axis for axis in itertools.count() if axis not in taken)
         axes[name] = tuple(itertools.islice(free, width[name]))
-    too_many = {name for name, used in axes.items() if most is not None and max(used) >= most}
-    while True:  # a group is drawn as a whole
-        spread = {other for name in too_many for other in meets[name]} - too_many
-        if not spread:
-            return {name: used for name, used in axes.items() if name not in too_many}
-        too_many |= spread
+    drawn = {name for name, used in axes.items() if most is not None and max(used) >= most}
+    while more := set[str]().union(*(meets[name] for name in drawn)) - drawn:  # a group is drawn as a whole
+        drawn |= more
+    return {name: used for name, used in axes.items() if name not in drawn}
 
 
 def at_axes(node: Sequence[Tensor] | Tensor, used: tuple[int, ...]) -> Tensor:

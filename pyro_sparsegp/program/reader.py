@@ -5,6 +5,7 @@ to take expectations at.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from .declared import expectation, is_declared, parameter_of
-from .dependence import DATAWISE
+from .declared import expectation, parameter_of
+from .dependence import DATAWISE, ELEMENTWISE
 from .facts import Structure
 from .mapping import mapped
 from .traces import log_densities, sample_sites
@@ -65,7 +66,7 @@ class Reader:
 
     :param run: a run of the model with GP sites at values, all else as it was.
     :param found: what is known of the model.
-    :param closed: the sites after a GP site, if all of them know their expectation over its values.
+    :param closed: the sites after a GP site, if all of them know their expectation over parameters of one value each.
     """
 
     run: Callable[[Mapping[str, Tensor]], poutine.Trace]
@@ -79,48 +80,38 @@ class Reader:
     def expect(self, name: str, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:
         """E[ℓ], E[ℓ'] and E[ℓ''] by a GP site's values over its marginals and those of the GP sites it meets.
 
+        E[ℓ'] = ∂E[ℓ]/∂m and E[ℓ''] = 2∂E[ℓ]/∂v (Price, 1958) see kinks of ℓ, and need no second derivative of it.
+
         :param at_mean: expand ℓ to second order at the mean, where it is exact if ℓ is quadratic.
         """
         mean, variance = marginals[name]
-        if self.closed and not at_mean and (known := self._in_closed_form(name, mean, variance)) is not None:
-            return known
         meeting = [other for other in marginals if other in self.meeting(name)]
         drawn = meeting if at_mean else [name, *meeting]
         widths = [self._axes(other, marginals[other][0]) for other in drawn]
         # f = m + √v ε, one axis of ε for each function; E[·] = Σₖ wₖ (·)(εₖ).
         nodes, weights = normal_nodes(sum(widths), mean, max(self.found.num_nodes, 2))  # one node has no spread
         parts = {other: _per_output(part, marginals[other][0]) for other, part in zip(drawn, nodes.split(widths, -1))}
-        values = {
-            other: m + v.clamp(min=0).sqrt() * parts[other] for other, (m, v) in marginals.items() if other in parts
-        }
-        values.setdefault(name, mean.expand(len(weights), *mean.shape))
-        total = self._total(name, {other: m for other, (m, _) in marginals.items() if other not in values})
-        outputs_meet = self.found.dependence.get(name) == DATAWISE
+        total = self._total(name, {other: m for other, (m, _) in marginals.items() if other not in drawn})
 
-        def at(node: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-            def moved(f: Tensor) -> Tensor:
-                return total({**node, name: f})
+        def values(of: Mapping[str, Marginal]) -> dict[str, Tensor]:
+            return {other: of[other][0] + _spread(of[other][1]) * part for other, part in parts.items()}
 
-            # A quadratic ℓ is known from its value, slope and curvature at one point.
-            if at_mean:
-                return expand(moved, node[name], outputs_meet)
-            first, value = torch.func.grad_and_value(moved)(node[name])
-            return value, first, first
+        def expected(m: Tensor, v: Tensor) -> Tensor:
+            if self.closed and self.found.dependence[name] == ELEMENTWISE:
+                return self._in_closed_form(name, m, v)
+            return weights @ mapped(lambda node: (total(node),), values({**marginals, name: (m, v)}))[0]
+
+        def expanded(beside: Mapping[str, Tensor]) -> Expectation:
+            return expand(lambda f: total({**beside, name: f}), mean, self.found.dependence.get(name) == DATAWISE)
 
         with pyro.validation_enabled(False):
-            if len(weights) == 1:
-                value, first, second = (part[None] for part in at({key: part[0] for key, part in values.items()}))
-            else:
-                value, first, second = mapped(at, values)
-        if not at_mean:
-            # E[ℓ''] = E[ℓ'(f − m)]/v (Stein, 1981), the gradient of the quadrature itself, sees kinks of ℓ and needs no
-            # second derivative; 0 variance has no spread.
-            positive = variance > 0
-            second = second * parts[name] / torch.where(positive, variance, 1.0).sqrt() * positive
-        shaped = weights.reshape(-1, *[1] * mean.dim())
-        mean_value, first, second = (weights * value).sum(), (shaped * first).sum(0), (shaped * second).sum(0)
+            if not at_mean:
+                (first, by_variance), value = torch.func.grad_and_value(expected, (0, 1))(mean, variance)
+                return Expectation(value, first, 2 * by_variance)
+            each = mapped(expanded, values(marginals)) if meeting else [part[None] for part in expanded({})]
+        value, first, second = (torch.tensordot(weights, part, 1) for part in each)
         # E[ℓ] = ℓ(m) + ½ℓ''v
-        return Expectation(mean_value + 0.5 * (second * variance).sum() if at_mean else mean_value, first, second)
+        return Expectation(value + 0.5 * (second * variance).sum(), first, second)
 
     def _total(self, name: str, held: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """ℓ of values, with others held, as a GP site's prior meets it: under ``poutine.scale`` that is scaled, too,
@@ -137,23 +128,16 @@ class Reader:
 
         return total
 
-    def _in_closed_form(self, name: str, mean: Tensor, variance: Tensor) -> Optional[Expectation]:
-        """The same over parameters θ = af + b of one value each: E[ℓ'] = ∂E[ℓ]/∂m and E[ℓ''] = 2∂E[ℓ]/∂v (Price, 1958);
-        ``None`` where a distribution has become another, or has more than one θ for a value.
-        """
-        again = torch.is_grad_enabled()
-        with torch.enable_grad(), pyro.validation_enabled(False):
-            f, v = mean.detach().requires_grad_(), variance.detach().clamp(min=0).requires_grad_()
-            trace, total = self.run({name: f}), f.new_zeros(())
-            for site in (sample_sites(trace)[other] for other in self.closed):
-                if not is_declared(site["fn"]) or parameter_of(site["fn"]).shape != f.shape:
-                    return None
-                (slope,) = torch.autograd.grad(parameter_of(site["fn"]).sum(), f, create_graph=True)
-                expected = expectation(site["fn"], site["value"], slope.square() * v)
-                total = total + scale_and_mask(expected, site["scale"], site["mask"]).sum()
-            total = total / scale_of(trace, name)
-            first, by_variance = torch.autograd.grad(total, (f, v), create_graph=again)
-        return Expectation(total if again else total.detach(), first, 2 * by_variance)
+    def _in_closed_form(self, name: str, mean: Tensor, variance: Tensor) -> Tensor:
+        """E[ℓ] over parameters θ = af + b of one value each, of variance a²v."""
+        here, there = self.run({name: mean}), self.run({name: mean + _spread(variance)})
+        moved, total = sample_sites(there), mean.new_zeros(())
+        for other in self.closed:
+            site = sample_sites(here)[other]
+            move = parameter_of(moved[other]["fn"]) - parameter_of(site["fn"])
+            expected = expectation(site["fn"], site["value"], move.square())
+            total = total + scale_and_mask(expected, site["scale"], site["mask"]).sum()
+        return total / scale_of(here, name)
 
     def _axes(self, name: str, mean: Tensor) -> int:
         """How many axes of nodes a site's values need: outputs that meet in one term have one each."""
@@ -179,6 +163,12 @@ def scale_of(trace: poutine.Trace, name: str) -> Any:
     return scale
 
 
+def _spread(variance: Tensor) -> Tensor:
+    """√v, whose gradient is 0 where v is."""
+    positive = variance > 0
+    return torch.where(positive, variance, 1.0).sqrt() * positive
+
+
 def _per_output(nodes: Tensor, like: Tensor) -> Tensor:
     """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``, one axis for all outputs or one for each."""
     shape = [1] * like.dim() if nodes.shape[-1] == 1 else [*like.shape[:-1], 1]
@@ -197,14 +187,12 @@ def normal_nodes(num_axes: int, like: Tensor, num_nodes: Optional[int] = None) -
 @functools.lru_cache(maxsize=32)
 def _normal_nodes(num_axes: int, num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
-        if num_axes == 0:
-            return torch.zeros(1, 0, dtype=dtype, device=device), torch.ones(1, dtype=dtype, device=device)
         if num_axes <= 2:
-            nodes, weights = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(num))
             # ∫ g(f) N(f | 0, 1) df ≈ Σₖ wₖ g(fₖ), exact for polynomials of degree 2K − 1.
+            nodes, each = np.polynomial.hermite_e.hermegauss(num)
             points, products = (
-                torch.cartesian_prod(*[part] * num_axes).reshape(-1, num_axes)
-                for part in (nodes, weights / weights.sum())
+                torch.tensor(list(itertools.product(part, repeat=num_axes)), dtype=torch.float64)
+                for part in (nodes, each / each.sum())
             )
             weights = products.prod(-1)
         else:
