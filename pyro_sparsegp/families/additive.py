@@ -145,18 +145,9 @@ class CoupledPrecision(AdditiveFamily):
     def new_coefficients(self) -> NewCoefficients:
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)
 
-    @property
-    def couples(self) -> bool:
-        """Whether its q(w) couples all coefficients, so that several GP sites can share one."""
-        return True
-
-    @property
-    def can_step(self) -> bool:
-        """Whether it can learn q(w) by natural steps: it can."""
-        return True
+    couples = can_step = True
 
     def in_natural_steps(self) -> NewCoefficients:
-        """The posterior of w, learned by natural steps."""
         return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.natural_rate)
 
 

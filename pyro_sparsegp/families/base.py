@@ -92,6 +92,17 @@ class BasisFamily(Family):
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         """The basis of that ``spec``, its values still to be loaded."""
 
+    @abstractmethod
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> Any:
+        """The module of a basis, for inputs x."""
+
+    def build(self, process: GaussianProcess, name: str) -> Any:
+        return self.on_basis(self.new_basis(process, name), process.batch_shape, process.x)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
+        x = like.new_zeros(spec.get("rows") or 0, spec.get("columns", 0))  # of families on sites
+        return self.on_basis(self.old_basis(spec["basis"], like), spec["batch_shape"], x)
+
 
 @dataclass(frozen=True, eq=False)
 class FreeFormFamily(BasisFamily):
@@ -132,7 +143,6 @@ class FreeFormFamily(BasisFamily):
 
     @property
     def is_natural(self) -> bool:
-        """Whether q(w) learns by natural gradients."""
         return self.can_step if self.natural is None else self.natural
 
     @property
@@ -141,15 +151,11 @@ class FreeFormFamily(BasisFamily):
         kind = self.new_coefficients()
         layout = getattr(kind, "layout", None)
         whole = layout is not None and [factor for factor, _ in layout(2)] == [DenseFactor]
-        return whole and (self.is_natural or self.parameterised(kind) is kind)  # over w itself
+        return whole and (self.is_natural or self.chosen_coefficients() is kind)  # over w itself
 
     @abstractmethod
     def new_coefficients(self) -> NewCoefficients:
         """The class or function that makes the posterior of w from block sizes, a batch shape and a tensor like it."""
-
-    def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
-        """That posterior in the coordinates that the family learns it in; by default the coefficients w."""
-        return kind
 
     def declared(self) -> dict[str, Any]:
         found = {key: value for key, value in super().declared().items() if key != "natural"}
@@ -170,7 +176,7 @@ class FreeFormFamily(BasisFamily):
 
     def chosen_coefficients(self) -> NewCoefficients:
         """The posterior over the coefficients as it is learned, by gradients or by natural gradients."""
-        return self.in_natural_steps() if self.is_natural else self.parameterised(self.new_coefficients())
+        return self.in_natural_steps() if self.is_natural else self.new_coefficients()
 
     @property
     def natural_rate(self) -> Rate:
@@ -182,18 +188,18 @@ class FreeFormFamily(BasisFamily):
         return partial(NaturalGaussian, kind=self.new_coefficients(), rate=self.natural_rate)
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
-        module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x)
+        module = super().build(process, name)
         module.start(process, name)
         return module
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
-        module = self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like)
+        module = super()._rebuild(spec, like, name)
         if "kept_rows" in spec:
             module.follow_network(like.new_zeros(spec["kept_rows"]), spec["network"])
         return module
 
-    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor) -> SparseGP:
-        coefficients = self.chosen_coefficients()(basis.sizes, batch_shape, like)
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> SparseGP:
+        coefficients = self.chosen_coefficients()(basis.sizes, batch_shape, x)
         return SparseGP(basis, coefficients, batch_shape, self.declared())
 
 
@@ -234,24 +240,15 @@ class OptimalFamily(SiteFamily, BasisFamily):
     """A basis with the posterior of its coefficients that is optimal for the sites."""
 
     module: ClassVar[type[OptimalGP]] = OptimalGP
+    sites: ClassVar[type[Union[KeptSites, FreeSitesModule]]] = KeptSites
 
     def build(self, process: GaussianProcess, name: str) -> OptimalGP:
         require_matrix(process, name)
-        sites = self.sites_at(process.x, process.batch_shape, process.variance.sqrt())
-        return self._assemble(self.new_basis(process, name), sites, process.batch_shape)
+        return super().build(process, name)
 
-    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> OptimalGP:
-        sites = self.sites_at(like.new_zeros(spec["rows"] or 0, spec["columns"]), spec["batch_shape"])
-        return self._assemble(self.old_basis(spec["basis"], like), sites, spec["batch_shape"])
-
-    def sites_at(
-        self, inputs: Tensor, batch_shape: Sequence[int], scale: Optional[Tensor] = None
-    ) -> Union[KeptSites, FreeSitesModule]:
-        """The module of sites at these inputs, where the prior has these standard deviations."""
-        return KeptSites(inputs, batch_shape)
-
-    def _assemble(self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int]) -> OptimalGP:
-        return self.module(basis, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: Any) -> OptimalGP:
+        sites = self.sites(x, batch_shape)
+        return self.module(basis, *more, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,18 +260,22 @@ class ExpectationFamily(BasisFamily):
 
     def build(self, process: GaussianProcess, name: str) -> ExpectationGP:
         require_own_diagonal(process.kernel, name)
-        return ExpectationGP(self.new_basis(process, name), process.batch_shape, process.x, self.declared())
+        return super().build(process, name)
 
-    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ExpectationGP:
-        return ExpectationGP(self.old_basis(spec["basis"], like), spec["batch_shape"], like, self.declared())
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> ExpectationGP:
+        return ExpectationGP(basis, batch_shape, x, self.declared())
 
 
 @dataclass(frozen=True, eq=False)
 class WithFreeSites(OptimalFamily):
     """A family whose sites are 2N free parameters."""
 
-    def sites_at(self, inputs: Tensor, batch_shape: Sequence[int], scale: Optional[Tensor] = None) -> FreeSitesModule:
-        return FreeSitesModule(inputs, batch_shape, scale)
+    sites: ClassVar = FreeSitesModule
+
+    def build(self, process: GaussianProcess, name: str) -> OptimalGP:
+        module = super().build(process, name)
+        module.sites.start(process.variance.sqrt())
+        return module
 
 
 def require_own_diagonal(kernel: Any, name: str) -> None:

@@ -61,9 +61,9 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
 
     whiten: bool = field(default=True, kw_only=True)
 
-    def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
-        """That posterior, over w or over u."""
-        return kind if self.whiten else partial(Unwhitened, kind)
+    def chosen_coefficients(self) -> NewCoefficients:
+        found = super().chosen_coefficients()
+        return found if self.whiten or self.is_natural else partial(Unwhitened, found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,6 @@ from ..approximations.nested import BlockwiseGP, ConditionalGP, DecoupledGP, Sem
 from ..approximations.optimal import OptimalGP
 from ..bases.inducing import Inducing
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
-from ..gaussians.sites import FreeSites as FreeSitesModule
-from ..gaussians.sites import KeptSites
 from ..numerics.codes import require_choice, require_count
 from .base import NewCoefficients, OptimalFamily
 from .inducing import SGPR, InducingFamily, OnInducingPoints
@@ -77,14 +75,10 @@ class OrthogonallyDecoupled(OrthogonalInducing):
                 f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
             )
 
-    @property
-    def couples(self) -> bool:
-        """Whether its q(w) couples all coefficients."""
-        return False
+    couples = False
 
     @property
     def can_step(self) -> bool:
-        """Whether it can learn q(w) by natural steps."""
         return self.num_columns is None
 
     def declared(self) -> dict[str, Any]:
@@ -94,19 +88,17 @@ class OrthogonallyDecoupled(OrthogonalInducing):
     def new_coefficients(self) -> NewCoefficients:
         return CholeskyIdentity if self.num_columns is None else FullCholesky
 
-    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor) -> SparseGP:
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> SparseGP:
         if self.num_columns is None:
-            return super()._assemble(basis, batch_shape, like)
+            return super().on_basis(basis, batch_shape, x)
         first, means = basis.split(1)
-        coefficients = self.parameterised(FullCholesky)(first.sizes, batch_shape, like)
-        return DecoupledGP(first, means, coefficients, batch_shape, self.declared(), self.num_columns, like)
+        coefficients = self.chosen_coefficients()(first.sizes, batch_shape, x)
+        return DecoupledGP(first, means, coefficients, batch_shape, self.declared(), self.num_columns, x)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
-        if self.num_columns is None:
-            return super()._rebuild(spec, like, name)
-        first, second = spec["basis"], spec["means"]
-        both = {key: [*first[key], *second[key]] for key in ("shapes", "of_source")}
-        return self._assemble(self.old_basis(first | both, like), spec["batch_shape"], like)
+        basis, means = spec["basis"], spec.get("means", {})
+        both = {key: [*basis[key], *means[key]] for key in ("shapes", "of_source") if means}
+        return super()._rebuild(spec | {"basis": basis | both}, like, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,10 +128,11 @@ class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
         super().__post_init__()
         require_choice(self.covariance, "SemiCollapsedOrthogonal's covariance", "free", "prior")
 
-    def _assemble(self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int]) -> OptimalGP:
+    module: ClassVar = SemiCollapsedGP
+
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: Any) -> OptimalGP:
         kind = BlockCholesky if self.covariance == "free" else Identity
-        others = kind(basis.sizes[1:], batch_shape, sites.inputs)
-        return SemiCollapsedGP(basis, others, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+        return super().on_basis(basis, batch_shape, x, kind(basis.sizes[1:], batch_shape, x))
 
 
 @dataclass(frozen=True, eq=False)

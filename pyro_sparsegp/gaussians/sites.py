@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from pyro.nn import PyroParam
@@ -167,25 +167,23 @@ class FreeSites(AbstractModule):
     """Sites as 2N free parameters: the precision λₙ² and the linear term (Adam et al., 2018, eq. 4 and 6).
 
     :param inputs: X, ``(N, D)``.
-    :param scale: the prior standard deviation at X; the precisions start at a hundredth of the prior's.
     """
 
     empty = False
 
-    def __init__(self, inputs: Tensor, batch_shape: Sequence[int], scale: Optional[Tensor] = None) -> None:
+    def __init__(self, inputs: Tensor, batch_shape: Sequence[int]) -> None:
         super().__init__()
         self.register_buffer("inputs", inputs.detach())
         shape = (*batch_shape, inputs.shape[-2])
-        start = inputs.new_full(shape, 0.1)
-        if scale is not None:
-            start = start / scale.detach().clamp(min=1e-3)
+        self.root: Any = PyroParam(inputs.new_zeros(shape))
+        self.linear: Any = PyroParam(inputs.new_zeros(shape))
+
+    def start(self, scale: Tensor) -> None:
+        """Start the precisions at a hundredth of the prior's, whose standard deviation at X is ``scale``."""
         # λ = 0 is a saddle in this parameter: it starts away from it.
-        self.root = PyroParam(start)
-        self.linear = PyroParam(inputs.new_zeros(shape))
+        self.root = torch.zeros_like(self.root) + 0.1 / scale.detach().clamp(min=1e-3)
 
     def forward(self) -> Sites:
         """The sites."""
-        root: Any = self.root
-        linear: Any = self.linear
         # λ = root²: never negative
-        return Sites(self.inputs, root.square(), linear)
+        return Sites(self.inputs, self.root.square(), self.linear)
