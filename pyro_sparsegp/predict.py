@@ -15,12 +15,13 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .guide import AutoSparseGP
+from .numerics.codes import require_count
 from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
 from .program.mapping import Draw, in_blocks, values_of
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
-from .warned import Warned, require_number
+from .warned import Warned
 from .whitening import Whitening, unwhiten
 
 Samples = Mapping[str, Tensor]
@@ -56,7 +57,7 @@ def predict(
     :raises ValueError: if ``result`` is none of the above, or lacks the training data; or if the model itself holds
         data that do not match the new inputs.
     """
-    require_number("num_samples", 1 if num_samples is None else num_samples)
+    require_count(1 if num_samples is None else num_samples, "num_samples")
     rows, apart = 0, True
     if isinstance(result, AutoSparseGP):
         one = _of_guide(model, result, joint, args, kwargs)

@@ -1,9 +1,8 @@
-"""Warnings that are given once for each site, and the error of numbers that are none."""
+"""Warnings that are given once for each site."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 Warned = set[tuple[str, str]]  # kinds of warnings, and the sites that they were about
 
@@ -18,9 +17,3 @@ def warn_once(
     if (kind, site) not in warned:
         warned.add((kind, site))
         warnings.warn(message, category, stacklevel=stacklevel + 1)
-
-
-def require_number(what: str, given: Any, least: int = 1) -> None:
-    """Raise unless an argument is a whole number of at least so much."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        raise ValueError(f"{what} must be a whole number of at least {least}, got {given!r}")

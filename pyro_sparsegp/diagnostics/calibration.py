@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..numerics.codes import require_count
 from ..predict import predict
-from ..warned import require_number
 from .backend import arviz_base, xarray
 from .given import guide_of, require_call
 from .groups import attributes, name_of
@@ -67,9 +67,9 @@ def sbc(
             "sbc's fit must be a function of the model's arguments and the data that makes and trains a new guide, got "
             f"{type(fit).__name__}"
         )
-    require_number("num_simulations", num_simulations)
-    require_number("num_samples", num_samples)
-    require_number("sbc's rows", rows)
+    require_count(num_simulations, "num_simulations")
+    require_count(num_samples, "num_samples")
+    require_count(rows, "sbc's rows")
     found, names = [], dict(observed or {})
     with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
         source = PriorSource(model, args, kwargs, list(names))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..distributions.probit import Probit
+from ..numerics.codes import require_count
 from ..program.traces import bare, unmasked, unmasked_rows
-from ..warned import require_number
 from .backend import arviz_base, pandas, xarray
 from .densities import DensityReader
 from .draws import seeded
@@ -108,7 +108,7 @@ def predictive_scores(
     """
     if not all(0 < prob < 1 for prob in probs):
         raise ValueError(f"probs must lie strictly between 0 and 1, got {list(probs)}")
-    require_number("num_samples", num_samples)
+    require_count(num_samples, "num_samples")
     source = as_source(model, guide, args, kwargs, marginal=True)
     site = observed_site(source, var_name)
     log_densities, kept = [], []

@@ -7,9 +7,9 @@ from typing import Any, Optional, Union
 
 from torch import Tensor
 
+from ..numerics.codes import require_count
 from ..predict import bare_model
 from ..program.traces import is_observation
-from ..warned import require_number
 from .backend import xarray
 from .draws import Call, Draws, Source, seeded
 from .given import require_call
@@ -79,8 +79,8 @@ def to_datatree(
     :param kwargs: the model's further arguments.
     :raises ValueError: where the result, the arguments or the labels do not fit.
     """
-    require_number("num_samples", num_samples)
-    require_number("prior", prior, 0)
+    require_count(num_samples, "num_samples")
+    require_count(prior, "prior", 0)
     source = as_source(model, guide, args, kwargs, exact)
     shape, new = source.shape or (1, num_samples), None if predict is None else _arguments(predict)
     attrs = {"model": name_of(model), "posterior": source.name, "family": source.families, "name": name}
@@ -164,7 +164,7 @@ def prior_predictive(
     :param kwargs: the model's further arguments.
     :raises ValueError: where an argument of the model is missing, or ``observed`` names what is not there.
     """
-    require_number("num_samples", num_samples)
+    require_count(num_samples, "num_samples")
     order = "then its arguments, with observations, which are drawn anew, or None in their place: (model, x, None)"
     require_call("prior_predictive", order, model, args, kwargs)
     table = Table((1, num_samples), dtype, dims, coords)

@@ -14,12 +14,12 @@ from ..approximations.expectation import require_refined
 from ..approximations.on_sites import SiteGP
 from ..gaussians.sites import Sites
 from ..modules import drop_stored, take_name, unique_name
+from ..numerics.codes import require_count
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes, unrecorded
 from ..program.traces import as_process, free_values, repeatable, whole_plates
-from ..warned import require_number
 from .absorb import absorb
 from .arrival import check
 from .checks import check_parameters
@@ -246,7 +246,7 @@ class AutoSparseGP(SavedGuide):
         :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
-        require_number("the number of draws", num)
+        require_count(num, "the number of draws")
         self._ready(args, kwargs)
         conditions, known, draws = None, self._are_known(args, kwargs), list[dict[str, Tensor]]()
         for _ in range(num):

@@ -13,11 +13,12 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from ..numerics.codes import require_count
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.mapping import in_blocks
 from ..program.traces import all_sites, is_free, is_observation, whole_plates
-from ..warned import require_number, warn_once
+from ..warned import warn_once
 from .known import KnownGuide, Rows
 from .runs import Posteriors, Priors, Run
 
@@ -225,7 +226,7 @@ def quantiles_of(guide: Any, levels: Any, num: int, args: tuple, kwargs: dict[st
     quantiles = torch.as_tensor(levels).to(guide.like)
     if not ((quantiles >= 0) & (quantiles <= 1)).all():
         raise ValueError(f"quantiles must be between 0 and 1, got {levels}")
-    require_number("num_draws", num)
+    require_count(num, "num_draws")
 
     def one(_: Any) -> dict[Any, Tensor]:
         values = guide.draw(*args, joint=False, **kwargs)

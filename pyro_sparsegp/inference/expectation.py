@@ -16,11 +16,11 @@ from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
 from ..guide.checks import explain_nan
 from ..guide.rows import require_data
+from ..numerics.codes import require_count
 from ..numerics.processes import Workers
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Owners, Terms
-from ..warned import require_number
 from .refinement import Progress, SiteRun
 from .site_runs import site_run
 
@@ -96,8 +96,8 @@ class ExpectationPropagation:
         for argument, (value, fits, what) in checks.items():
             if not fits:
                 raise ValueError(f"ExpectationPropagation's {argument} must be {what}, got {value!r}")
-        require_number("ExpectationPropagation's num_nodes", num_nodes, 4)
-        require_number("ExpectationPropagation's max_sweeps", max_sweeps)
+        require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
+        require_count(max_sweeps, "ExpectationPropagation's max_sweeps")
         if model != guide.model:
             raise ValueError("ExpectationPropagation runs the guide's own model; it was given another")
         if not all(isinstance(family, ExpectationFamily) for family in guide.declared_families()):

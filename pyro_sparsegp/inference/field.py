@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..guide import AutoSparseGP
@@ -19,8 +18,9 @@ from ..guide.field import Layout, Standardised, residuals_of, run_standardised
 from ..guide.predictors import Place, Predictors
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
-from ..program.traces import free_values, is_observation, sample_sites
-from .expected import divergence, weighted_sum
+from ..program.traces import free_values, is_observation
+from .expected import weighted_sum
+from .grid import log_density_minus_kl
 
 
 def bound_of_field(
@@ -47,15 +47,10 @@ def bound_of_field(
         expected = _Expected(whole.q, layout, Predictors(sites, links, x, layout), x)
     first = guide_trace.nodes[next(iter(facts.field))]
     total = -weighted_sum(whole.q.kl(), {**first, "mask": None})
-    for name, site in sample_sites(model_trace).items():
-        if name in facts.field or site["mask"] is False or site_is_subsample(site):
-            continue
-        if name in links:
+    for name in links:
+        if sites[name]["mask"] is not False:
             total = total + expected.of(name, num_nodes)
-        elif name in guide_trace.nodes:
-            total = total - divergence(guide_trace.nodes[name], site)
-        else:
-            total = total + weighted_sum(sites[name]["fn"].log_prob(sites[name]["value"]), sites[name])
+    total = total + log_density_minus_kl(model_trace, guide_trace, {*facts.field, *links})
     return total if torch.is_grad_enabled() else total.detach()
 
 

@@ -23,6 +23,7 @@ from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
 from ..guide.checks import explain_nan
 from ..guide.first_call import closed_forms_of
+from ..numerics.codes import require_count
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.facts import ClosedForms
@@ -61,8 +62,7 @@ class TraceQuadrature_ELBO(ELBO):
     """
 
     def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: Any) -> None:
-        if not isinstance(num_nodes, int) or num_nodes < 1:
-            raise ValueError(f"TraceQuadrature_ELBO's num_nodes must be a whole number of at least 1, got {num_nodes}")
+        require_count(num_nodes, "TraceQuadrature_ELBO's num_nodes")
         if kwargs.get("vectorize_particles"):
             raise ValueError(
                 "TraceQuadrature_ELBO does not take vectorize_particles=True: function values are event dimensions "

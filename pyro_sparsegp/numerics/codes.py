@@ -24,13 +24,13 @@ def require_codes(codes: Tensor, num: int, what: str, remedy: str) -> None:
         raise ValueError(f"{what} must be whole numbers from 0 to {num - 1}, got {some}; {remedy}.")
 
 
-def require_count(value: Any, what: str, or_none: bool = False) -> None:
-    """Refuse what is no whole number of at least 1.
+def require_count(value: Any, what: str, least: int = 1, or_none: bool = False) -> None:
+    """Refuse what is no whole number of at least so much.
 
     :raises ValueError: with ``what`` it is.
     """
-    if not (or_none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{what} must be {'None or ' * or_none}a whole number of at least 1, got {value!r}")
+    if not (or_none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{what} must be {'None or ' * or_none}a whole number of at least {least}, got {value!r}")
 
 
 def require_choice(value: Any, what: str, *choices: str) -> None:

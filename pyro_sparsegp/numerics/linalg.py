@@ -11,54 +11,18 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .factors import (
-    Factor,
-    Whitened,
-    factorised,
-    gram,
-    mirrored,
-    over_lower,
-    over_upper,
-    solve_lower,
-    times_lower,
-    tril_of_product,
-    turn_of,
-)
+from .factors import Factor, Whitened
+from .factors import factorised as factorised
+from .factors import gram as gram
+from .factors import mirrored as mirrored
+from .factors import over_lower as over_lower
+from .factors import over_upper as over_upper
+from .factors import solve_lower as solve_lower
+from .factors import times_lower as times_lower
+from .factors import tril_of_product as tril_of_product
+from .factors import turn_of as turn_of
 from .functions import Function
 from .shapes import broadcast_shapes
-
-__all__ = [
-    "MAPPED",
-    "NumericalWarning",
-    "Unbound",
-    "Whitening",
-    "above_rounding",
-    "cholesky",
-    "default_jitter",
-    "factorised",
-    "flags_kept",
-    "gaussian_kl",
-    "gram",
-    "lift_to",
-    "mirrored",
-    "on_diagonal",
-    "over_lower",
-    "over_upper",
-    "plus_one",
-    "root_of_inverse",
-    "rounding",
-    "row_squares",
-    "side_by_side",
-    "solve_lower",
-    "sum_blocks",
-    "times",
-    "times_lower",
-    "tril_of_product",
-    "turn_of",
-    "variance_floor",
-    "whitening",
-    "wider",
-]
 
 _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
 
@@ -164,12 +128,12 @@ def whitening(
                     stacklevel=2,
                 )
             return Whitening(factor, turn)
-        if attempt == 0 and not matrix.isfinite().all():
-            raise torch.linalg.LinAlgError(_not_finite(matrix, what, made_of()))  # type: ignore[attr-defined]
         level = 10 * level if level > 0 else default_jitter(matrix.dtype)
+        if attempt == 0 and not matrix.isfinite().all():
+            break
     raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
         f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite. "
-        f"{_why(matrix)} Relative jitters from {first:.0e} to {level / 10:.0e} were tried."
+        f"{_why(matrix, made_of(), f'Relative jitters from {first:.0e} to {level / 10:.0e} were tried.')}"
     )
 
 
@@ -181,27 +145,24 @@ def _left(info: Tensor) -> bool:
     return flags is not None
 
 
-def _why(matrix: Tensor) -> str:
-    # Why there is no Cholesky factor of a finite matrix, and what to do.
+def _why(matrix: Tensor, made_of: str, tried: str) -> str:
+    # Why there is no Cholesky factor, and what to do.
+    bad = ~matrix.isfinite()
+    if bad.any():
+        return (
+            f"{int(bad.sum())} of its {matrix.numel()} entries are NaN or infinite{made_of and f' ({made_of})'}. "
+            "No jitter mends that: look for inputs and hyperparameters that are NaN or infinite, or 0, or so large or "
+            "small that they over- or underflow; in training, too large a learning rate leads there."
+        )
     if not (matrix.diagonal(dim1=-2, dim2=-1) > 0).any():
         return (
             "No entry of its diagonal is above 0: the kernel is 0 at these inputs, where nothing is left to factorise. "
-            "Look at the kernel, its variances and these inputs."
+            f"Look at the kernel, its variances and these inputs. {tried}"
         )
     precision = "" if matrix.dtype == torch.float64 else "float64, "
     return (
         f"Its eigenvalues are too small: use {precision}fewer or better spread points, or give "
-        "GaussianProcess(..., jitter=...)."
-    )
-
-
-def _not_finite(matrix: Tensor, what: str, made_of: str) -> str:
-    return (
-        f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite; "
-        f"{int((~matrix.isfinite()).sum())} of its {matrix.numel()} entries are NaN or infinite"
-        f"{f' ({made_of})' if made_of else ''}. No jitter mends that: look for inputs and hyperparameters that are NaN "
-        "or infinite, or 0, or so large or small that they over- or underflow; in training, too large a learning rate "
-        "leads there."
+        f"GaussianProcess(..., jitter=...). {tried}"
     )
 
 
