@@ -12,7 +12,7 @@ from pyro.infer import MCMC, NUTS
 from torch.overrides import TorchFunctionMode
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels, predict
-from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, WeightSpace
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, Exact, ExactWeightSpace, WeightSpace
 
 from .models import (
     FAMILIES,
@@ -393,9 +393,15 @@ def test_mini_batching_models_are_read_whole():
     assert tree.log_likelihood["y"].shape == (1, 4, 40)
 
 
-def test_predictions_share_the_draws_and_are_predict():
+@pytest.mark.parametrize("family", [SVGP(10), Exact()], ids=["SVGP", "Exact"])
+def test_predictions_share_the_draws_and_are_predict(family):
     """Predictions at new inputs come from the posterior's own draws, and are distributed as ``predict``'s."""
-    guide, x, y = fitted(model=gaussian(KERNEL, 0.3), steps=10)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        return observed(dist.Normal(pyro.sample("mu", dist.Normal(0.0, 0.1)) + f, 0.3), y)
+
+    guide, x, y = fitted(model, family, steps=10)
     new = torch.rand(4, 2)
     tree = to_datatree(guide.model, guide, x, y, num_samples=120, predict=new, seed=0, log_likelihood=False)
     q = guide.posterior(new)["f"]

@@ -81,10 +81,6 @@ class ExpectationGP(AbstractModule):
         gram, pull = seen_from(self.gram, self.pull, self.anchor, features.anchor)
         return kind(process, features, from_natural(gram, pull, features.sizes, None, name), name)
 
-    def predict(self, *args: Any) -> SparsePosterior:
-        """The posterior at new inputs."""
-        return self(*args)
-
     def features_of(self, rows: Tensor) -> Tensor:
         """Rows υ as features φ under the L of :attr:`gram`."""
         return rows @ self.anchor if self.anchor.numel() else rows

@@ -65,10 +65,6 @@ class SparseGP(AbstractModule):
         """The process at new inputs, where a kernel's diagonal that depends on the rows is that beside training's."""
         return process if self.rows is None else process.relative_to(self.rows)
 
-    def predict(self, process: GaussianProcess, name: str) -> SparsePosterior:
-        """The posterior at new inputs."""
-        return self(self.settled(process), name)
-
     @property
     def num_seen(self) -> int:
         """How many inputs of training it knows, of those that the kernel's diagonal depends on."""

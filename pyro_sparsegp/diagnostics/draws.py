@@ -280,7 +280,7 @@ class GuideSource(Source):
         def function(msg: Any, prior: Any) -> None:
             name = msg["name"]
             if name in draw.coefficients:
-                q = self.guide.posterior_given(name, prior, self.posteriors[name].sites)
+                q = self.posteriors[name].under(without_event(prior)[0])
                 w = list(draw.coefficients[name].split(list(q.coefficients.sizes), -1))
                 mean, variance = q.given_coefficients(w)
                 # f | w ~ N(h, ρ): jointly in O(N³), or of many rows by its marginals.

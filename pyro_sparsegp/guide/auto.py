@@ -11,15 +11,13 @@ from pyro import poutine
 from torch import Tensor
 
 from ..approximations.expectation import require_refined
-from ..approximations.on_sites import SiteGP
-from ..gaussians.sites import Sites
 from ..modules import drop_stored, take_name, unique_name
 from ..numerics.codes import require_count
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes, unrecorded
-from ..program.traces import as_process, free_values, repeatable, whole_plates
+from ..program.traces import free_values, repeatable, whole_plates
 from .absorb import absorb
 from .arrival import check
 from .checks import check_parameters
@@ -392,13 +390,3 @@ class AutoSparseGP(SavedGuide):
             share_of_rows(self, rows)
         values = {name: value for name, value in free_values(run.trace).items() if name not in run.processes}
         return run.processes, values, run.trace
-
-    def posterior_given(self, name: str, prior: Any, sites: Optional[Sites]) -> SparsePosterior:
-        """The posterior of a GP site under a prior of new inputs, given the sites of a draw.
-
-        :param sites: for ``SGPR`` and its kind, the Gaussian sites that the draw was conditioned on.
-        """
-        process, _ = as_process(prior)
-        module = self.module_of(name)
-        self.check_site(name, process, module)  # type: ignore[arg-type]
-        return module.predict(process, name, *([SparsePosterior, sites] if isinstance(module, SiteGP) else []))

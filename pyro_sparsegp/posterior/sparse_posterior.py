@@ -303,7 +303,13 @@ class SparsePosterior(TorchDistribution):
             process = self.process.at(x).expand(self.process.batch_shape)
         except ValueError as error:
             raise ValueError(f"the posterior of site {self.name!r}: {error}") from None
-        return SparsePosterior(process, self.basis, self.coefficients, self.name, self.sites)
+        return self.under(process)
+
+    def under(self, process: GaussianProcess) -> SparsePosterior:
+        """The same posterior at another process's inputs, with its mean."""
+        return SparsePosterior(
+            process.with_kernel(self.process.kernel), self.basis, self.coefficients, self.name, self.sites
+        )
 
     def paths(self, num: int, num_features: int = 2048) -> Callable[[Tensor], Tensor]:
         """``num`` sample functions, x ↦ ``(num, ..., N)``: the same input gives the same value at every call.
