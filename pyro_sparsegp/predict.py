@@ -19,7 +19,7 @@ from .numerics.codes import require_count
 from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
-from .program.mapping import Draw, in_blocks, values_of
+from .program.mapping import Draw, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned
 from .whitening import Whitening, unwhiten
@@ -73,7 +73,8 @@ def predict(
         rows = max(value[0].numel() for value in samples.values())
 
         def one(sample: Draw) -> Draw:
-            return values_of(Trained(model, sample, *old, warned).at(args, kwargs))
+            sites = sample_sites(Trained(model, sample, *old, warned).at(args, kwargs))
+            return {name: site["value"] for name, site in sites.items()}
 
     def numbers(draw: Draw) -> int:  # of a covariance at the inputs; of features, where values are drawn singly
         most = rows + max(value.numel() for value in draw.values())
@@ -111,7 +112,7 @@ def _of_guide(
             given = poutine.condition(model, {name: values[name] for name in latents if name in values})
             with whole_plates():
                 trace = poutine.trace(given).get_trace(*args, **kwargs)
-            values = values_of(trace)
+            values = {name: site["value"] for name, site in sample_sites(trace).items()}
         require_own_rows({name: site for name, site in trace.nodes.items() if name not in latents})
         return values
 

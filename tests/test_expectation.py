@@ -865,8 +865,8 @@ class TestErrors:
         for options, message in (
             ({"damping": 0}, "damping must be a number in"),
             ({"power": 1.5}, "power must be a number in"),
-            ({"schedule": "both"}, "schedule must be one of"),
-            ({"gradient": "none"}, "gradient must be one of"),
+            ({"schedule": "both"}, 'schedule must be "inner" or'),
+            ({"gradient": "none"}, 'gradient must be "matched" or'),
             ({"num_nodes": 2}, "num_nodes must be a whole number of at least 4"),
             ({"group": object()}, "torch.distributed"),
         ):

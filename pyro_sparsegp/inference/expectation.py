@@ -16,11 +16,12 @@ from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
 from ..guide.checks import explain_nan
 from ..guide.rows import require_data
-from ..numerics.codes import require_count
+from ..numerics.codes import require_choice, require_count
 from ..numerics.processes import Workers
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Owners, Terms
+from .quadrature import own_guide
 from .refinement import Progress, SiteRun
 from .site_runs import site_run
 
@@ -80,26 +81,21 @@ class ExpectationPropagation:
         max_sweeps: int = 100,
         group: Optional[Any] = None,
     ) -> None:
-        checks = {
-            "damping": (damping, _is_share(damping), "a number in (0, 1]"),
-            "power": (power, _is_share(power), "a number in (0, 1]"),
-            "schedule": (schedule, schedule in ("inner", "outer"), "one of ('inner', 'outer')"),
-            "gradient": (gradient, gradient in ("matched", "exact"), "one of ('matched', 'exact')"),
-            "tolerance": (tolerance, isinstance(tolerance, (int, float)) and tolerance >= 0, "a number of at least 0"),
-            "optim": (
-                optim,
-                isinstance(optim, pyro.optim.PyroOptim),
-                "a Pyro optimiser, pyro.optim.Adam({'lr': 0.01})",
-            ),
-            "guide": (guide, isinstance(guide, AutoSparseGP), "an AutoSparseGP"),
-        }
-        for argument, (value, fits, what) in checks.items():
-            if not fits:
-                raise ValueError(f"ExpectationPropagation's {argument} must be {what}, got {value!r}")
+        own_guide(model, guide, "ExpectationPropagation")
+        if not isinstance(optim, pyro.optim.PyroOptim):
+            raise ValueError(
+                "ExpectationPropagation's optim must be a Pyro optimiser, pyro.optim.Adam({'lr': 0.01}), got "
+                f"{type(optim).__name__}"
+            )
+        for name, value in (("damping", damping), ("power", power)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+                raise ValueError(f"ExpectationPropagation's {name} must be a number in (0, 1], got {value!r}")
+        if not isinstance(tolerance, (int, float)) or tolerance < 0:
+            raise ValueError(f"ExpectationPropagation's tolerance must be a number of at least 0, got {tolerance!r}")
+        require_choice(schedule, "ExpectationPropagation's schedule", "inner", "outer")
+        require_choice(gradient, "ExpectationPropagation's gradient", "matched", "exact")
         require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
         require_count(max_sweeps, "ExpectationPropagation's max_sweeps")
-        if model != guide.model:
-            raise ValueError("ExpectationPropagation runs the guide's own model; it was given another")
         if not all(isinstance(family, ExpectationFamily) for family in guide.declared_families()):
             raise ValueError(
                 "ExpectationPropagation trains GP sites of the family SparseEP; the guide's families are "
@@ -111,7 +107,8 @@ class ExpectationPropagation:
         self.workers = Workers(group)
         self._agreed = self._checked = False
         self._known: tuple[Owners, set[str]] = {}, set()
-        self._progress: dict[str, Progress] = {}
+        #: by GP site, how its updates go
+        self.progress: dict[str, Progress] = {}
 
     def step(self, *args: Any, indices: Optional[Tensor] = None, **kwargs: Any) -> float:
         """Refine the sites, once or to convergence, and take one step of the optimiser.
@@ -153,18 +150,18 @@ class ExpectationPropagation:
                 "change": progress.change,
                 "converged": progress.change <= self.tolerance,
             }
-            for name, progress in self._progress.items()
+            for name, progress in self.progress.items()
         }
 
     def get_state(self) -> dict[str, Any]:
         """What the next sweep needs from this one, beyond the states of guide and optimiser; see
         :func:`~pyro_sparsegp.fit`.
         """
-        return {"progress": dict(self._progress), "agreed": self._agreed}
+        return {"progress": dict(self.progress), "agreed": self._agreed}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
-        self._progress, self._agreed = dict(state["progress"]), state["agreed"]
+        self.progress, self._agreed = dict(state["progress"]), state["agreed"]
 
     # One call.
 
@@ -182,11 +179,7 @@ class ExpectationPropagation:
                 require_data(guide)
             terms = Terms(guide.model, guide.facts, values, processes, call, self._known)
             self._known = terms.owners, terms.rowwise
-            progress = {name: self._progress.setdefault(name, Progress()) for name in processes}
-            runs = [
-                site_run(self, name, process, terms, trace, call, indices, progress[name])
-                for name, process in processes.items()
-            ]
+            runs = [site_run(self, *one, terms, trace, call, indices) for one in processes.items()]
         part = next((run.index for run in runs if run.index is not None), None)
         if part is not None and self.gradient == "exact":
             raise ValueError(
@@ -215,13 +208,15 @@ class ExpectationPropagation:
         if self._checked:
             return
         facts, guide = self.guide.facts, self.guide
-        for name, kind in facts.dependence.items():
-            whys = {
-                "its values enter another GP site": name in facts.inner,
-                "it meets another GP site in one term of a density": any(name in pair for pair in facts.interactions),
-                "one term of a density depends on several of its values": kind not in (ELEMENTWISE, NONE),
-            }
-            for why in (why for why, holds in whys.items() if holds):
+        whys = {
+            "its values enter another GP site": facts.inner,
+            "it meets another GP site in one term of a density": [name for pair in facts.interactions for name in pair],
+            "one term of a density depends on several of its values": [
+                name for name, kind in facts.dependence.items() if kind not in (ELEMENTWISE, NONE)
+            ],
+        }
+        for why, names in whys.items():
+            for name in names:
                 raise ValueError(
                     f"GP site {name!r} cannot be trained by expectation propagation, whose integrals are "
                     f"one-dimensional: {why}. Take SVI with TraceQuadrature_ELBO and a family such as SVGP."
@@ -269,7 +264,6 @@ class ExpectationPropagation:
                 )
             for run, (sites, progress) in zip(runs, refined):
                 run.keep(sites, progress)
-                self._progress[run.name] = progress
             if last:
                 break
         return loss, value
@@ -283,7 +277,3 @@ class ExpectationPropagation:
                 common, own = common - normaliser, own - expected
         (total,) = self.workers.sum(own.detach())
         return own + common / self.workers.num, total + common.detach()
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1

@@ -100,7 +100,7 @@ class TraceQuadrature_ELBO(ELBO):
 
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
-        unwrapped = _guide_of(model, guide)
+        unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
         unwrapped.prepare(*args, **kwargs)
         evaluate = partial(self._evaluated, model, guide, unwrapped, args, kwargs)
         evaluation = None
@@ -219,7 +219,7 @@ class TraceQuadrature_ELBO(ELBO):
 
     def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Minus the bound as a scalar tensor."""
-        unwrapped = _guide_of(model, guide)
+        unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
         unwrapped.prepare(*args, **kwargs)
         return self._minus_bound(unwrapped, guide, args, kwargs)
 
@@ -346,7 +346,7 @@ class _Module(ELBOModule):
         return super().named_parameters(*args, **kwargs)
 
 
-def _guide_of(model: Callable, guide: Any) -> AutoSparseGP:
+def own_guide(model: Callable, guide: Any, objective: str) -> AutoSparseGP:
     """The guide without handlers.
 
     :raises ValueError: if it is none of GP sites, or of another model.
@@ -354,13 +354,13 @@ def _guide_of(model: Callable, guide: Any) -> AutoSparseGP:
     unwrapped = poutine.unwrap(guide)
     if not isinstance(unwrapped, AutoSparseGP):
         raise ValueError(
-            f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a "
-            f"model's sites; {OTHER_LATENTS}."
+            f"{objective} needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a model's "
+            f"sites; {OTHER_LATENTS}."
         )
     if model != unwrapped.model:
         raise ValueError(
-            "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap "
-            "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
+            f"{objective} runs the guide's own model; it was given another, or one under a handler. Wrap the model "
+            "before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
         )
     return unwrapped
 

@@ -275,7 +275,8 @@ class SiteRun:
             if progress.seen >= self.num:  # rounding errors of the running sums
                 progress.seen = 0
                 self._resum()
-        self.sites, self.progress = sites, progress
+        self.sites = sites
+        self.progress = self.method.progress[self.name] = progress
 
     # The objective.
 

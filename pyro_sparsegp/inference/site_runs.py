@@ -30,7 +30,6 @@ def site_run(
     trace: poutine.Trace,
     call: tuple[tuple, dict[str, Any]],
     indices: Optional[Tensor],
-    progress: Progress,
 ) -> SiteRun:
     """One GP site of a run, its sites as they are kept.
 
@@ -71,7 +70,7 @@ def site_run(
             module.look_from(None if anchor is None else anchor.detach())
             rows = module.features_of(module.rows[..., index, :])
             sites = Sites(rows, module.precision[..., index], module.linear[..., index])
-    spread = prior.detach().sqrt()
+    progress, spread = method.progress.setdefault(name, Progress()), prior.detach().sqrt()
     rest = residual, process.mean, spread, index, num, anchor, sites, given
     return SiteRun(name, method, progress, module, phi, *rest)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -82,17 +81,13 @@ def require_own_rows(name: str, site: Any, each_row: bool = False) -> None:
         )
 
 
-def _parts(trace: poutine.Trace) -> Iterator[str]:
-    """Which observed sites hold a mini-batch of a plate's rows, in words."""
+def holds_part(trace: poutine.Trace) -> str:
+    """Which observed site holds a mini-batch of a plate's rows, in words; empty if none does."""
     for name, site in sample_sites(trace).items():
         for frame in site["cond_indep_stack"] if site["is_observed"] else ():
             if frame.full_size is not None and frame.size < frame.full_size:
-                yield f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
-
-
-def holds_part(trace: poutine.Trace) -> bool:
-    """Whether an observed site holds a mini-batch of a plate's rows."""
-    return any(_parts(trace))
+                return f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
+    return ""
 
 
 def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
@@ -102,7 +97,7 @@ def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
 
     :raises ValueError: naming the GP site, the plate and the families that take mini-batches.
     """
-    for part in _parts(trace):
+    if part := holds_part(trace):
         raise ValueError(
             f"GP site {name!r} has the family {family}, which trains on all data at once; {part}. Give all rows, or "
             "take a family that trains by mini-batches, such as SVGP or OrthogonalInducing. With batches=True first "
@@ -115,7 +110,7 @@ def require_whole(trace: poutine.Trace) -> None:
 
     :raises ValueError: naming the site and the plate.
     """
-    for part in _parts(trace):
+    if part := holds_part(trace):
         raise ValueError(f"absorb counts each row once, and {part}: give the plate the new rows' number, size=len(x).")
 
 
@@ -183,8 +178,7 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
     )
 
 
-@dataclass
-class Probe:
+class Probe(NamedTuple):
     """What a guide's run with the latents at their medians showed.
 
     :param densities: of the sites that are no GP sites.
@@ -213,17 +207,15 @@ def require_registered(run: Probe, trace: poutine.Trace, args: Any) -> list[Tens
         return [value for value in sites.values() if value.is_leaf]
     # Whatever holds them: a closure, a global, an object of the user's.
     modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module) and "_parameters" in vars(held)]
-    labels, paths = [], set()
-    for parameter in forgotten:
-        places = [(name, m) for m in modules for name, held in m.named_parameters() if held is parameter]
-        path, module = max(places, key=lambda place: len(place[0]), default=("", None))
-        labels.append(f"{type(module).__name__}.{path}" if path else f"a parameter of shape {tuple(parameter.shape)}")
-        paths.add(path)
+    places = [(path, f"{type(m).__name__}.{path}", held) for m in modules for path, held in m.named_parameters()]
+    at = {id(held): (path, label) for path, label, held in sorted(places, key=lambda place: len(place[0]))}
+    found = [at.get(id(leaf), ("", f"a parameter of shape {tuple(leaf.shape)}")) for leaf in forgotten]
+    paths = {path for path, _ in found if path}
     # The store's parameters are those of the first network of that name; SVI trains these, and the model runs others:
     # test_deep_basis.py, "Another network is registered".
-    names = sorted({name for name, _, path in (site.partition("$$$") for site in sites) if path and path in paths})
+    names = sorted({name for name, _, path in (site.partition("$$$") for site in sites) if path in paths})
     raise ValueError(
-        f"these parameters would not train: {', '.join(labels)}. SVI trains "
+        f"these parameters would not train: {', '.join(label for _, label in found)}. SVI trains "
         "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
         "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
         "should stay as it is."

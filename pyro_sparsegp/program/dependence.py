@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pyro
@@ -116,26 +117,24 @@ def kept_buffers() -> Iterator[None]:
 
 
 def find_owners(
-    show: Show, base: Values, steps: Values, names: Sequence[str], moves: tuple[float, ...] = ()
+    show: Show, base: Values, steps: Values = MappingProxyType({}), moves: tuple[float, ...] = ()
 ) -> tuple[dict[str, dict[Any, Owners]], dict[str, dict[Any, Tensor]]]:
     """For GP sites, the owners of the entries of what ``show`` gives, and what it gives at the base and where a site
     is moved, ``(1 + moves, ...)``.
 
     :param base: values of all GP sites, ``(..., N)`` each; ``steps``: how far they are moved.
-    :param names: the sites asked for.
     :param moves: in steps.
     """
-    codes = {name: tuple(map(_codes, _numbers(base[name]))) for name in names}
+    bits = {name: (value.shape[-1] - 1).bit_length() for name, value in base.items()}
     masks = {
-        name: [torch.ones_like(base[name], dtype=torch.bool), *rows, *outputs]
-        for name, (rows, outputs) in codes.items()
+        name: [torch.ones_like(v, dtype=torch.bool), *codes_of(_numbers(v, bits[name]))] for name, v in base.items()
     }
     points: list[Values] = [base]
-    points += [{**base, name: base[name].masked_fill(mask, torch.nan)} for name in names for mask in masks[name]]
-    points += [{**base, name: base[name] + move * steps[name]} for name in names for move in moves]
+    points += [{**base, name: base[name].masked_fill(mask, torch.nan)} for name in base for mask in masks[name]]
+    points += [{**base, name: base[name] + move * steps[name]} for name in base for move in moves]
     sizes = [1, *map(len, masks.values()), *[len(moves)] * len(masks)]
-    owners: dict[str, dict[Any, Owners]] = {name: {} for name in names}
-    moved: dict[str, dict[Any, Tensor]] = {name: {} for name in names}
+    owners: dict[str, dict[Any, Owners]] = {name: {} for name in base}
+    moved: dict[str, dict[Any, Tensor]] = {name: {} for name in base}
     for key, part in stacked_runs(show, points).items():
         first, *others = part.split(sizes)
         # An entry that is NaN at the start shows nothing, and one that moves without NaN hides what moves it.
@@ -144,31 +143,26 @@ def find_owners(
         known = ~first[0].isnan()
         hidden = ~known & ~known.any()
         nans = [there.isnan() & known for there in others[: len(masks)]]
-        for name, nan, there in zip(names, nans, others[len(masks) :]):
+        for name, nan, there in zip(base, nans, others[len(masks) :]):
             moved[name][key] = torch.cat([first, there])
             for value in there:
                 hidden = hidden | (_moves(first[0], value) & known & ~nan[0])
-        for name, nan in zip(names, nans):
-            touched, (rows, _) = nan[0] & ~hidden, codes[name]
-            by_row, by_output = (_owner(spelt, touched) for spelt in nan[1:].tensor_split([len(rows)]))
+        for name, nan in zip(base, nans):
+            touched = nan[0] & ~hidden
+            by_row, by_output = (_owner(spelt, touched) for spelt in nan[1:].tensor_split([2 * bits[name]]))
             owners[name][key] = Owners(touched | hidden, by_row, by_output)
     return owners, moved
 
 
-def _numbers(value: Tensor) -> tuple[Tensor, Tensor]:
-    """The row and the output of each value, in its shape."""
-    numbers = torch.arange(value.numel(), device=value.device).reshape(value.shape)
-    return numbers % value.shape[-1], numbers // value.shape[-1]
+def _numbers(value: Tensor, bits: int) -> Tensor:
+    """The number of each value, in its shape: its row's in so many binary places, its output's in those before."""
+    outputs = torch.arange(value[..., 0].numel(), device=value.device).reshape(*value.shape[:-1], 1)
+    return (outputs << bits) + torch.arange(value.shape[-1], device=value.device)
 
 
-def _codes(numbers: Tensor) -> list[Tensor]:
+def codes_of(numbers: Tensor) -> list[Tensor]:
     """For each binary place, the values whose number has a 0 there, and those whose number has a 1."""
     return [(numbers >> bit) & 1 == one for bit in range(int(numbers.max()).bit_length()) for one in (0, 1)]
-
-
-def group_codes(value: Tensor, size: int) -> list[Tensor]:
-    """As the runs of :func:`find_owners`, of groups of so many consecutive rows."""
-    return _codes(_numbers(value)[0] // size)
 
 
 def _owner(nan: Tensor, touched: Tensor) -> Tensor:
@@ -181,8 +175,6 @@ def _owner(nan: Tensor, touched: Tensor) -> Tensor:
 
 def _moves(one: Tensor, other: Tensor) -> Tensor:
     """Where two tensors differ by more than the rounding of the same values at another place in memory."""
-    if not one.is_floating_point():
-        return one != other
     reach = 1e-9 if one.dtype == torch.float64 else 1e-4
     size = one.abs() + other.abs()
     return ~((one == other) | ((one - other).abs() <= reach * (size + size.nan_to_num(0.0, 0.0, 0.0).mean())))

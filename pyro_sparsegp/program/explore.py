@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -15,17 +16,7 @@ from torch import Tensor
 
 from ..process import GaussianProcess
 from .declared import ExpectedLogProb, is_declared, is_normal, others_of, parameter_of
-from .dependence import (
-    COUPLED,
-    DATAWISE,
-    ELEMENTWISE,
-    NONE,
-    Owners,
-    find_owners,
-    group_codes,
-    kept_buffers,
-    stacked_runs,
-)
+from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, Owners, codes_of, find_owners, kept_buffers, stacked_runs
 from .facts import ClosedForms, Structure
 from .traces import as_process, bare, sample_sites
 
@@ -55,10 +46,11 @@ def explore(
     :returns: the densities in closed form; and all log densities at a first point, by site.
     """
     program = Program(held, *_points(processes), processes=processes)
-    names, owners, keys = program.names, program.owners, program.keys
-    terms, layers = ([key for key in keys if key[0] == kind] for kind in (TERM, _LAYER))
+    names, owners = list(processes), program.owners
+    terms, layers = ([key for key in program.first if key[0] == kind] for kind in (TERM, _LAYER))
     above = {name: {key[1] for key in layers if owners[name][key].kind != NONE} for name in names}
     found.inner += [name for name in names if above[name]]
+    outer = [name for name in names if not above[name]]
     found.dependence, found.interactions = _combined(owners, terms + layers, names)
     found.crossed = [
         [f, g]
@@ -71,14 +63,14 @@ def explore(
     _couple_below(found, above)
     found.downstream = [site for _, site in terms if program.touching(site, names)]
     found.summed = _summed(found, program)
-    outer = [name for name in names if name not in found.inner]
     closed, unused = program.closed(outer, found.group)
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
     found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
     for name in on_sites:
-        if program.is_quadratic_in(name, found.downstream):
+        own = [site for site in found.downstream if program.touching(site, [name])]
+        if own and all(is_normal(program.kinds.get(s)) and program.why_not(s, [name]) is None for s in own):
             found.quadratic.append(name)
             if found.dependence[name] == DATAWISE:
                 found.meeting.append(name)
@@ -131,13 +123,12 @@ class Program:
         only: Optional[Collection[str]] = None,
         processes: Mapping[str, GaussianProcess] = {},
     ) -> None:
-        self.held, self.base, self.steps, self.only, self.names = held, base, steps, only, list(base)
+        self.held, self.base, self.steps, self.only = held, base, steps, only
         # The first and the last: a list of numbers would be copied to the device.
         self.rows = {name: torch.stack([p.x[..., 0, :], p.x[..., -1, :]], -2).detach() for name, p in processes.items()}
         self.kinds: dict[str, Any] = {}  # distributions of declared densities
-        self.owners, self.moved = find_owners(self.show, self.base, self.steps, self.names, MOVES)
-        self.first = {key: part[0] for key, part in self.moved[self.names[0]].items()}
-        self.keys = list(self.first)
+        self.owners, self.moved = find_owners(self.show, base, steps, MOVES)
+        self.first = {key: part[0] for key, part in self.moved[next(iter(base))].items()}
         self._slopes: dict[tuple[str, ...], dict[str, Values]] = {}
 
     def show(self, values: Mapping[str, Tensor]) -> dict[Key, Tensor]:
@@ -146,7 +137,7 @@ class Program:
         sites, shown = sample_sites(trace), dict[Key, Tensor]()
         for name, site in sites.items():
             # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
-            if name in self.names or site["infer"].get("_deterministic") or (self.only and name not in self.only):
+            if name in self.base or site["infer"].get("_deterministic") or (self.only and name not in self.only):
                 continue
             fn = bare(site["fn"])
             shown[LOG, name] = shown[TERM, name] = torch.as_tensor(fn.log_prob(site["value"]))
@@ -187,28 +178,21 @@ class Program:
         """The slopes of declared parameters, weighted and summed, by values that are NaN: none of an affine function's
         is, whose slopes are not made of its values.
         """
-        if names not in self._slopes:
-            self._slopes[names] = {}
-            leaves = {
-                name: (torch.full_like(value, torch.nan) if name in names else value.clone()).requires_grad_()
-                for name, value in self.base.items()
-            }
-            values = list(leaves.values())
-            try:
-                with torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
-                    nodes: Any = self.held(leaves).nodes
-                    for site in self.kinds:
-                        total = _weighted(parameter_of(nodes[site]["fn"])) + 0 * sum(value.sum() for value in values)
-                        slopes = torch.autograd.grad(total, values, retain_graph=True)
-                        self._slopes[names][site] = dict(zip(leaves, slopes))
-            except Exception:  # of a program that raises at NaN, or has no gradient: the general path will do
-                self._slopes[names] = {}
-        return self._slopes[names]
-
-    def is_quadratic_in(self, name: str, sites: Iterable[str]) -> bool:
-        """Whether all densities of these sites that depend on a GP site are normal around affine functions of it."""
-        own = [site for site in sites if self.touching(site, [name])]
-        return bool(own) and all(is_normal(self.kinds.get(site)) and self.why_not(site, [name]) is None for site in own)
+        if names in self._slopes:
+            return self._slopes[names]
+        found = self._slopes[names] = {}
+        leaves = {
+            name: (torch.full_like(value, torch.nan) if name in names else value.clone()).requires_grad_()
+            for name, value in self.base.items()
+        }
+        values = list(leaves.values())
+        # A program that raises at NaN, or has no gradient, has no slopes: the general path will do.
+        with suppress(Exception), torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
+            nodes: Any = self.held(leaves).nodes
+            for site in self.kinds:
+                total = _weighted(parameter_of(nodes[site]["fn"])) + 0 * sum(value.sum() for value in values)
+                found[site] = dict(zip(leaves, torch.autograd.grad(total, values, retain_graph=True)))
+        return found
 
     def is_mean(self, name: str, site: str) -> bool:
         """Whether a density is that of a Normal, whose mean is affine in a GP site's values and has one an entry."""
@@ -312,8 +296,7 @@ def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
 
 def _summed(found: Structure, program: Program) -> list[list[str]]:
     """Pairs of GP sites of separate posteriors that enter all densities by f + cg, with one number c."""
-    pairs = [pair for pair in found.interactions if pair[1] not in found.group(pair[0])]
-    pairs = [pair for pair in pairs if not any(name in found.inner for name in pair)]
+    pairs = [[f, g] for f, g in found.interactions if g not in found.group(f) and not {f, g} & {*found.inner}]
     if not pairs:
         return []
     double = next(iter(program.base.values())).dtype == torch.float64
@@ -327,16 +310,16 @@ def _summed(found: Structure, program: Program) -> list[list[str]]:
         for start in starts
         for sign in (1, -1)
     ]
-    shown = [part for key, part in stacked_runs(program.show, points).items() if key[0] == LOG]
-    rows = torch.cat([part.reshape(len(points), -1) for part in shown], -1)
+    shown = stacked_runs(program.show, points)
+    rows = torch.cat([part.reshape(len(points), -1) for key, part in shown.items() if key[0] == LOG], -1)
     # By f and by g, from both places, of each density.
     slopes = (rows[0::2] - rows[1::2]).reshape(len(pairs), 2, -1)
-    return [pair for pair, (by_f, by_g) in zip(pairs, slopes) if _is_proportional(by_f, by_g, 1e-4 if double else 5e-2)]
-
-
-def _is_proportional(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    factor = (one * other).sum() / one.square().sum()
-    return bool(factor != 0 and ((other - factor * one).abs() <= tolerance * other.abs().amax()).all())
+    reach, chosen = 1e-4 if double else 5e-2, []
+    for pair, (by_f, by_g) in zip(pairs, slopes):
+        factor = (by_f * by_g).sum() / by_f.square().sum()
+        if factor != 0 and ((by_g - factor * by_f).abs() <= reach * by_g.abs().amax()).all():
+            chosen.append(pair)
+    return chosen
 
 
 def _find_groups(found: Structure, name: str, program: Program, keys: list[Key]) -> None:
@@ -345,7 +328,7 @@ def _find_groups(found: Structure, name: str, program: Program, keys: list[Key])
     counts = {other: value.shape[-1] for other, value in program.base.items()}
     sizes = {num // n: other for other, n in counts.items() if 1 < n < num and num % n == 0}
     for size in sorted(sizes):
-        masks = group_codes(program.base[name], size)
+        masks = codes_of(torch.arange(num, device=program.base[name].device) // size)
         points = [program.base, *(program.base | {name: program.base[name].masked_fill(m, torch.nan)} for m in masks)]
         shown = stacked_runs(program.show, points)
         nan = {key: shown[key].isnan()[1:] for key in keys}

@@ -19,7 +19,6 @@ from torch import Tensor
 from ..posterior.sparse_posterior import SparsePosterior
 from .enumeration import Enumeration
 from .traces import (
-    LEFT_OUT,
     all_sites,
     as_process,
     fill_masked,
@@ -73,22 +72,19 @@ class _Holding(Messenger):
         super().__init__()
         self.values, self.free = values, free
         self.nodes: dict[str, Any] = {}
-        self.enumeration: Optional[Enumeration] = None  # of a program that has such sites
+        self.enumeration = Enumeration()
 
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
-        if self.enumeration is None and (msg["infer"] or {}).get("enumerate") == "parallel":
-            self.enumeration = Enumeration()
-        if self.enumeration is not None:
-            self.enumeration.meet(msg)
-            if msg["type"] != "sample":
-                return
+        self.enumeration.meet(msg)
+        if msg["type"] != "sample":
+            return
         self.nodes[name] = msg
         # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
         values = self.values if name in self.values or msg["is_observed"] else self.free
         if name in values:
             msg["value"], msg["is_observed"] = values[name], True
-        if name.endswith(LEFT_OUT) and is_left_out(name, self.nodes):
+        if is_left_out(name, self.nodes):
             settle_left_out(msg, self.nodes, draw=False)
 
 

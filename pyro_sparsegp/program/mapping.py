@@ -8,14 +8,12 @@ from typing import Any, Optional, Union
 
 import pyro
 import torch
-from pyro import poutine
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
 from ..numerics.linalg import MAPPED, flags_kept
 from .data import map_tensors, tensors
-from .traces import sample_sites
 
 Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
 
@@ -99,8 +97,3 @@ class _Noise(TorchFunctionMode):
         # Whoever reads the tensor, and not what is returned, gets NaN, and the loop.
         args[0].fill_(torch.nan)
         return drawn
-
-
-def values_of(trace: poutine.Trace) -> Draw:
-    """The values of a trace's sample sites but plates' row numbers."""
-    return {name: site["value"] for name, site in sample_sites(trace).items()}

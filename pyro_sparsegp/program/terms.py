@@ -87,17 +87,11 @@ class Terms:
             return {site: part.expand(fns[site].shape()[: part.dim()]) for site, part in parts.items()}
 
         base = {name: self.values[name] for name in processes}
-        found = find_owners(show, base, {}, list(processes))[0] if sites else {}
+        found = find_owners(show, base)[0] if sites else {}
         self.owners = {name: {} for name in found}
         for name, by_site in found.items():
             num = base[name].shape[-1]
             for site, own in by_site.items():
-                if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
-                    raise ValueError(
-                        f"site {site!r} has one log density for several values of GP site {name!r}: "
-                        "expectation propagation needs one for each. Use a distribution of single values, in "
-                        "a plate or with .to_event, or take SVI with TraceQuadrature_ELBO."
-                    )
                 # Numbers of values (P, N), row by row: n + Np.
                 if own.touched.any():
                     self.owners[name][site] = torch.where(own.touched, own.outputs * num + own.rows, -1)
