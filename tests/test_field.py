@@ -545,7 +545,7 @@ def test_a_fit_says_what_moved_and_what_has_not_converged():
     assert any(line.startswith("'s' moved by") for line in fitted[True])
 
 
-@pytest.mark.parametrize("prior", [dist.Uniform(-50.0, 50.0), dist.StudentT(3.0, 0.0, 10.0), dist.Laplace(0.0, 5.0)])
+@pytest.mark.parametrize("prior", [dist.Uniform(-50.0, 10.0), dist.StudentT(3.0, 0.0, 10.0), dist.HalfNormal(10.0)])
 def test_f_follows_an_intercept_of_another_prior(prior):
     x, _, y = _data()
     y = 5 + y
@@ -556,13 +556,14 @@ def test_f_follows_an_intercept_of_another_prior(prior):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(mu + f, NOISE), obs=y)
 
-    grid, covariance = torch.linspace(-12, 22, 341), 4.0 * kernels.RBF(0.4)(x) + NOISE**2 * torch.eye(N)
+    grid, covariance = torch.linspace(-12, 22, 3400), 4.0 * kernels.RBF(0.4)(x) + NOISE**2 * torch.eye(N)
+    grid = grid[prior.support.check(grid)]
     weights = dist.MultivariateNormal(torch.zeros(N), covariance).log_prob(y - grid[:, None]) + prior.log_prob(grid)
-    weights = weights.softmax(0)
-    mean = weights @ grid
+    evidence = weights.logsumexp(0).item() + math.log(34 / 3399)
+    mean = (weights := weights.softmax(0)) @ grid
     sd = (weights @ (grid - mean).square()).sqrt()
     guide, losses = _step(model, families.SVGP(12), (x, y), 300)
-    assert max(losses) < min(losses) + 4
+    assert sum(losses[-100:]) / 100 == pytest.approx(-evidence, abs=0.3)
     other = AutoSparseGP(model, families.SVGP(12))
     other.load_state_dict(guide.state_dict())
     draws = predict(model, other, x, num_samples=400, joint=False)

@@ -3,7 +3,6 @@
 from .base import Coefficients, Gaussian
 from .drawn import Drawn, DrawnGaussian
 from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
-from .following import Following
 from .free import BlockCholesky, CholeskyIdentity, Diagonal, FullCholesky, Identity, Unwhitened
 from .natural import NaturalGaussian
 from .natural_at_rows import NaturalAtOutputs, NaturalAtRows, NaturalAtValues
@@ -28,7 +27,6 @@ __all__ = [
     "Drawn",
     "DrawnGaussian",
     "Falling",
-    "Following",
     "FullCholesky",
     "Gaussian",
     "Identity",

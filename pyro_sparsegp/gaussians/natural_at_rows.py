@@ -128,6 +128,11 @@ class NaturalAtValues(NaturalAtRows):
         parts = seat.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes)]
 
+    def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:
+        blocks = self._blocks(seat)
+        parts = constant[:, None].split([len(block) for block in blocks])
+        return torch.cat([towards(block, part, self.least) for block, part in zip(blocks, parts)])[:, 0].to(constant)
+
     def _turn_of(self, seat: Tensor) -> Tensor:
         turns = [nearest(block.detach(), block, self.least) for block in self._blocks(seat)]
         return torch.block_diag(*[turn if turn.dim() > 1 else turn.diag() for turn in turns]).to(seat)

@@ -152,7 +152,7 @@ class _Compared:
                 self._add(name, value, torch.zeros_like(value), value, torch.zeros_like(value))
         places = index_of(layout.rows, list(facts.field)) if facts.field else None
         if places is not None:
-            q = field_given(guide, handler.bases, handler.priors, self.nested.theta_of(theta)).q
+            q = field_given(guide, handler.bases, handler.priors, sites).q
             move, wide = torch.cat(q.loc, -1) - x[places], q.covariance_matrix
         for name, (mean, by_x, left) in members.items():
             variance = _quadratic(by_x, covariance) + left

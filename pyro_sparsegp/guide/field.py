@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..approximations.optimal import ExactGP
-from ..gaussians import Following, Shared, Whole
+from ..gaussians import NaturalAtValues, Shared, Whole
 from ..numerics.linalg import cholesky, side_by_side
 from ..program.declared import parameters
 from ..program.dependence import COUPLED
@@ -41,6 +41,8 @@ __all__ = [
     "hyperparameters_among",
     "is_normal_prior",
     "keep_rows",
+    "keep_slopes",
+    "level_of",
     "make_field",
     "residuals_of",
     "run_standardised",
@@ -285,13 +287,9 @@ def hyperparameters_among(
 # Its Gaussian, and what runs of the guide take of it.
 
 
-def make_field(guide: KnownGuide, field: Mapping[str, list[int]], num: int) -> None:
-    """Make q(x | θ), in the place of the members' own posteriors.
-
-    :param num: how many numbers θ has.
-    """
-    sizes = [size for own in field.values() for size in own]
-    made = Following(sizes, guide.like.new_zeros(1), num)
+def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
+    """Make q(x | θ), in the place of the members' own posteriors."""
+    made = NaturalAtValues([size for own in field.values() for size in own], (), guide.like.new_zeros(1))
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
@@ -303,28 +301,40 @@ def keep_rows(guide: KnownGuide, inputs: Mapping[int, Tensor]) -> None:
 
 
 def anchor_of(
-    guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], theta: Mapping[str, Tensor]
+    guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
 ) -> list[Tensor]:
     """Of each member A with u = Ax, whose meaning hyperparameters and inducing inputs do not change: its values at some
     rows, and a latent's own, times what the program multiplies them by; of independent values a diagonal.
 
-    :param theta: hyperparameters in unconstrained space.
+    :param sites: hyperparameters' in a run.
     """
     parts: list[Tensor] = []
     for i, name in enumerate(guide.facts.field):
         own = guide.facts.factors.get(name, {})
-        logs = [theta[other].reshape(-1) @ theta[other].new_tensor(slope) for other, slope in own.items()]
+        logs = [theta @ theta.new_tensor(own[other]) for other in own for theta in [_unconstrained(sites[other])]]
         factor: Any = sum(logs).exp() if logs else 1.0  # type: ignore[union-attr]
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
         parts.append((factor * at).to(guide.like))  # priors of Python numbers have the default dtype
     return parts
 
 
+def _unconstrained(site: Any) -> Tensor:
+    return biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"]).reshape(-1)
+
+
+def keep_slopes(guide: KnownGuide, slopes: Tensor) -> None:
+    """Keep what intercepts add to the values that q(x) is about, ``(K, V)``, by each of theirs."""
+    guide.field.register_buffer("slopes", slopes)
+
+
+def level_of(guide: KnownGuide, sites: Mapping[str, Any]) -> Optional[Tensor]:
+    """What intercepts add to the values Ax: sites are about the sum, of which f is what they leave."""
+    values = [sites[name]["value"].reshape(-1) for name in guide.facts.intercepts]
+    return guide.field.slopes @ torch.cat(values).to(guide.like) if values else None
+
+
 def field_given(
-    guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], theta: Mapping[str, Tensor]
+    guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
 ) -> Whole:
     """q(x | θ)."""
-    anchor, coupled = anchor_of(guide, bases, priors, theta), guide.facts.coupled
-    if not coupled:
-        return guide.field(anchor)
-    return guide.field(anchor, torch.cat([theta[name].reshape(-1) for name in coupled]))
+    return guide.field(anchor_of(guide, bases, priors, sites), level_of(guide, sites))

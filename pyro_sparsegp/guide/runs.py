@@ -17,7 +17,6 @@ from pyro.distributions.util import scale_and_mask
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import biject_to
 
 from ..approximations.on_sites import SiteGP
 from ..gaussians import Drawn, Part, Shared, Whole
@@ -268,11 +267,7 @@ class Priors(Run):
 
     def whole(self) -> Whole:
         """q(x) under them."""
-        facts, theta = self.guide.facts, {}
-        for name in {name for own in facts.factors.values() for name in own}.union(facts.coupled):
-            site: Any = self.trace.nodes[name]
-            theta[name] = biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"])
-        return field_given(self.guide, self.bases, self.normal, theta)
+        return field_given(self.guide, self.bases, self.normal, self.trace.nodes)
 
     @property
     def others(self) -> list[str]:

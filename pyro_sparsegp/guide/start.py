@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Optional
 
 import torch
@@ -22,6 +22,7 @@ from ..approximations.free import SparseGP
 from ..approximations.optimal import ExactGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
+from ..gaussians.natural_at_rows import towards
 from ..program.checks import holds_part
 from ..program.traces import all_sites, as_process, is_free, repeatable, whole_plates
 from .coupled import able_to_couple, couple, drop_latents
@@ -34,20 +35,23 @@ from .field import (
     hyperparameters_among,
     is_normal_prior,
     keep_rows,
+    keep_slopes,
+    level_of,
     make_field,
     residuals_of,
     run_standardised,
     slices,
 )
 from .known import KnownGuide
-from .nested import DIFFERENCE, Nested, Optimum
-from .predictors import find_links
+from .nested import Nested, Optimum
+from .predictors import find_links, jacobian
 from .runs import Run, Setup
 
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _MOST_VALUES = 500  # of rows that are a basis themselves
 ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
+_LEAST = 1e-6  # ε of intercepts' moves, as of the mean of JᵀJ's diagonal
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 PATIENCE = 2.0  # seconds, after which a search shows a bar
 _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
@@ -269,7 +273,7 @@ class Search:
         covariance = nested.curvature(ends)
         precision = torch.block_diag(torch.linalg.inv(covariance), best.root @ best.root.mT)
         mode = mode.detach().requires_grad_()  # which shows whether inputs move with θ
-        _, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
+        sites, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
         loc = nested.theta_of(mode.detach()) | {name: handler.values[name].detach() for name in self.normal}
         facts.coupled = joint = [name for name in self.hyper if name in free]
         intercepts = self._intercepts(nested, mode)
@@ -288,7 +292,7 @@ class Search:
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
         if is_field:
             facts.factors = self._factors(nested, mode, covariance)
-            self._start_field(field, nested, mode.detach(), best, ends, intercepts, handler)
+            self._start_field(field, nested, best, intercepts, sites, handler)
         for name, module in () if is_field else guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
@@ -299,13 +303,16 @@ class Search:
         self,
         field: list[str],
         nested: Nested,
-        mode: Tensor,
         best: Optimum,
-        ends: list[tuple[Optimum, Optimum]],
-        intercepts: list[str],
+        intercepts: Mapping[str, Tensor],
+        sites: Mapping[str, Any],
         handler: Standardised,
     ) -> None:
-        """Make q(x | θ), and have it follow θ as x̂ does beyond where sites about values are."""
+        """Make q(x | θ).
+
+        :param intercepts: as :meth:`_intercepts` has them.
+        :param sites: of a run at the mode, with its handler.
+        """
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         facts.field = {name: layout.field[name] for name in field}
         facts.links, facts.owned = {name: dict(links) for name, links in nested.links.items()}, list(layout.owned)
@@ -313,24 +320,17 @@ class Search:
             if isinstance(module, ExactGP):
                 module.basis = InducingPoints([self.inputs[name]], trainable=False)
                 facts.gps[name] = module.spec()
-        hyper = slices({name: shape.numel() for name, shape in nested.hyper.items()})
-        theta, index = index_of(hyper, facts.coupled), index_of(layout.rows, field)
-        make_field(guide, facts.field, len(theta))
+        index = index_of(layout.rows, field)
+        make_field(guide, facts.field)
         keep_rows(guide, {i: self.inputs[name] for i, name in enumerate(field) if name in facts.gps})
         drop_latents(guide, [name for name in field if name not in facts.gps])
-        q, moves = guide.field.coefficients, DIFFERENCE * torch.eye(nested.size).to(mode)
-        self._put(q, anchor_of(guide, handler.bases, handler.priors, nested.theta_of(mode)), index, best)
-
-        @torch.no_grad()
-        def beyond(end: Optimum, there: Tensor) -> Tensor:
-            _, handler = nested.run(there, there.new_zeros(layout.extended))
-            held = q(anchor_of(guide, handler.bases, handler.priors, nested.theta_of(there)))
-            return end.x[index] - torch.cat(held.loc, -1)
-
-        # Only intercepts: others' slopes cost reads in each step, test_several_posteriors_are_read_together.
+        q, anchor = guide.field.coefficients, anchor_of(guide, handler.bases, handler.priors, sites)
+        self._put(q, anchor, index, best)
+        facts.intercepts = list(intercepts)
         if intercepts:
-            each = [beyond(ends[i][1], mode + moves[i]) - beyond(ends[i][0], mode - moves[i]) for i in theta]
-            q.follow(mode[theta], torch.stack(each, -1) / (2 * DIFFERENCE))
+            blocks = torch.block_diag(*[block if block.dim() > 1 else block.diag() for block in anchor])
+            keep_slopes(guide, blocks.detach() @ torch.cat(list(intercepts.values()), -1)[index])
+            q.level = level_of(guide, sites).detach()  # type: ignore[union-attr]
 
     def _factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, dict[str, list[float]]]:
         """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
@@ -355,7 +355,7 @@ class Search:
         eye = torch.eye(len(index), dtype=given.dtype, device=given.device)
         coefficients.put_sums(anchor, given - eye, given @ best.x[index])
 
-    def _wants_field(self, field: list[str], intercepts: list[str], handler: Standardised) -> bool:
+    def _wants_field(self, field: list[str], intercepts: Collection[str], handler: Standardised) -> bool:
         """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP, and of values at all
         rows only if these are here, and stay where they are: test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         """
@@ -369,14 +369,22 @@ class Search:
         # An intercept of another prior; on sites f follows it by itself.
         return bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
 
-    def _intercepts(self, nested: Nested, mode: Tensor) -> list[str]:
-        """The hyperparameters that linear predictors move with where f is 0."""
+    def _intercepts(self, nested: Nested, mode: Tensor) -> dict[str, Tensor]:
+        """By hyperparameters that linear predictors move with where f is 0, the moves of x, ``(num, V)``, that do to
+        predictors what their values do.
+        """
         if not self.guide.facts.coupled:
-            return []
-        with repeatable(mode):
-            level = sum(eta @ torch.randn_like(eta) for eta in nested.predictors(mode)[0].eta.values()) + 0 * mode.sum()
-        slopes = nested.theta_of(torch.autograd.grad(level, mode)[0])
-        return [name for name in self.guide.facts.coupled if slopes[name].any()]
+            return {}
+        found, sites, _ = nested.predictors(mode)
+        by_theta = jacobian(torch.cat(list(found.eta.values())) + 0 * mode.sum(), mode)
+        slopes = nested.theta_of(by_theta.abs().amax(-1))
+        values = {n: sites[n]["value"].reshape(-1) for n in self.guide.facts.coupled if slopes[n].any()}
+        if not values:
+            return {}
+        # Predictors are affine in values v, not in θ: ∂η/∂v = ∂η/∂θ (∂v/∂θ)⁺
+        by_value = by_theta.mT @ torch.linalg.pinv(jacobian(torch.cat(list(values.values())), mode).mT)
+        moves = towards(torch.cat([found.dense(place) for place in found.eta]), by_value, _LEAST).to(mode)
+        return dict(zip(values, moves.detach().split([len(value) for value in values.values()], -1)))
 
 
 def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

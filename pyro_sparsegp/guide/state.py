@@ -16,7 +16,7 @@ from ..program.data import TrainingData
 from ..program.facts import Structure
 from .conditions import conditions_now
 from .coupled import couple
-from .field import keep_rows, make_field
+from .field import keep_rows, keep_slopes, make_field
 from .joint import join, require_by_rows
 from .known import Core, KnownGuide
 from .messenger import SiteMessenger
@@ -41,6 +41,8 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
             f"the saved guide has one posterior for each of the groups of GP sites {facts.joint}, this guide "
             f"declares {guide.groups}; make the guide with the saved families."
         )
+    if state_dict.pop(prefix + "field.coefficients.slopes", torch.empty(0)).numel():
+        raise ValueError("the saved guide's functions followed intercepts another way: train the guide anew, or longer")
     require_by_rows(facts)
     now = guide.core.facts
     # A guide that was called keeps its parameters, which an optimiser may have:
@@ -56,7 +58,9 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
         like = tensors["together.loc"]
         couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
     if fresh and facts.field:
-        make_field(guide, facts.field, len(tensors["together.loc"]) if facts.coupled else 0)
+        make_field(guide, facts.field)
+    if fresh and facts.intercepts:
+        keep_slopes(guide, torch.zeros_like(tensors["field.slopes"]))
     held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
     keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
     if "data" in saved:
