@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
 import torch
@@ -19,6 +19,7 @@ from .numerics.codes import require_count
 from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
+from .program.data import rows_of, sized_plates
 from .program.mapping import Draw, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned
@@ -114,6 +115,7 @@ def _of_guide(
                 trace = poutine.trace(given).get_trace(*args, **kwargs)
             values = {name: site["value"] for name, site in sample_sites(trace).items()}
         require_own_rows({name: site for name, site in trace.nodes.items() if name not in latents})
+        require_every_row(trace, guide.facts.sized, rows_of(model, args, kwargs))
         return values
 
     return one
@@ -150,6 +152,22 @@ def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None
                 "inputs: the model must not hold the training data. Give it an argument for them, model(x, y=None), or "
                 "give predict a model without data, with the same latents."
             ) from error
+
+
+def require_every_row(trace: poutine.Trace, sized: Mapping[str, Mapping[str, int]], rows: Mapping[str, int]) -> None:
+    """Raise if a plate of data has its size of training, and all arguments that had as many rows have more.
+
+    :param sized: of training, :func:`sized_plates`.
+    :param rows: of the arguments now, :func:`rows_of`.
+    """
+    for frame in (frame for site in sample_sites(trace).values() for frame in site["cond_indep_stack"]):
+        before = sized.get(frame.name, {})
+        here = min((rows[path] for path in before.keys() & rows.keys()), default=0)
+        if frame.size in before.values() and frame.size < here:
+            raise ValueError(
+                f"pyro.plate({frame.name!r}) has {frame.size} rows, as in training, and the new inputs {here}: only "
+                f"the first would be predicted. Give the plate their number, pyro.plate({frame.name!r}, len(x))."
+            )
 
 
 def samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:
@@ -200,16 +218,25 @@ def bare_model(model: Callable) -> Callable:
 class AtNewInputs(Messenger):
     """Gives the sites of a run at other inputs what is known: latents of all rows their values, f its posterior.
 
-    :param values: of latents, by name; those of single rows, ``local``, are drawn from the model.
-    :param groups: the sizes of the plates of latents of which several data have one.
+    :param before: a run at the training inputs. Latents in plates that hold its data are drawn from the model.
+    :param values: of latents, by name.
     :param function: answers at a GP site, given the message and the prior.
     """
 
-    def __init__(
-        self, values: Samples, local: Collection[str], groups: Mapping[str, Any], warned: Warned, function: Callable
-    ) -> None:
+    def __init__(self, before: poutine.Trace, values: Samples, warned: Warned, function: Callable) -> None:
         super().__init__()
-        self.values, self.local, self.groups, self.warned, self.function = values, local, groups, warned, function
+        self.values, self.warned, self.function = values, warned, function
+        plates = {name: plate_sizes(site) for name, site in sample_sites(before).items()}
+        data = set().union(*(plates[name] for name, site in sample_sites(before).items() if is_observation(site)))
+        self.local = {name for name in plates if data & plates[name].keys()}
+        self.groups = {name: plates[name] for name in grouped(before)}
+
+    def run(self, model: Callable, sized: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
+        """The model's run at these arguments; ``sized`` are training's :func:`sized_plates`."""
+        with whole_plates(), self:
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
+        require_every_row(trace, sized, rows_of(model, args, kwargs))
+        return trace
 
     def _pyro_sample(self, msg: Any) -> None:
         name, process = msg["name"], as_process(msg["fn"])[0]
@@ -230,23 +257,19 @@ class Trained(Messenger):
     :param sample: values of latent sites, of function values or their whitened noise among them.
 
     ``trace`` is that of the training inputs; ``known`` has the inputs, values and prior means of GP sites there;
-    ``local`` names the latents under plates that hold data, ``moments`` are of GP sites in the last run elsewhere.
+    ``moments`` are of GP sites in the last run elsewhere.
     """
 
     def __init__(
         self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Optional[Warned] = None
     ) -> None:
         super().__init__()
+        self.rows = rows_of(model, args, kwargs)
         self.model, self.sample, self.warned = model, sample, Warned() if warned is None else warned
         self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         with self:
             self.trace = poutine.trace(model).get_trace(*args, **kwargs)
-        sites: Any = sample_sites(self.trace)
-        plates = {name: {frame.name for frame in site["cond_indep_stack"]} for name, site in sites.items()}
-        data = set().union(*(plates[name] for name, site in sites.items() if is_observation(site)))
-        self.local = {name for name in sites if plates[name] & data}
-        self.groups = {name: plate_sizes(sites[name]) for name in grouped(self.trace)}
 
     def _pyro_sample(self, msg: Any) -> None:
         name, sample, process = msg["name"], self.sample, as_process(msg["fn"])[0]
@@ -274,5 +297,5 @@ class Trained(Messenger):
                 mean, variance = self.moments[msg["name"]] = given.mean, given.variance.clamp(min=0)
                 msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
 
-        with whole_plates(), AtNewInputs(self.sample, self.local, self.groups, self.warned, function):
-            return poutine.trace(self.model).get_trace(*args, **kwargs)
+        new = AtNewInputs(self.trace, self.sample, self.warned, function)
+        return new.run(self.model, sized_plates(self.trace, self.rows), args, kwargs)

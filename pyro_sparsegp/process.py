@@ -71,6 +71,7 @@ class GaussianProcess(TorchDistribution):
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
+    support = constraints.real_vector
     origin: Optional[Origin] = None  # of x, where a guide has taken note
 
     def __init__(
@@ -113,11 +114,6 @@ class GaussianProcess(TorchDistribution):
                 f"GaussianProcess's x, of shape {tuple(x.shape)}, contains NaN or infinite values; "
                 "drop or impute those rows."
             )
-
-    @property
-    def support(self) -> Any:  # type: ignore[override]
-        """Real vectors."""
-        return constraints.real_vector
 
     @property
     def mean(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -148,8 +148,8 @@ class Source(ABC):
         require_shapes({name: sites[name] for name in self.data})
         draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
 
-    def predictions(self, trace: poutine.Trace, known: Collection[str]) -> dict[str, Tensor]:
-        """The sites of a run at new inputs but those whose values were known.
+    def predictions(self, trace: poutine.Trace, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sites of a run at new inputs but latents with the values known.
 
         :raises ValueError: where it was given observations.
         """
@@ -160,7 +160,7 @@ class Source(ABC):
                 f"predict= holds observations of site {seen!r}: give the model's arguments at new inputs without "
                 "them, predict=x_new, or None in their place. predictive_scores judges predictions of data."
             )
-        return {name: site["value"] for name, site in values.items() if name not in known}
+        return {name: site["value"] for name, site in values.items() if site["value"] is not known.get(name)}
 
 
 class GuideSource(Source):
@@ -204,7 +204,8 @@ class GuideSource(Source):
     @torch.no_grad()
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
         draw, self.posteriors = Draws(stats={"log_q": torch.zeros((), dtype=torch.float64)}), {}
-        priors, posteriors, sites = self._run(draw)
+        trace, posterior_trace, sites = self._run(draw)
+        priors, posteriors = sites_of(trace), sites_of(posterior_trace)
         self._observed(sites, draw, simulates)
         values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
         draw.functions = {name: values[name] for name in self.posteriors}
@@ -225,11 +226,11 @@ class GuideSource(Source):
         corrected = any(without_event(priors[name]["fn"])[0].kernel.depends_on_rows for name in exact)
         self.target = "fitc" if self.guide.by_expectation or corrected else "vfe"
         if new is not None:
-            draw.predicted = self._predicted(draw, new)
+            draw.predicted = self._predicted(draw, trace, new)
         return draw
 
-    def _run(self, draw: Draws) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """A run of the guide on the rows, as predictions are made: the model's sites, the guide's, and its own.
+    def _run(self, draw: Draws) -> tuple[poutine.Trace, poutine.Trace, dict[str, Any]]:
+        """A run of the guide on the rows, as predictions are made: the model's trace, the guide's, and its own sites.
 
         Rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
         """
@@ -245,8 +246,7 @@ class GuideSource(Source):
                 messenger,
             ):
                 guide(*self.args, **self.kwargs)
-            priors, posteriors = map(sites_of, guide.get_traces())
-            return priors, posteriors, sites_of(guide.trace)
+            return *guide.get_traces(), sites_of(guide.trace)
         finally:
             guide.train(training)
             guide.trace = poutine.Trace()
@@ -274,8 +274,8 @@ class GuideSource(Source):
         else:
             msg["value"] = q.rsample() if self.marginal else mean + q.residual(mean)
 
-    def _predicted(self, draw: Draws, new: Call) -> dict[str, Tensor]:
-        """The sites of a run of the model at new inputs, given a draw."""
+    def _predicted(self, draw: Draws, before: poutine.Trace, new: Call) -> dict[str, Tensor]:
+        """The sites of a run of the model at new inputs, given a draw and its run before."""
 
         def function(msg: Any, prior: Any) -> None:
             name = msg["name"]
@@ -287,13 +287,11 @@ class GuideSource(Source):
                 joint = mean.shape[-1] <= LARGEST_JOINT
                 msg["value"] = mean + (q.residual(mean) if joint else variance.sqrt() * torch.randn_like(mean))
 
-        structure = self.structure
-        plates = {name: structure.latents[name]["plates"] for name in draw.values.keys() & structure.latents.keys()}
-        local = [name for name in draw.values if {*plates.get(name, ())} & {*structure.data_plates}]
-        groups = {name: plates[name] for name in structure.grouped if name in plates}
-        with poutine.block(), whole_plates(), AtNewInputs(draw.values, local, groups, self.guide.warned, function):
-            trace = poutine.trace(self.guide.model).get_trace(*new[0], **new[1])
-        return self.predictions(trace, {name for name in draw.values if name not in local})
+        with poutine.block():
+            trace = AtNewInputs(before, draw.values, self.guide.warned, function).run(
+                self.guide.model, self.structure.sized, *new
+            )
+        return self.predictions(trace, draw.values)
 
     def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
         # "vfe": log p(θ) p(w) + Σ E[log p(y | f) | w]; "fitc": the logarithm of the expectation for each datum;

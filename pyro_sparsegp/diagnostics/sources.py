@@ -125,7 +125,7 @@ class SampleSource(Source):
             with poutine.block():
                 trained.model = self.model  # discrete latents are drawn
                 at_new = trained.at(*new)
-            draw.predicted = self.predictions(at_new, {n for n in draw.values if n not in trained.local})
+            draw.predicted = self.predictions(at_new, sample)
         return draw
 
     def _note_training(

@@ -22,7 +22,7 @@ from ..posterior.drawing import OTHER_LATENTS, ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks
-from ..program.data import TrainingData, first_tensor
+from ..program.data import TrainingData, first_tensor, rows_of, sized_plates
 from ..program.dependence import COUPLED, NONE
 from ..program.explore import explore
 from ..program.facts import ClosedForms, Structure
@@ -95,6 +95,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         checks.require_sizes(trace)
         _require_sites(guide, trace, run.posteriors)
         facts = _describe(guide, trace, run.posteriors)
+        facts.sized = sized_plates(trace, rows_of(guide.model, args, kwargs))
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
         facts.joint = guide.groups
         guide.core = Core(facts, True)
