@@ -26,6 +26,7 @@ from .warned import Warned
 from .whitening import Whitening, unwhiten
 
 Samples = Mapping[str, Tensor]
+Call = tuple[tuple, dict[str, Any]]  # arguments of the model
 
 
 @torch.no_grad()
@@ -65,12 +66,11 @@ def predict(
         apart = result.structure is None or result.has_random_latents
         samples: Samples = {"": torch.arange(num_samples or 100)}
     else:
-        samples, old = samples_and_data(result, data)
+        chains, old, diverging = sampled(result, None if data is None else (tuple(data), {}))
         model, warned = bare_model(model), Warned()
-        available = len(next(iter(samples.values())))
-        if (num_samples or 0) > available:
-            raise ValueError(f"num_samples is {num_samples}, the MCMC result has {available} draws")
-        samples = {name: value[:num_samples] for name, value in samples.items()}
+        if (num_samples or 0) > diverging.numel():
+            raise ValueError(f"num_samples is {num_samples}, the MCMC result has {diverging.numel()} draws")
+        samples = {name: value.flatten(0, 1)[:num_samples] for name, value in chains.items()}
         rows = max(value[0].numel() for value in samples.values())
 
         def one(sample: Draw) -> Draw:
@@ -170,42 +170,37 @@ def require_every_row(trace: poutine.Trace, sized: Mapping[str, Mapping[str, int
             )
 
 
-def samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:
-    """An MCMC's samples, or those given, and the training arguments."""
-    has_run = isinstance(result, MCMC)
-    if not has_run and not are_samples(result):
+def sampled(result: Any, data: Optional[Call]) -> tuple[dict[str, Tensor], Call, Tensor]:
+    """MCMC's samples, ``(chain, draw, ...)`` each, the training arguments, and which transitions diverged.
+
+    :param data: the training arguments, where they are not an MCMC's own.
+    """
+    if isinstance(result, MCMC):
+        samples = result.get_samples(group_by_chain=True)
+        known: Any = getattr(result, "_args", None), getattr(result, "_kwargs", {})
+        data = known if data is None else data
+    elif isinstance(result, Mapping) and {isinstance(value, Tensor) for value in result.values()} == {True}:
+        samples = {name: value[None] for name, value in result.items()}
+    else:
         raise ValueError(
-            "predict's result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, "
-            f"got {type(result).__name__}"
+            "the result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, got "
+            f"{type(result).__name__}. The order is model, result, then the model's arguments. A GP site's posterior "
+            "lacks the other latents: give the guide that it is from."
         )
-    args: Any = getattr(result, "_args", None) if data is None else tuple(data)
-    if args is None:
+    if data is None or data[0] is None:
         raise ValueError("predict needs the training arguments: pass data=(x, y), or an MCMC that has run on them")
-    if has_run:
-        _warn_of_divergences(result)
-    return result.get_samples() if has_run else result, (args, getattr(result, "_kwargs", {}) if data is None else {})
-
-
-def are_samples(given: Any) -> bool:
-    """Whether this is a mapping to tensors."""
-    return isinstance(given, Mapping) and {isinstance(value, Tensor) for value in given.values()} == {True}
-
-
-def divergences(result: MCMC) -> list[list[int]]:
-    """The numbers of the draws whose transitions diverged, of each chain."""
-    return [sorted(set(chain.get("divergences", []))) for chain in getattr(result, "_diagnostics", []) if chain]
-
-
-def _warn_of_divergences(result: MCMC) -> None:
-    num, first = sum(map(len, divergences(result))), next(iter(result.get_samples().values()))
-    if num:
+    diverging = torch.zeros(next(iter(samples.values())).shape[:2], dtype=torch.bool)
+    for chain, known in enumerate(filter(None, getattr(result, "_diagnostics", []))):
+        diverging[chain, list(known.get("divergences", []))] = True
+    if diverging.any():
         warnings.warn(
-            f"{num} of {len(first)} transitions of this MCMC diverged: its draws may miss part of "
-            "the posterior. Run it on poutine.reparam(model, config=Whitening()), "
+            f"{int(diverging.sum())} of {diverging.numel()} transitions of this MCMC diverged: its draws may miss part "
+            "of the posterior. Run it on poutine.reparam(model, config=Whitening()), "
             "with NUTS(..., init_strategy=init_to_median), more warm-up steps or a larger target_accept_prob.",
             NumericalWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
+    return samples, data, diverging
 
 
 def bare_model(model: Callable) -> Callable:

@@ -111,7 +111,7 @@ class DensityReader:
         gp: Any = self.plans[name].quadratic
         h, d = functions[gp]
         with whole_plates(), pyro.validation_enabled(False):
-            mean, variance, *_ = self._widened(name, gp, {**held, gp: h}, d)
+            mean, variance, *_ = self._widened(name, gp, {**held, gp: h}, h, d)
         return mean, variance
 
     def _run(self, values: Values) -> Any:
@@ -176,10 +176,11 @@ class DensityReader:
         flat = {key: value.flatten(0, 1) for key, value in stack.items()}  # (J·S, ...) for J nodes
         integrated = plan.quadratic or plan.inner
         if integrated is None:
-            parts = (self._at(name, flat),) * 2
+            parts: tuple[Tensor, ...] = (self._at(name, flat),) * 2
         else:
-            moments = [part.expand(len(nodes), *part.shape).flatten(0, 1) for part in functions[integrated]]
-            parts = (self._closed if plan.quadratic else self._adaptive)(name, integrated, flat, *moments)
+            h, d = (part.expand(len(nodes), *part.shape).flatten(0, 1) for part in functions[integrated])
+            closed = plan.quadratic is not None
+            parts = (self._widened if closed else self._adaptive)(name, integrated, flat, h, d)[-2:]
         # Nodes were put before draws in one dimension, so that one mapped run has all.
         log_densities, expectations = (part.reshape(len(nodes), -1, *part.shape[1:]) for part in parts)
         shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
@@ -190,11 +191,7 @@ class DensityReader:
         """A site's log densities at each of stacked values, by vmap where the model allows it."""
         return mapped(lambda values: (self._terms(values, [name])[name],), stack)[0]
 
-    def _closed(self, name: str, gp: str, stack: Values, _: Tensor, d: Tensor) -> Moments:
-        _, _, integrated, expected = self._widened(name, gp, stack, d)
-        return integrated, expected
-
-    def _widened(self, name: str, gp: str, stack: Values, d: Tensor) -> tuple[Tensor, ...]:
+    def _widened(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         """The mean and variance of y ~ N(θ, σ²) with θ = af + b integrated, their density, and E[log p]."""
 
         def at(values: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -211,7 +208,7 @@ class DensityReader:
 
         return mapped(at, {**stack, _DEVIATION: d.sqrt()})
 
-    def _adaptive(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> Moments:
+    def _adaptive(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         columns, weights = (part.reshape(-1, *[1] * h.dim()) for part in normal_nodes(1, h))
 
         def log_density(f: Tensor) -> Tensor:  # (K, S, ..., N)

@@ -23,7 +23,7 @@ from ..approximations.optimal import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
 from ..guide.runs import LARGEST_JOINT, Conditions
 from ..posterior.sparse_posterior import SparsePosterior
-from ..predict import AtNewInputs
+from ..predict import AtNewInputs, Call
 from ..program.dependence import COUPLED
 from ..program.mapping import in_blocks
 from ..program.traces import bare, is_observation, sample_sites, whole_plates, without_event
@@ -31,8 +31,6 @@ from .densities import Densities, DensityReader, Moments
 from .marginal import log_marginal
 
 _ROWS = 8192  # whose features are held in memory at once
-
-Call = tuple[tuple, dict[str, Any]]
 
 
 @dataclass

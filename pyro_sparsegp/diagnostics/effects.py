@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..kernels import Constant, White
-from ..kernels.algebra import Scaled
 from ..posterior.sparse_posterior import SparsePosterior
 from .backend import matplotlib
 
@@ -150,9 +148,5 @@ class _Effects(NamedTuple):
 
 def _columns(part: SparsePosterior) -> tuple[int, ...]:
     """The columns that a term reads."""
-    kernel = part.process.kernel
-    if kernel.columns is not None:
-        return kernel.columns
-    while isinstance(kernel, Scaled):
-        kernel = kernel.kernel
-    return () if isinstance(kernel, (Constant, White)) else tuple(range(part.process.x.shape[-1]))
+    read = part.process.kernel.columns
+    return tuple(range(part.process.x.shape[-1])) if read is None else read

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from pyro import poutine
 from pyro.infer import MCMC
@@ -13,13 +12,13 @@ from pyro.infer.inspect import get_dependencies
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..predict import Trained, are_samples, bare_model, divergences, samples_and_data
+from ..predict import Call, Trained, bare_model, sampled
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
 from ..program.mapping import mapped
 from ..program.traces import as_process, is_observation, sample_sites, whole_plates, without_event
 from .densities import Densities, DensityReader, Moments
-from .draws import Call, Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
+from .draws import Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
 from .given import guide_of, require_call
 
 
@@ -31,8 +30,7 @@ def as_source(
     :raises ValueError: where ``result`` is none of these, or belongs to another model.
     """
     has_run = isinstance(result, MCMC)
-    old = samples_and_data(result, None)[1] if has_run else (args, kwargs)
-    now = (args, kwargs) if args or marginal or not has_run else old
+    now = (args, kwargs) if args or marginal or not has_run else sampled(result, None)[1]
     order = "then the guide or the MCMC, then the training data: (model, guide, x, y)"
     require_call("a posterior's draws", order, model, *now)
     guide = guide_of(result)
@@ -42,17 +40,8 @@ def as_source(
                 "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
             )
         return GuideSource(guide, args, kwargs, exact, marginal)
-    if not has_run and not are_samples(result):
-        raise ValueError(
-            "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
-            f"pyro.infer.MCMC or a mapping of its samples, got {type(result).__name__}. The order is model, result, "
-            "then the model's arguments. A GP site's posterior lacks the other latents: give the guide that it is from."
-        )
-    samples = result.get_samples(group_by_chain=True) if has_run else {n: value[None] for n, value in result.items()}
-    source = SampleSource(model, samples, now, old if marginal else now, marginal and has_run)
-    for chain, numbers in enumerate(divergences(result)):
-        source.diverging[chain, numbers] = True
-    return source
+    samples, old, diverging = sampled(result, None if has_run else now)
+    return SampleSource(model, samples, diverging, now, old if marginal else now, marginal and has_run)
 
 
 def observed_site(source: Source, var_name: Optional[str]) -> str:
@@ -71,7 +60,7 @@ def observed_site(source: Source, var_name: Optional[str]) -> str:
 class SampleSource(Source):
     """Draws from MCMC samples of the same model, with or without :class:`~pyro_sparsegp.Whitening`.
 
-    :param samples: ``(chain, draw, ...)`` each.
+    :param samples: ``(chain, draw, ...)`` each, and which transitions diverged, ``(chain, draw)``.
     :param now: the model's arguments; ``old`` are those of training.
     :param elsewhere: whether these are others: function values are then integrated given those there.
     """
@@ -80,12 +69,12 @@ class SampleSource(Source):
     joint = True
 
     def __init__(
-        self, model: Callable, samples: Mapping[str, Tensor], now: Call, old: Call, elsewhere: bool = False
+        self, model: Callable, samples: Mapping[str, Tensor], diverging: Tensor, now: Call, old: Call, elsewhere: bool
     ) -> None:
         self.model, self.old, self.elsewhere = bare_model(model), old, elsewhere
         self.args, self.kwargs = now
-        self.shape = shape = next(iter(samples.values())).shape[:2]
-        self.samples = {name: value.flatten(0, 1) for name, value in samples.items()}
+        self.shape = diverging.shape
+        self.samples = {name: value.flatten(0, 1) for name, value in {**samples, "": diverging}.items()}
         # Discrete latents are summed out, as they were when the sampler ran.
         with torch.no_grad(), poutine.block(), whole_plates():
             sites = sample_sites(poutine.trace(Enumeration()(self.model)).get_trace(*self.args, **self.kwargs))
@@ -96,14 +85,11 @@ class SampleSource(Source):
         self.observed = list(seen)
         require_shapes({name: seen[name] for name in self.data})
         self.reader = DensityReader(self.model, self.args, self.kwargs, list(seen))
-        self.diverging = np.zeros(shape, dtype=bool)
         self.sites: dict[str, Any] = {}
 
     def items(self, num: int) -> dict[str, Tensor]:
         """All samples, or the first; again from the first, where more are asked for."""
-        rows = torch.arange(num) % self.diverging.size
-        samples = {name: value[rows.to(value.device)] for name, value in self.samples.items()}
-        return {**samples, "": torch.as_tensor(self.diverging.ravel())[rows]}
+        return {n: value[torch.arange(num, device=value.device) % len(value)] for n, value in self.samples.items()}
 
     @torch.no_grad()
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:

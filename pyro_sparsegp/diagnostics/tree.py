@@ -8,10 +8,10 @@ from typing import Any, Optional, Union
 from torch import Tensor
 
 from ..numerics.codes import require_count
-from ..predict import bare_model
+from ..predict import Call, bare_model
 from ..program.traces import is_observation
 from .backend import xarray
-from .draws import Call, Draws, Source, seeded
+from .draws import Draws, Source, seeded
 from .given import require_call
 from .groups import Table, constant_data, name_of
 from .sources import PriorSource, as_source

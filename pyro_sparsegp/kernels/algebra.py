@@ -393,6 +393,7 @@ class Constant(Kernel):
     """
 
     event_dims = (("variance", 0),)
+    columns: Any = ()
 
     def __init__(self, variance: Scalar = 1.0) -> None:
         self.variance = positive(variance, "Constant's variance")
@@ -414,7 +415,7 @@ def term_names(kernel: Any) -> tuple[str, ...]:
     found: list[str] = []
     for term in kernel.terms:
         read = term.columns
-        plain = term.name or (":".join(f"x{column}" for column in read) if read is not None else _kind(term))
+        plain = term.name or (":".join(f"x{column}" for column in read) if read else _kind(term))
         count = sum(other == plain or other.startswith(f"{plain} (") for other in found)
         found.append(f"{plain} ({count + 1})" if count else plain)
     return tuple(found)

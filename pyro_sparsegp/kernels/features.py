@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from abc import abstractmethod
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -160,6 +160,7 @@ class White(FeatureKernel):
     """
 
     event_dims = (("variance", 0),)
+    columns: Any = ()
 
     def __init__(self, variance: Scalar = 1.0) -> None:
         self.variance = positive(variance, "White's variance")
