@@ -307,9 +307,8 @@ class SparsePosterior(TorchDistribution):
 
     def under(self, process: GaussianProcess) -> SparsePosterior:
         """The same posterior at another process's inputs, with its mean."""
-        return SparsePosterior(
-            process.with_kernel(self.process.kernel), self.basis, self.coefficients, self.name, self.sites
-        )
+        process = process.with_kernel(self.process.kernel)
+        return SparsePosterior(process, self.basis, self.coefficients, self.name, self.sites)
 
     def paths(self, num: int, num_features: int = 2048) -> Callable[[Tensor], Tensor]:
         """``num`` sample functions, x ↦ ``(num, ..., N)``: the same input gives the same value at every call.
