@@ -617,6 +617,21 @@ def test_kinks(scale):
         assert abs(gaps[2][1]) < 0.1
 
 
+def test_kinks_around_mixed_outputs():
+    """Each parameter has several outputs, and no slope of its own: the sites are those of a free posterior."""
+    x, _ = data(num=30)
+    mixing, z = torch.tensor([[1.0, 0.8], [-0.5, 1.0]]), x[::3]
+    y = mixing @ torch.stack([torch.sin(6 * x[:, 0]), torch.cos(5 * x[:, 1])])
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
+        with pyro.plate("outputs", 2, dim=-2):
+            observed(dist.Laplace(mixing @ f, 0.3), y)
+
+    losses = [train(model, AutoSparseGP(model, family(z)), x, y, steps=80, lr=0.0)[-1] for family in (SGPR, SVGP)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.2)  # what 20 nodes leave at kinks
+
+
 @pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8), ComputationAware(8, "cg")])
 def test_looking_at_a_guide_does_not_change_it(family):
     x, y = observations("poisson", 24)

@@ -80,8 +80,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         readings = []
         for name, process in run.processes.items():
             sums: Any = _Sums(guide.module_of(name), process, name, forget)
-            quadratic, none = name in found.quadratic, Sites.none(process.x, process.batch_shape)
-            kinds = quadratic, quadratic and name not in found.meeting
+            kinds, none = found.kinds(name), Sites.none(process.x, process.batch_shape)
             readings.append(SiteReading(name, process, sums, *kinds, none, torch.zeros(()), answer=sums.posterior))
         marginals = {reading.name: reading.look()[1] for reading in readings}
         tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3

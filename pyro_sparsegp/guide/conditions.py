@@ -154,8 +154,8 @@ def _reads_itself(guide: KnownGuide) -> bool:
     values, and none meets another or itself; not under vmap, by which predict draws: it has no torch.autograd.grad.
     """
     facts, modules = guide.facts, guide.site_modules()
-    able = [name for name, m in modules.items() if name in facts.quadratic and isinstance(m.sites, KeptSites)]
-    return able == list(facts.gps) and not (facts.interactions or facts.meeting or MAPPED.get())
+    able = [name for name, m in modules.items() if facts.kinds(name)[1] and isinstance(m.sites, KeptSites)]
+    return able == list(facts.gps) and not (facts.interactions or MAPPED.get())
 
 
 def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:
@@ -183,7 +183,7 @@ def _look_again(core: Core, reader: Reader, run: UnderLatents) -> None:
     found = reader.found
     if not found.quadratic or before is None or (kinds == before and core.looks not in _LOOKS):
         return
-    again = replace(found, inner=[], groups={}, quadratic=[], meeting=[])
+    again = replace(found, inner=[], groups={}, quadratic=[])
     explore(again, reader.run, run.processes, found.quadratic)
     found.quadratic[:] = again.quadratic
 

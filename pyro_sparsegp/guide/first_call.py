@@ -286,7 +286,7 @@ def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> C
     if core.forms is None:
         posteriors = probed(guide, args, kwargs).posteriors
         processes = {name: posterior.process for name, posterior in posteriors.items()}
-        again = replace(core.facts, inner=[], groups={}, quadratic=[], meeting=[])
+        again = replace(core.facts, inner=[], groups={}, quadratic=[])
         with repeatable(guide.like), poutine.block():
             core.forms, _ = explore(again, held_runs(guide.model, guide.trace, args, kwargs), processes)
     return core.forms

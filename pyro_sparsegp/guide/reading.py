@@ -60,9 +60,7 @@ class SiteReading:
         unread = kept.empty or kept.inputs.shape != process.x.shape
         zeros = torch.zeros_like(process.mean)
         sites = Sites(process.x, zeros, zeros) if unread else Sites(process.x, kept.precision, kept.linear)
-        quadratic = name in found.quadratic
-        direct = quadratic and name not in found.meeting
-        return cls(name, process, module, quadratic, direct, sites, kept.truncated, unread)
+        return cls(name, process, module, *found.kinds(name), sites, kept.truncated, unread)
 
     @property
     def status(self) -> dict[str, Any]:

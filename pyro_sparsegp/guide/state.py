@@ -22,8 +22,8 @@ from .known import Core, KnownGuide
 from .messenger import SiteMessenger
 from .networks import Calls
 
-# The facts; "memory" is of rows that absorb kept, "network" of programs that ran once, in earlier releases.
-_BESIDE = ("name", "data", "memory", "network")
+# The facts; of earlier releases, "memory" of rows that absorb kept, "network" of programs that ran once, "meeting".
+_BESIDE = ("name", "data", "memory", "network", "meeting")
 
 
 def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .functions import Function, aligned
+from .functions import Function
 from .shapes import broadcast_shapes
 
 _LARGE = 256  # from here on blocks pay
@@ -159,6 +159,7 @@ class Factor(Function):
 
 class _Turn(Function):
     # Of L, only whose lower triangle has a gradient: L̄ = L⁻ᵀ tril(grad).
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(factor: Tensor) -> Tensor:
@@ -177,10 +178,6 @@ class _Turn(Function):
     def jvp(ctx: Any, change: Tensor) -> Tensor:
         return solve_lower(ctx.saved_tensors[0], change)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, factor: Tensor) -> Any:
-        return _Turn.apply(factor.movedim(in_dims[0], 0)), 0
-
 
 # Zeros, (..., M, M), whose derivative is L⁻¹dL for a lower triangular L: what follows from that alone has its gradient
 # by L at the cost of one triangular solve.
@@ -191,6 +188,8 @@ class Whitened(Function):
     """(B, L, zeros of L's) ↦ BL⁻ᵀ. The gradient by L goes to the zeros, as that by L⁻¹dL: with d(BL⁻ᵀ) = dB L⁻ᵀ −
     BL⁻ᵀ(L⁻¹dL)ᵀ neither a solve nor, on the way back through the factorisation, a product is needed for it.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(cross: Tensor, factor: Tensor, turn: Tensor) -> Tensor:
@@ -219,7 +218,3 @@ class Whitened(Function):
         if dcross is not None:
             total = total + over_upper(dcross, factor)
         return total if dturn is None else total - phi @ dturn.mT
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
-        return Whitened.apply(*aligned(in_dims, tensors)), 0

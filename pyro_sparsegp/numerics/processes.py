@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -77,16 +76,8 @@ class Workers:
             tensor.data.copy_(value)
 
 
-@dataclass
-class _Shared:
-    """Steps on mini-batches, whose plates scale each process's rows up to all data."""
-
-    workers: Workers
-    weight: float = 1.0
-
-
-_ALONE = _Shared(Workers(None))
-_sharing: ContextVar[_Shared] = ContextVar("sharing")
+# Of steps on mini-batches, whose plates scale each process's rows up to all data: the processes, this one's weight.
+_sharing: ContextVar[tuple[Workers, float]] = ContextVar("sharing", default=(Workers(None), 1.0))
 
 
 @contextmanager
@@ -96,7 +87,7 @@ def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
     :param group: a ``torch.distributed`` process group; ``None`` changes nothing.
     :param weight: how many rows this process's batch stands for, beside the others': equal ones by default.
     """
-    token = _sharing.set(_Shared(Workers(group), weight))
+    token = _sharing.set((Workers(group), weight))
     try:
         yield
     finally:
@@ -105,7 +96,7 @@ def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
 
 def is_shared() -> bool:
     """Whether several processes step together here."""
-    return _sharing.get(_ALONE).workers.num > 1
+    return _sharing.get()[0].num > 1
 
 
 def joined(*values: Tensor) -> list[Tensor]:
@@ -117,22 +108,22 @@ def joined(*values: Tensor) -> list[Tensor]:
 
     :param values: of any shapes; all processes give as many, in the same order.
     """
-    here = _sharing.get(_ALONE)
-    if here.workers.num == 1:
+    workers, weight = _sharing.get()
+    if workers.num == 1:
         return list(values)
     with torch.no_grad():
-        *sums, total = here.workers.sum(*[here.weight * value for value in values], values[0].new_full((), here.weight))
+        *sums, total = workers.sum(*[weight * value for value in values], values[0].new_full((), weight))
     return [(part / total).to(value) for part, value in zip(sums, values)]
 
 
 def largest(value: Tensor) -> Tensor:
     """The largest of the processes' values; outside of :func:`sharing`, the value itself."""
-    return _sharing.get(_ALONE).workers.largest(value)
+    return _sharing.get()[0].largest(value)
 
 
 def total_share(share: float, like: Tensor) -> float:
     """The sum of the processes' shares of all rows; outside of :func:`sharing`, the share itself."""
-    return float(_sharing.get(_ALONE).workers.sum(like.new_full((), share))[0]) if is_shared() else share
+    return float(_sharing.get()[0].sum(like.new_full((), share))[0]) if is_shared() else share
 
 
 def by_draws(draw: Tensor, value: Tensor) -> list[tuple[float, Tensor, Tensor]]:
@@ -143,12 +134,12 @@ def by_draws(draw: Tensor, value: Tensor) -> list[tuple[float, Tensor, Tensor]]:
     :param draw: of this process, of any shape.
     :param value: by its rows, of any shape.
     """
-    here = _sharing.get(_ALONE)
-    if here.workers.num == 1:
+    workers, weight = _sharing.get()
+    if workers.num == 1:
         return [(1.0, draw, value)]
-    own = torch.cat([draw.flatten(), here.weight * value.flatten(), value.new_full((1,), here.weight)])
-    every = [torch.empty_like(own) for _ in range(here.workers.num)]
-    torch.distributed.all_gather(every, own, group=here.workers.group)
+    own = torch.cat([draw.flatten(), weight * value.flatten(), value.new_full((1,), weight)])
+    every = [torch.empty_like(own) for _ in range(workers.num)]
+    torch.distributed.all_gather(every, own, group=workers.group)
     sums: dict[tuple[float, ...], Tensor] = {}
     for found in every:
         key = tuple(found[: draw.numel()].tolist())

@@ -157,7 +157,8 @@ def _require_element(name: str, plates: Plates, latent: str, there: Plates, grou
     own = [(index, frame.size) for key, frame in there.items() for index in numbers[key] if not outside]
     picks = any(len(index) == size and not torch.equal(index, torch.arange(size).to(index)) for index, size in own)
     # A site outside of z's plates has to have picked one element for each row.
-    if not picks and all(len(numbers[key]) == 1 and group.row_of(key, plates) for key in outside):
+    known = group.picked(there, plates).keys() >= {*outside} and all(len(numbers[key]) == 1 for key in outside)
+    if known and not picks:
         return
     raise ValueError(
         f"site {name!r} in plates {list(plates)} depends on the enumerated discrete site {latent!r} in plates "

@@ -72,8 +72,6 @@ def explore(
         own = [site for site in found.downstream if program.touching(site, [name])]
         if own and all(is_normal(program.kinds.get(s)) and program.why_not(s, [name]) is None for s in own):
             found.quadratic.append(name)
-            if found.dependence[name] == DATAWISE:
-                found.meeting.append(name)
 
     def left(keys: Collection[Key]) -> Structure:
         """The structure of these tensors alone, as they depend on the GP sites that enter no other."""

@@ -8,6 +8,7 @@ from dataclasses import field as _field
 from functools import cached_property
 from typing import Any
 
+from .dependence import DATAWISE
 from .traces import bare
 
 
@@ -28,7 +29,6 @@ class Structure:
     :param interactions: pairs of GP sites that meet in one term of a density.
     :param downstream: sites whose densities move with a GP site's values.
     :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
-    :param meeting: those of them with several outputs that meet in a term.
     :param columns: for each GP site, how many columns its inputs have.
     :param coupled: latents that have one posterior, of hyperparameters.
     :param field: of each GP site and latent of the field, in order, the sizes of its blocks of coefficients.
@@ -57,7 +57,6 @@ class Structure:
     interactions: list[list[str]] = _field(default_factory=list)
     downstream: list[str] = _field(default_factory=list)
     quadratic: list[str] = _field(default_factory=list)
-    meeting: list[str] = _field(default_factory=list)
     columns: dict[str, int] = _field(default_factory=dict)
     coupled: list[str] = _field(default_factory=list)
     field: dict[str, list[int]] = _field(default_factory=dict)
@@ -76,6 +75,11 @@ class Structure:
     def follows_networks(self) -> bool:
         """Whether natural steps of any GP site follow a network, at rows that are kept."""
         return any("kept_rows" in spec for spec in self.gps.values())
+
+    def kinds(self, name: str) -> tuple[bool, bool]:
+        """Whether log densities are quadratic in a GP site's values; whether, if so, no outputs meet in a term."""
+        quadratic = name in self.quadratic
+        return quadratic, quadratic and self.dependence[name] != DATAWISE
 
     def group(self, name: str) -> list[str]:
         """The GP sites that have one posterior with this one, and itself."""

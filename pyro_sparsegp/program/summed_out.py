@@ -7,9 +7,9 @@ disagree by 800 nats all products are 0. Here factors are added up before the on
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Optional
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro.distributions import TorchDistribution
@@ -54,10 +54,16 @@ class Group:
     latents: dict[int, Plates] = field(default_factory=dict)
     terms: list[Callable[[bool], Factor]] = field(default_factory=list)
 
-    def row_of(self, key: str, plates: Plates) -> Optional[tuple[Any, Tensor]]:
-        """Which of the plates has rows that belong to elements of plate ``key``, and their numbers."""
-        pairs = ((frame, index) for index in self.numbers.get(key, ()) for frame in plates.values())
-        return next(((frame, index) for frame, index in pairs if frame.size == len(index)), None)
+    def picked(self, plates: Iterable[str], rows: Plates) -> dict[str, tuple[Any, Tensor]]:
+        """By plate that is not among ``rows``, which of these has rows that pick its elements, and their numbers."""
+        pairs = [
+            (key, (frame, index))
+            for key in plates
+            for index in self.numbers.get(key, ())
+            for frame in rows.values()
+            if key not in rows and frame.size == len(index)
+        ]
+        return dict(reversed(pairs))  # the first of each
 
     def contract(self, factors: Sequence[Factor]) -> list[Factor]:
         """The factors that are left when all latents are summed out, from the innermost plates outwards (Obermeyer et
@@ -88,24 +94,23 @@ class Group:
     def _can_be_reduced(self, factor: Factor, plates: Plates, own: frozenset[int]) -> bool:
         """Whether a factor's product over all other plates is of latents that stand outside of these."""
         gone = factor.plates.keys() - plates.keys()
-        return all(key in factor.plates or self.row_of(key, factor.plates) for key in plates) and not any(
-            self.latents[dim].keys() & gone for dim in factor.latents - own
-        )
+        there = {*factor.plates, *self.picked(plates, factor.plates)}
+        return plates.keys() <= there and not any(self.latents[dim].keys() & gone for dim in factor.latents - own)
 
     def product(self, factors: Sequence[Factor], plates: Plates) -> Factor:
         """The product of factors, of each over all plates but these, in which its rows may stand by their numbers."""
         total: Any = 0.0
         for factor in factors:
             value = padded(factor.value)
-            found = {key: self.row_of(key, factor.plates) for key in plates if key not in factor.plates}
-            rows = [row for row, _ in filter(None, found.values())]
+            found = self.picked(plates, factor.plates)
+            rows = [row for row, _ in found.values()]
             gone = [f for key, f in factor.plates.items() if key not in plates and f not in rows]
             # A factor that is the same for all elements of a plate counts once for each.
             for frame in (*gone, *rows):
                 value = value.expand(with_size(value, frame.dim, frame.size))
             for frame in gone:
                 value = value.sum(frame.dim, keepdim=True)
-            for key, (row, index) in ((key, pair) for key, pair in found.items() if pair):
+            for key, (row, index) in found.items():
                 # ∏ over the rows of a group: Σ_n log φₙ where group[n] = g.
                 empty = value.new_zeros(with_size(value, row.dim, plates[key].size))
                 value = empty.index_add(row.dim, index, value).transpose(row.dim, plates[key].dim)
@@ -114,11 +119,8 @@ class Group:
 
     def at_rows(self, value: Tensor, rows: Plates, plates: Plates, shape: Sequence[int]) -> Tensor:
         """What elements of ``plates`` have, at each row of plates ``rows``: the way back of :meth:`product`."""
-        for key in plates:
-            found = None if key in rows else self.row_of(key, rows)
-            if found:
-                row, index = found
-                value = value.index_select(plates[key].dim, index).transpose(row.dim, plates[key].dim)
+        for key, (row, index) in self.picked(plates, rows).items():
+            value = value.index_select(plates[key].dim, index).transpose(row.dim, plates[key].dim)
         return value.expand(broadcast_shapes(value.shape, tuple(shape)))
 
 
