@@ -6,7 +6,10 @@ from typing import Optional
 
 from torch import Tensor
 
+from .warned import without
 
+
+@without(own="add what is an output's own to the result")
 def mix_outputs(mixing: Tensor, shared: Tensor, output: Optional[Tensor] = None) -> Tensor:
     """Mixed outputs f_p(x_n) = Σ_q A_pq g_q(x_n): a linear model of coregionalisation, but for parts of its outputs'
     own, which may be added.
@@ -38,7 +41,6 @@ def mix_outputs(mixing: Tensor, shared: Tensor, output: Optional[Tensor] = None)
     if not whole or not ((output >= 0) & (output < rows)).all():
         raise ValueError(
             f"mix_outputs' output must be {num} whole numbers from 0 to {rows - 1}, one a row, got {output.dtype} of "
-            f"shape {tuple(output.shape)}{f', up to {int(output.max())}' if whole else ''}. What is an output's own "
-            "may be added to the result."
+            f"shape {tuple(output.shape)}{f', up to {int(output.max())}' if whole else ''}"
         )
     return (mixing[output].mT * shared).sum(-2)

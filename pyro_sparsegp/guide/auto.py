@@ -18,6 +18,7 @@ from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes, unrecorded
 from ..program.traces import free_values, repeatable, whole_plates
+from ..warned import without
 from .absorb import absorb
 from .arrival import check
 from .checks import check_parameters
@@ -71,11 +72,14 @@ class AutoSparseGP(SavedGuide):
     :param independent: names of latents to give independent normal posteriors (mean field), or ``True`` for all.
         Mean field is cheaper for thousands of latents, but its intervals are too narrow. By default there are none.
     :param start: hyperparameters start at their posterior mode ("mode", default) or at ``init_loc_fn`` (``None``).
-    :param coupled: removed: raises a ValueError. Latents have a joint posterior by default.
     :raises ValueError: if ``model`` or ``families`` are invalid; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
     """
 
+    @without(
+        coupled="latents have a joint posterior by default, independent=True or names gives them one of their own",
+        amortized_plates="override get_posterior(name, prior) in a subclass",
+    )
     def __init__(
         self,
         model: Callable,
@@ -87,9 +91,8 @@ class AutoSparseGP(SavedGuide):
         independent_draws: Collection[str] = (),
         independent: Union[bool, Collection[str]] = (),
         start: Optional[str] = "mode",
-        coupled: Any = None,
     ) -> None:
-        require_arguments(model, families, independent_draws, independent, coupled, start)
+        require_arguments(model, families, independent_draws, independent, start)
         options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
         search = start is not None
         super().__init__(model, families, point_estimates, independent_draws, independent, search, **options)

@@ -49,9 +49,7 @@ _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
 
-def require_arguments(
-    model: Any, families: Any, independent_draws: Any, independent: Any, coupled: Any, start: Any
-) -> None:
+def require_arguments(model: Any, families: Any, independent_draws: Any, independent: Any, start: Any) -> None:
     """Raise if a guide's arguments are none.
 
     :raises ValueError: naming the argument.
@@ -71,11 +69,6 @@ def require_arguments(
         raise ValueError(f"independent must be True or a collection of names, such as ({independent!r},)")
     if start not in ("mode", None):
         raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
-    if coupled is not None:
-        raise ValueError(
-            "AutoSparseGP takes no coupled= any more: other latents have a joint posterior by default. Leave it out; "
-            "independent=True, or names, gives latents one of their own."
-        )
 
 
 def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
