@@ -7,7 +7,7 @@ import pyro.infer
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, mix_outputs
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP
 
 from .models import data, one_function, prepared, refused, regression, train, trained
@@ -110,7 +110,6 @@ def test_what_left_names_what_takes_its_place(name):
         getattr(diagnostics, name)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = diagnostics.nonsense
-    refused("own= was removed from mix_outputs: add", mix_outputs, torch.eye(2), torch.zeros(2, 3), own=None)
 
 
 # What stock ArviZ is served: prior groups, one dimension for all draws, whole numbers, plots.
