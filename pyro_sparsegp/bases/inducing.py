@@ -120,14 +120,14 @@ class InducingPoints(Basis):
         self.of_source = (False,) * len(sets) if of_source is None else tuple(of_source)
         self.codes = tuple(sorted(codes)) if trainable else ()
         self.units = None if units is None else tuple(units)
-        given = [z for z in sets if isinstance(z, Tensor)]
-        self.width = width or sum(z.shape[-1] for z in given[:1])
-        for first in given[:1]:  # on its device, so that a step copies nothing there
-            self.is_cut = len(columns or range(self.width)) == first.shape[-1] != self.width
-            self._keep("column_index", self.columns, first, torch.int64)
-            self._keep("held", [i in self.codes for i in range(self.width)], first, torch.bool)
-            cut = [units[c] for c in self.columns] if units and self.is_cut else units  # type: ignore[union-attr]
-            self._keep("unit", cut, first, first.dtype)
+        first = next((z for z in sets if isinstance(z, Tensor)), torch.empty(0))
+        self.width = width or first.shape[-1]
+        self.is_cut = len(columns or range(self.width)) == first.shape[-1] != self.width
+        # On the inputs' device, so that a step copies nothing there.
+        self._keep("column_index", self.columns, first, torch.int64)
+        self._keep("held", [i in self.codes for i in range(self.width)], first, torch.bool)
+        cut = [units[c] for c in self.columns] if units and self.is_cut else units  # type: ignore[union-attr]
+        self._keep("unit", cut, first, first.dtype)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
@@ -164,19 +164,23 @@ class InducingPoints(Basis):
         :raises ValueError: naming the site, as :func:`choose_inputs`.
         """
         width, source = x.shape[-1], kernel.source
-        if source is None:
-            _require_images(kernel, width, sets, name)
         found: list[Any] = [_own(z, x, trainable) if isinstance(z, InducingVariables) else z for z in sets]
-        values = [i for i, z in enumerate(found) if not isinstance(z, InducingVariables)]
-        images = [i for i in values if source is None or (isinstance(z := found[i], Tensor) and z.shape[-1] == width)]
-        of_source = [i in values and i not in images for i in range(len(sets))]
-        for patches in (False, True):
-            if here := [i for i in values if of_source[i] == patches]:
-                of, rows, cut = (source, _some_source_inputs(kernel, x), None) if patches else (kernel, x, columns)
-                for i, z in zip(here, choose_inputs(of, rows, [found[i] for i in here], init, name, cut)):
-                    found[i] = z
-        jitter, units = _jitter(kernel, x, of_source, found), _units(x, found) if trainable else None
-        return cls(found, trainable, columns, width, of_source, jitter, kernel.code_columns(width), units)
+        values = {i for i, z in enumerate(found) if not isinstance(z, InducingVariables)}
+        images = {i for i, z in enumerate(found) if source is None or (isinstance(z, Tensor) and z.shape[-1] == width)}
+        ways: list[tuple[set[int], Callable]] = [
+            (values & images, lambda some: choose_inputs(kernel, x, some, init, name, columns)),
+            (values - images, lambda some: choose_inputs(source, _some_source_inputs(kernel, x), some, init, name)),
+        ]
+        for here, choose in ways:
+            for i, z in zip(sorted(here), choose([found[i] for i in sorted(here)]) if here else ()):
+                found[i] = z
+        of_source, units = [i in values - images for i in range(len(sets))], _units(x, found) if trainable else None
+        basis = cls(found, trainable, columns, width, of_source, None, kernel.code_columns(width), units)
+        # The jitter biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its
+        # inverse root (tests/benchmarks/jitter.md).
+        variables = basis.variables()
+        basis.jitter = default_jitter(x.dtype) if widened(kernel, variables) is variables else _WIDENED
+        return basis
 
     @torch.no_grad()
     def ordered(self, kernel: Any) -> InducingPoints:
@@ -303,27 +307,6 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
     what = f"{'K_ZZ' if type(sets[0]) is Values and len(sets) == 1 else 'K_uu'} of site {name!r}"
     whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)
     return InducingFeatures(kernel, variables, whitened.factor, whitened)
-
-
-def _jitter(kernel: Any, x: Tensor, of_source: Sequence[bool], sets: Sequence[Any]) -> float:
-    # The relative jitter of K_uu, for sets as `InducingPoints` takes them; see tests/benchmarks/jitter.md.
-    #
-    # It biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its inverse root.
-    like: list[Any] = [
-        (SourceValues if source else Values)(z) if isinstance(z, Tensor) else z for z, source in zip(sets, of_source)
-    ]
-    return default_jitter(x.dtype) if widened(kernel, like) is like else _WIDENED
-
-
-def _require_images(kernel: Any, width: int, sets: Sequence[Inducing], name: str) -> None:
-    # Refuse patches for a sum of kernels, of which some have patches.
-    for given in sets if any(term.source is not None for term in kernel.terms) else ():
-        if isinstance(given, Tensor) and given.shape[-1] != width:
-            raise ValueError(
-                f"the inducing inputs of site {name!r} must be a tensor (M, {width}), got {tuple(given.shape)}: a sum "
-                "of kernels has no patches of its own. Give images, or take an additive family, such as "
-                "MeanFieldAdditive([patches, images])."
-            )
 
 
 def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVariables:

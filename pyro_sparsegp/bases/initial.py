@@ -33,8 +33,7 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
     """``num`` rows of x, ``(N, D)``, each where the variance given the earlier ones is largest.
 
     A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk,
-    2020, section 7), in O(N·num²) on at most max(4096, 4·num) random rows. Once the variance is used up, which
-    a smooth kernel does soon, and beyond 2048 points, the rest are random rows.
+    2020, section 7); rows, cost and what follows are as in :func:`random_pivots`.
 
     :param kernel: the prior's kernel at the first call's hyperparameters.
     :param x: the inputs, ``(N, D)``.

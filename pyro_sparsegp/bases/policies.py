@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..gaussians.sites import Sites
 from ..modules import AbstractModule
+from ..numerics.chunks import in_pieces
 from ..numerics.shapes import broadcast_shapes, shape_of
-from .actions import Actions, BlockActions, DenseActions, chunk_memory, inverse_root, safe_root, white
+from .actions import Actions, BlockActions, DenseActions, inverse_root, safe_root, white
 
 _WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32
 _EXACT = 3000  # rows up to which eigenvectors come from a dense decomposition
@@ -197,8 +198,7 @@ def _whitened(kernel: Any, sites: Sites) -> Callable[[Tensor], Tensor]:
     if num * num <= _WHOLE:
         matrix = kernel(x, x)
         return lambda v: root * (matrix @ (root * v))
-    rows = max(1, chunk_memory(x) // num)
-    return lambda v: root * torch.cat([kernel(part, x) @ (root * v) for part in x.split(rows, -2)], -2)
+    return lambda v: root * in_pieces(lambda rows: kernel(x[..., rows, :], x) @ (root * v), num, num, x, -2)
 
 
 def _sizes(rows: int, num: int) -> list[int]:
