@@ -12,9 +12,9 @@ import pyro_sparsegp
 
 ROOT = Path(pyro_sparsegp.__file__).parent
 ORDER = [
-    {"_version", "modules", "outputs", "warned"},
+    {"_version", "modules", "warned"},
     {"numerics"},
-    {"kernels"},
+    {"kernels", "outputs"},
     {"process", "gaussians"},
     {"bases"},
     {"posterior"},
