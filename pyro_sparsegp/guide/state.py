@@ -41,9 +41,14 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
             f"the saved guide has one posterior for each of the groups of GP sites {facts.joint}, this guide "
             f"declares {guide.groups}; make the guide with the saved families."
         )
-    if state_dict.pop(prefix + "field.coefficients.slopes", torch.empty(0)).numel():
-        raise ValueError("the saved guide's functions followed intercepts another way: train the guide anew, or longer")
     require_by_rows(facts)
+    held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
+    slopes = state_dict.pop(prefix + "field.coefficients.slopes", torch.empty(0)).numel()
+    if slopes or not tensors.keys() >= {*held.values()}:
+        raise ValueError(
+            f"the saved posterior of {', '.join(map(repr, facts.field))} is of a development version before 81864b9, "
+            "which had it another way; train the guide anew, or load it with that version."
+        )
     now = guide.core.facts
     # A guide that was called keeps its parameters, which an optimiser may have:
     # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters
@@ -61,7 +66,6 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
         make_field(guide, facts.field)
     if fresh and facts.intercepts:
         keep_slopes(guide, torch.zeros_like(tensors["field.slopes"]))
-    held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
     keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
     if "data" in saved:
         data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
