@@ -12,7 +12,7 @@ as it raises the bound, says how far q's mean and width are from the best.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import torch
@@ -41,14 +41,14 @@ _AWAY = 0.3  # standard deviations of a mean that are told
 _WIDTHS = 0.75, 1.33  # ratios of standard deviations beyond which they are told
 _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
-_LOWER = 3.0  # nats below the first mode, within which a second one is told
+_NATS = 3.0  # between two modes, within which a lower one is told, and beyond which a fit tells of a higher one
 _APART = 3.0  # standard deviations between two modes
 
 
 def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
     """A line for each latent that has not converged, with what to do.
 
-    :param whole: whether weighted draws, and a search from other starts, are asked too; else Newton's step alone.
+    :param whole: whether weighted draws are asked too, and every other start; else Newton's step, and the best start.
     """
     able, relation = able_to_couple(guide, guide.facts), guide.relation(args, kwargs)
     if not able:
@@ -80,7 +80,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
             compared.nested.tell = bar.update
             compared.at_draws(_DRAWS if whole else 2 * compared.nested.size + 8, whole)
             late = compared.of_newton()
-            more = compared.of_draws(late) + compared.of_a_second_start() if whole else []
+            more = (compared.of_draws(late) if whole else []) + compared.of_a_second_start(whole)
             return late + more + compared.of_functions(args, kwargs) + compared.of_inducing_points()
 
 
@@ -308,20 +308,19 @@ class _Compared:
                 )
         return found
 
-    def of_a_second_start(self) -> list[str]:
-        """Whether searches from draws of the prior end at another mode."""
-        starts = [self.loc, *self.search.draws(_STARTS)] if self.free.any() else []
-        ends = [found for start in starts if (found := self._end_of(start)) is not None]
-        if not ends:
+    def of_a_second_start(self, whole: bool) -> list[str]:
+        """Whether searches from each of some draws of the prior, or from the best, end at another mode."""
+        nested, draws = self.nested, self.search.draws(_STARTS)
+        if self.best is None or not self.free.any():
             return []
-        here, first = ends[0]
-        far = [
-            (theta, value)
-            for theta, value in ends[1:]
-            if torch.linalg.solve_triangular(self.own, (theta - here)[self.free, None], upper=False).norm() > _APART
-        ]
-        there, value = max(far, key=lambda end: end[1], default=(here, -math.inf))
-        if value < first - _LOWER:
+        ends = [self._end_of(nested.mode, starts) for starts in ([[draw] for draw in draws] if whole else [draws])]
+        if not self.search.is_informed(nested, self.best.root):
+            ends.append(self._end_of(self.search.beyond, nested, self.loc))
+        if not self._far(ends, self.loc):
+            return []
+        here, first = self._end_of(nested.mode, [self.loc]) or (self.loc, math.inf)
+        there, value = max(self._far(ends, here), key=lambda end: end[1], default=(here, -math.inf))
+        if value < (first - _NATS if whole else first + _NATS):
             return []
         sites, _ = self.nested.run(there, there.new_zeros(self.nested.layout.extended))
         single = [name for name, rows in self.rows.items() if rows.stop - rows.start == 1]
@@ -333,13 +332,21 @@ class _Compared:
             ]
         return [f"there is a second mode, {first - value:.1f} nats lower, at {place}. Intervals are about one of them."]
 
-    def _end_of(self, start: Tensor) -> Optional[tuple[Tensor, float]]:
-        """The mode that a search from there ends at, and F."""
+    def _end_of(self, search: Callable[..., Tensor], *starts: Any) -> Optional[tuple[Tensor, float]]:
+        """The mode that a search ends at, and F."""
         try:
-            theta = self.nested.mode([start])
+            theta = search(*starts)
         except ValueError:  # no density there
             return None
         return theta, float(self.nested.tried(theta).value)  # type: ignore[union-attr]
+
+    def _far(self, ends: list[Any], here: Tensor) -> list[tuple[Tensor, float]]:
+        """Ends that are apart from here."""
+
+        def distance(theta: Tensor) -> Tensor:
+            return torch.linalg.solve_triangular(self.own, (theta - here)[self.free, None], upper=False).norm()
+
+        return [end for end in ends if end is not None and distance(end[0]) > _APART]
 
 
 def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:

@@ -193,12 +193,12 @@ class Nested:
             return _by_derivatives(found, eta)
         return _by_expectation(found, eta, found.covariances(root), self.guide.facts.num_nodes)
 
-    def mode(self, starts: list[Tensor]) -> Tensor:
-        """θ̂, by L-BFGS from the best of some starts."""
+    def mode(self, starts: list[Tensor], preferred: Callable[[Optimum], bool] = lambda found: True) -> Tensor:
+        """θ̂, by L-BFGS from the best of some starts, of those that are preferred if there are any."""
         tried = [(start, found) for start in starts if (found := self.tried(start)) is not None]
         if not tried:
             raise ValueError("no start has a finite density")
-        theta, known = max(tried, key=lambda pair: float(pair[1].value))
+        theta, known = max(tried, key=lambda pair: (preferred(pair[1]), float(pair[1].value)))
         theta, highest = theta.clone().requires_grad_(), known.value
         ahead = [known]  # what L-BFGS asks first
         optimiser = torch.optim.LBFGS(

@@ -120,9 +120,8 @@ def _find(search: Search) -> None:
         nested.tell = bar.update
         if moves:
             theta = nested.mode([theta, *search.draws()])
-            # There all data may be noise: test_a_length_far_from_the_data_is_no_plateau
-            if search.informed(nested) < _PLATEAU:
-                theta = nested.mode([theta, *search.scaled(nested, theta)])
+            if not search.is_informed(nested, nested.last[1]):
+                theta = search.beyond(nested, theta)
         some, nested = nested, search.at_rows(nested, search.most[1])
         if moves and nested is not some:
             theta = nested.mode([theta])
@@ -219,19 +218,25 @@ class Search:
             draws = [self.theta({name: self.priors[name].sample() for name in self.hyper}) for _ in range(num)]
         return [draw for draw in draws if draw.isfinite().all()]
 
-    def informed(self, nested: Nested) -> float:
-        """How many functions of GP sites' bases data inform, tr(I − P⁻¹), where F was last."""
-        index = index_of(nested.layout.rows, self.gps)
-        return len(index) - float(torch.cholesky_inverse(nested.last[1]).diagonal()[index].sum())
+    def is_informed(self, nested: Nested, root: Tensor) -> bool:
+        """Whether data inform some functions of GP sites' bases, tr(I − P⁻¹); else all of them may be noise.
 
-    def scaled(self, nested: Nested, theta: Tensor) -> list[Tensor]:
-        """θ with each positive hyperparameter in turn times factors that its prior allows."""
-        found, every = list[Tensor](), nested.theta_of(theta)
+        :param root: of P.
+        """
+        index = index_of(nested.layout.rows, self.gps)
+        return len(index) - float(torch.cholesky_inverse(root).diagonal()[index].sum()) > _PLATEAU
+
+    def beyond(self, nested: Nested, theta: Tensor) -> Tensor:
+        """The mode beyond a plateau, or θ if that is lower: from θ with one positive hyperparameter times a factor that
+        its prior allows. Where the others stay F is no higher: test_a_length_far_from_the_data_is_no_plateau.
+        """
+        found, every = [theta], nested.theta_of(theta)
         values = {name: biject_to(self.priors[name].support)(part) for name, part in every.items()}
         for name, value in values.items():
             moved = [value * factor for factor in _FACTORS if (value > 0).all()]
             found += [self.theta({**values, name: one}) for one in moved if self.priors[name].support.check(one).all()]
-        return found
+        end = nested.mode(found, lambda other: self.is_informed(nested, other.root))
+        return max(theta, end, key=lambda other: float(nested.at(other).value))
 
     def _has_fewer(self) -> bool:
         """Whether the program has as many rows as it was given."""

@@ -43,8 +43,8 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
         )
     require_by_rows(facts)
     held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
-    slopes = state_dict.pop(prefix + "field.coefficients.slopes", torch.empty(0)).numel()
-    if slopes or not tensors.keys() >= {*held.values()}:
+    slopes = state_dict.pop(prefix + "field.coefficients.slopes", torch.empty(0))
+    if slopes.numel() + len({*held.values()} - tensors.keys()):
         raise ValueError(
             f"the saved posterior of {', '.join(map(repr, facts.field))} is of a development version before 81864b9, "
             "which had it another way; train the guide anew, or load it with that version."
