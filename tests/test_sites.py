@@ -765,7 +765,7 @@ def test_features_of_a_reading_go_with_it():
         conditions = conditions_now(guide, median=True)
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (40, 7)]
-    assert [len(reading.sites.inputs) for reading in conditions.readings] == [40]
+    assert [len(reading.sites.inputs) for reading in conditions.readings.values()] == [40]
 
 
 def test_updates_within_a_step_are_those_of_as_many_steps():

@@ -187,7 +187,7 @@ class GuideSource(Source):
         self.model = guide.model
         self.exact, self.most, self.apart = exact, 1 if exact else 100, guide.has_random_latents
         self.sites: dict[str, Any] = {}
-        self._kept: list[Conditions] = []
+        self._conditions: Optional[Conditions] = None  # of a draw before, where no latent is drawn
         self.families = {name: spec["family"] for name, spec in structure.gps.items()}
         self.data = [name for name, num in structure.rows.items() if num]
         self.observed = list(structure.rows)
@@ -232,21 +232,14 @@ class GuideSource(Source):
 
         Rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
         """
-        guide, training, messenger = self.guide, self.guide.training, cast(Any, Messenger())
+        guide, messenger = self.guide, cast(Any, Messenger())
         messenger._pyro_sample = partial(self._at_training_rows, draw)
-        guide.eval()
         try:
-            with (
-                guide.predicting(self._kept),
-                pyro.validation_enabled(False),
-                whole_plates(),
-                poutine.block(),
-                messenger,
-            ):
-                guide(*self.args, **self.kwargs)
-            return *guide.get_traces(), sites_of(guide.trace)
+            with pyro.validation_enabled(False), whole_plates(), poutine.block(), messenger:
+                run = guide.run_on(self.args, self.kwargs, True, self._conditions)
+            self._conditions = None if self.apart else run.conditions
+            return *guide.get_traces(), sites_of(run.trace)
         finally:
-            guide.train(training)
             guide.trace = poutine.Trace()
 
     def _at_training_rows(self, draw: Draws, msg: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -19,13 +20,13 @@ from ..process import GaussianProcess
 from ..program.checks import require_sizes, require_whole
 from ..program.explore import explore
 from ..program.facts import Structure
-from ..program.handlers import held_trace
+from ..program.handlers import held_runs
 from ..program.reader import Reader
-from ..program.traces import all_sites, is_observation, piecewise_constant, repeatable, whole_plates
+from ..program.traces import all_sites, is_observation, repeatable, whole_plates
 from .first_call import require_separate_sites
 from .known import KnownGuide
 from .reading import SiteReading, settle
-from .runs import Priors, held_runs
+from .runs import Priors
 
 _MOST = 200  # updates of sites
 _TOGETHER = "Train on old and new rows together"
@@ -41,10 +42,10 @@ class _Sums:
     :param forget: the share of (G₀, r₀) that is dropped.
     """
 
-    at, rate = "marginals", 0.7  # of updates, as SiteGP has them
+    at, rate, sites = "marginals", 0.7, None  # of updates, as SiteGP has them, and sites that it keeps
 
     def __init__(self, module: SparseGP, process: GaussianProcess, name: str, forget: float) -> None:
-        self.process, self.name, self.coefficients = process, name, module.coefficients
+        self.coefficients = module.coefficients
         self.features = module.features_for(process, name)
         self.phi = self.features(process.x)
         self.anchor = self.coefficients.anchor_of(self.features)
@@ -56,11 +57,15 @@ class _Sums:
         phi, (gram, pull) = side_by_side(self.phi), self._sums
         return gram + weighted_gram(phi, sites.precision), pull + (phi.mT @ sites.linear[..., None])[..., 0]
 
-    def posterior(self, sites: Optional[Sites]) -> SparsePosterior:
-        """Under new sites, or none."""
-        sites = sites or Sites.none(self.process.x, self.process.batch_shape)
-        q = Continued(self.coefficients.of(*self.plus(sites)), *self._sums)
-        return SparsePosterior(self.process, self.features, q, self.name, sites, self.phi)
+    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
+        """The posterior under new sites, or none."""
+
+        def answer(sites: Optional[Sites]) -> SparsePosterior:
+            sites = sites or Sites.none(process.x, process.batch_shape)
+            q = Continued(self.coefficients.of(*self.plus(sites)), *self._sums)
+            return SparsePosterior(process, self.features, q, name, sites, self.phi)
+
+        return answer
 
 
 def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float) -> None:
@@ -68,23 +73,23 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
     if not (isinstance(forget, (int, float)) and 0 <= forget <= 1):
         raise ValueError(f"absorb's forget is a share of what was learned, in [0, 1], got {forget!r}")
     _require_sums(guide)
-    run = Priors(guide, at_medians=True)
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like), poutine.block(), whole_plates():
-        run.perform(args, kwargs)
+        run = Priors(guide, at_medians=True).perform(args, kwargs)
         trace = run.trace
         if not any(is_observation(site) for _, site in all_sites(trace)):
             raise ValueError("absorb is given no observations: give it the new data, guide.absorb(x, y).")
         require_whole(trace)
         require_sizes(trace, each_row=True)
-        found = _facts(guide, run, args, kwargs)
-        readings = []
-        for name, process in run.processes.items():
-            sums: Any = _Sums(guide.module_of(name), process, name, forget)
-            kinds, none = found.kinds(name), Sites.none(process.x, process.batch_shape)
-            readings.append(SiteReading(name, process, sums, *kinds, none, torch.zeros(()), answer=sums.posterior))
-        marginals = {reading.name: reading.look()[1] for reading in readings}
+        # How the densities of the new rows depend on GP sites' values.
+        found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated, num_nodes=guide.facts.num_nodes)
+        reader = Reader(held_runs(guide.model, trace, args, kwargs), found)
+        explore(found, reader.run, run.processes, list(run.processes))
+        for name in run.processes:
+            require_separate_sites(found, name, "rows to absorb, of which absorb", trace, _TOGETHER)
+        sums = {name: _Sums(guide.module_of(name), process, name, forget) for name, process in run.processes.items()}
+        readings = [SiteReading(name, process, sums[name], reader) for name, process in run.processes.items()]
+        marginals = {reading.name: reading.look()[1] for reading in readings if not reading.alone}
         tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3
-        reader = Reader(lambda values: held_trace(guide.model, values, args, kwargs, trace), found)
         settle(reader, readings, marginals, _MOST, tolerance)
         sums_of = {reading.name: reading.module.plus(reading.sites) for reading in readings}
         for reading in readings:
@@ -127,14 +132,3 @@ def _require_sums(guide: KnownGuide) -> None:
                 "natural=False: train on old and new rows together, after guide.forget_data() and then guide(x, y); or "
                 "take SVGP, OrthogonalInducing or CoupledCovariance with natural=True."
             )
-
-
-def _facts(guide: KnownGuide, run: Priors, args: tuple, kwargs: dict[str, Any]) -> Structure:
-    """How the densities of the new rows depend on GP sites' values."""
-    found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated, num_nodes=guide.facts.num_nodes)
-    flat = piecewise_constant(run.trace)
-    held = held_runs(guide.model, run.trace, args, kwargs)
-    explore(found, held, run.processes, [] if flat else list(run.processes))
-    for name in run.processes:
-        require_separate_sites(found, name, "rows to absorb, of which absorb", flat, _TOGETHER)
-    return found

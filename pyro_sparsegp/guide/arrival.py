@@ -25,7 +25,7 @@ from .checks import explain_nan
 from .conditions import conditions_now
 from .coupled import able_to_couple
 from .field import field_given, slices
-from .known import KnownGuide
+from .known import KnownGuide, Rows
 from .nested import Nested
 from .predictors import jacobian
 from .runs import Posteriors, Priors
@@ -60,8 +60,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     if not is_open(guide, able):
         return [beyond]
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
-        run = Priors(guide, at_medians=True)
-        run.perform(args, kwargs)
+        run = Priors(guide, at_medians=True).perform(args, kwargs)
         sites = sample_sites(run.trace)
         is_more = any(sites[name]["value"].numel() > num for name, num in guide.facts.rows.items() if name in sites)
         if relation is not None and relation.others and not relation.same and not is_more:
@@ -181,10 +180,9 @@ class _Compared:
         apart = [name for name in guide.facts.gps if name not in guide.facts.field]
         if found is None or not apart:
             return []
-        run = Posteriors(guide, conditions_now(guide, median=True))
-        run.draws_data, run.at_medians = False, True
+        new = Rows(same=False, inputs=False, new=True)
         with torch.no_grad():
-            run.perform(args, kwargs)
+            run = Posteriors(guide, conditions_now(guide, median=True), new, at_medians=True).perform(args, kwargs)
         advice = self._given([name for name in self.search.normal if name not in guide.facts.field]) or "Train longer."
         covariance, lines = torch.cholesky_inverse(found.root), list[str]()
         step = math.ceil(self.nested.weight)
@@ -378,10 +376,8 @@ def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str,
     facts, found = guide.facts, dict[str, tuple[Tensor, Tensor]]()
     if not facts.field and not able_to_couple(guide, facts):
         return found
-    run = Priors(guide, at_medians=True)
-    run.draws_data = False
     with repeatable(guide.like), poutine.block(), torch.no_grad():
-        run.perform(args, kwargs)
+        run = Priors(guide, at_medians=True).perform(args, kwargs)
         if facts.coupled:
             mean, sd = guide.together.mean, guide.together.tril.square().sum(-1).sqrt()
             sizes = {name: torch.Size(facts.latents[name]["shape"]).numel() for name in facts.coupled}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Optional, Union
 
 import torch
@@ -14,19 +15,19 @@ from ..approximations.expectation import require_refined
 from ..modules import drop_stored, take_name, unique_name
 from ..numerics.codes import require_count
 from ..posterior.sparse_posterior import SparsePosterior
-from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes, unrecorded
-from ..program.traces import free_values, repeatable, whole_plates
+from ..program.mapping import in_blocks
+from ..program.traces import repeatable, whole_plates
 from ..warned import without
 from .absorb import absorb
 from .arrival import check
 from .checks import check_parameters
-from .conditions import conditions_now, conditions_of_call
+from .conditions import condition, conditions_now
 from .first_call import initialise, require_arguments
 from .known import Families, Rows
-from .rows import note_rows, note_step, or_of_training, quantiles_of, rows_of, share_of_rows, warn_of_unseen
-from .runs import LARGEST_JOINT, BySite, Conditions, Posteriors, Priors, Run
+from .rows import note_rows, note_step, rows_of
+from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Run
 from .start import init_to_centre
 from .state import SavedGuide
 
@@ -34,6 +35,13 @@ _KEEP_ROWS = (
     "to learn hyperparameters on a stream keep some of its rows yourself, take SVI steps on them, "
     "svi.step(x, y, size=N) for N rows in all, then absorb them anew, guide.absorb(x, y, forget=1.0)."
 )
+
+
+class BySite(dict[str, SparsePosterior]):
+    """A dict of posteriors; a missing key raises KeyError listing the GP sites."""
+
+    def __missing__(self, name: str) -> SparsePosterior:
+        raise KeyError(f"{name!r} is no GP site of the model; its GP sites are {sorted(self)}")
 
 
 class AutoSparseGP(SavedGuide):
@@ -96,8 +104,7 @@ class AutoSparseGP(SavedGuide):
         options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
         search = start is not None
         super().__init__(model, families, point_estimates, independent_draws, independent, search, **options)
-        self._asked: Optional[Callable[[tuple, dict[str, Any]], Optional[Run]]] = None  # makes an objective's run
-        self._ahead: Optional[tuple[Rows, Conditions]] = None  # what runs at nodes are conditioned on, once it is known
+        self._asked: Optional[Callable[[tuple, dict[str, Any]], None]] = None  # what is done in the place of draws
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
@@ -124,40 +131,47 @@ class AutoSparseGP(SavedGuide):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
-        run = (self._asked or self._run_on)(args, kwargs)
-        if run is None:
-            return {}
-        draws = run.perform(args, kwargs)
-        require_sizes(run.trace)
-        if isinstance(run, Posteriors) and any(p.kernel.depends_on_rows for p in run.processes.values()):
-            note_rows(self, run)
-        if self.is_training:
-            self.row_share = note_step(self, run, args, kwargs)  # type: ignore[arg-type]
-        return draws
+        if self._asked is None:
+            return self.run_on(args, kwargs).values
+        self._asked(args, kwargs)
+        return {}
 
-    def _conditioned_on(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
-        rows = rows_of(self, args, kwargs)
-        return rows, conditions_of_call(self, rows, args, kwargs) if self.on_sites else Conditions()
+    def run_on(
+        self, args: tuple, kwargs: dict[str, Any], new: bool = False, conditions: Optional[Conditions] = None
+    ) -> Posteriors:
+        """A run for draws.
 
-    def _run_on(self, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
-        """A run for draws."""
+        :param new: whether the rows are new, whatever they are.
+        :param conditions: of a run before; by default latents are drawn anew.
+        """
         self.prepare(*args, **kwargs)
-        rows, conditions = self._conditioned_on(args, kwargs)
+        rows, conditions = (rows_of(self, args, kwargs), conditions) if conditions else self._known(args, kwargs)
         asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
-        has_data = not asks or self._observes(args, kwargs)
+        has_data = not asks or observes(self.model, self.facts.rows, self.like, args, kwargs)
         require_refined(self.modules_by_site(), not has_data)
-        most = torch.inf if not self.training else LARGEST_JOINT if rows.fewer else 0
-        run = Posteriors(self, conditions, rows, most, new_inputs=self.kept is not None or not has_data)
-        run.sums_out = has_data
+        most = LARGEST_JOINT if new or rows.fewer else 0
+        if new or not has_data:
+            rows = replace(rows, same=False, new=True)
+        joint_up_to = most if new or self.training else torch.inf
+        run = Posteriors(self, conditions, rows, sums_out=has_data, joint_up_to=joint_up_to)
+        self._perform(run, args, kwargs)
         return run
 
-    def _are_known(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call brings all the data of training, row by row, where latents have a value for each row."""
-        relation = self.relation(args, kwargs) if self.local_latents else None
-        return relation is not None and relation.same
+    def _known(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
+        rows = rows_of(self, args, kwargs)
+        return rows, condition(self, rows, args, kwargs) if self.on_sites else Conditions()
 
-    def _observes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        return observes(self.model, self.facts.rows, self.like, args, kwargs)
+    def _perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
+        run.perform(args, kwargs)
+        require_sizes(run.trace)
+        note_rows(self, run)
+        if self.is_training:
+            self.row_share = note_step(self, run, args, kwargs)
+
+    def _new_rows(self, args: tuple, kwargs: dict[str, Any]) -> Rows:
+        """Rows to predict at; latents of single rows are known if these are all the data of training."""
+        relation = self.relation(args, kwargs) if self.local_latents else None
+        return Rows(same=False, inputs=relation is not None and relation.same, new=True)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
@@ -212,9 +226,9 @@ class AutoSparseGP(SavedGuide):
 
         :param args: the arguments of the model, with the training data, by default the first call's.
         """
-        args, kwargs = or_of_training(self, "check", args, kwargs)
+        args, kwargs = self._or_of_training("check", args, kwargs)
         self._ready(args, kwargs)
-        if not self._observes(args, kwargs):
+        if not observes(self.model, self.facts.rows, self.like, args, kwargs):
             raise ValueError("check compares the posterior with the data: give it the training arguments, check(x, y)")
         return check(self, args, kwargs)
 
@@ -229,12 +243,10 @@ class AutoSparseGP(SavedGuide):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         :raises KeyError: by the dict returned, for a site that is no GP.
         """
-        args, kwargs = or_of_training(self, "posterior", args, kwargs)
+        args, kwargs = self._or_of_training("posterior", args, kwargs)
         self._ready(args, kwargs)
-        known = self._are_known(args, kwargs)
-        run = Posteriors(self, conditions_now(self, median=True))
-        run.draws_data, run.own_rows, run.at_medians = False, known, True
-        return BySite(self._predicted(run, args, kwargs).posteriors)
+        rows, conditions = self._new_rows(args, kwargs), conditions_now(self, median=True)
+        return BySite(self._predicted(args, kwargs, conditions, rows, at_medians=True, draws_data=False).posteriors)
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
@@ -249,20 +261,20 @@ class AutoSparseGP(SavedGuide):
         """
         require_count(num, "the number of draws")
         self._ready(args, kwargs)
-        conditions, known, draws = None, self._are_known(args, kwargs), list[dict[str, Tensor]]()
+        conditions, rows, draws = None, self._new_rows(args, kwargs), list[dict[str, Tensor]]()
         for _ in range(num):
             if conditions is None or self.has_random_latents:
-                conditions = conditions_now(self, False, known)
-            run = Posteriors(self, conditions, joint_up_to=torch.inf if joint else -1)
-            run.own_rows = known
-            draws.append(self._predicted(run, args, kwargs).values)
+                conditions = conditions_now(self, False, rows.inputs)
+            run = self._predicted(args, kwargs, conditions, rows, joint_up_to=torch.inf if joint else -1)
+            draws.append(run.values)
         return draws
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
-        args, kwargs = or_of_training(self, "median", args, kwargs)
+        args, kwargs = self._or_of_training("median", args, kwargs)
         return super().median(*args, **kwargs)
 
+    @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
         """Quantiles of each latent and of each GP site's values at these inputs, by default the training data's. They
         are ``(Q, ...)`` by site, as in Pyro's AutoNormal.
@@ -271,8 +283,26 @@ class AutoSparseGP(SavedGuide):
 
         :param num_draws: the number of draws to estimate the quantiles from.
         """
-        args, kwargs = or_of_training(self, "quantiles", args, kwargs)
-        return quantiles_of(self, quantiles, num_draws, args, kwargs)
+        args, kwargs = self._or_of_training("quantiles", args, kwargs)
+        levels = torch.as_tensor(quantiles).to(self.like)
+        if not ((levels >= 0) & (levels <= 1)).all():
+            raise ValueError(f"quantiles must be between 0 and 1, got {quantiles}")
+        require_count(num_draws, "num_draws")
+
+        def one(_: Any) -> dict[Any, Tensor]:
+            values = self.draw(*args, joint=False, **kwargs)
+            return {name: values[name] for name in (*self.facts.latents, *self.facts.gps) if name in values}
+
+        # 128 features a value.
+        blocks = list(in_blocks(one, {"": torch.arange(num_draws)}, lambda d: 128 * sum(map(torch.numel, d.values()))))
+        self.trace = poutine.Trace()  # as in predict
+        return {name: torch.cat([block[name] for block in blocks]).quantile(levels, 0) for name in blocks[0]}
+
+    def _or_of_training(self, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        data = self.core.data
+        if data is None and not (args or kwargs):
+            raise ValueError(f"the guide holds no training data: give the model's arguments, guide.{what}(..., x)")
+        return (args, kwargs) if args or kwargs else (data.args, data.kwargs)  # type: ignore[union-attr]
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         # test_messages.py::test_a_guide_that_saw_no_data
@@ -285,10 +315,12 @@ class AutoSparseGP(SavedGuide):
             self.prepare(*args, **kwargs)
         require_refined(self.modules_by_site())
 
-    def _predicted(self, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
+    def _predicted(
+        self, args: tuple, kwargs: dict[str, Any], conditions: Conditions, rows: Rows, **asked: Any
+    ) -> Posteriors:
         with unrecorded(same=False, learns=False), whole_plates():
-            run.perform(args, kwargs)
-        warn_of_unseen(self, run)
+            run = Posteriors(self, conditions, rows, sums_out=False, **asked).perform(args, kwargs)
+        note_rows(self, run)
         return run
 
     def forget_data(self) -> None:
@@ -317,36 +349,15 @@ class AutoSparseGP(SavedGuide):
         """
         if not self.core.known:  # test_sites.py::test_messages_for_data_that_do_not_fit
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
-        return {reading.name: reading.status for reading in conditions_now(self, median=True).readings}
+        return {name: reading.status for name, reading in conditions_now(self, median=True).readings.items()}
 
     # For objectives, and what else runs it.
 
-    @contextmanager
-    def predicting(self, kept: list[Conditions]) -> Iterator[None]:
-        """Treat each call's inputs as new inputs, even if the call brings observations.
-
-        :param kept: conditions of earlier calls (latents, Gaussian sites), used again if no latent is drawn.
-        """
-        before, self.kept = self.kept, kept
-        try:
-            yield
-        finally:
-            self.kept = before
-
-    @contextmanager
-    def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-        """Read the Gaussian sites once, before runs at quadrature nodes: the runs may then be under vmap."""
-
-        def read(args: tuple, kwargs: dict[str, Any]) -> None:
-            self._ahead = self._conditioned_on(args, kwargs)
-
-        try:
-            self._asked = read
-            wrapped(*args, **kwargs)
-            self._asked = None
-            yield
-        finally:
-            self._ahead = self._asked = None
+    def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
+        """What runs at quadrature nodes are conditioned on: read before them, as they may be under vmap."""
+        found: list[tuple[Rows, Conditions]] = []
+        self._in_place_of_draws(lambda *call: found.append(self._known(*call)), wrapped, args, kwargs)
+        return found[0]
 
     def at_nodes(
         self,
@@ -354,42 +365,34 @@ class AutoSparseGP(SavedGuide):
         wrapped: Callable,
         args: tuple,
         kwargs: dict[str, Any],
+        known: Optional[tuple[Rows, Conditions]] = None,
         ahead: Optional[Priors] = None,
     ) -> tuple[Any, Any, Any]:
         """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
 
         :param wrapped: this guide, or this guide inside handlers such as ``poutine.scale``.
+        :param known: what :meth:`conditioned` has read before.
         :param ahead: a run to make instead, with u at its prior mean.
         :returns: the model's trace, the guide's trace, and a trace of all sites, with the plates' row numbers.
         """
 
-        def makes(args: tuple, kwargs: dict[str, Any]) -> Run:
-            rows, conditions = self._ahead or self._conditioned_on(args, kwargs)
-            if ahead is not None:
-                ahead.rows, ahead.nodes = rows, nodes
-                return ahead
-            return Posteriors(self, conditions, rows, 0 if self.training else torch.inf, nodes, self.kept is not None)
+        def perform(args: tuple, kwargs: dict[str, Any]) -> None:
+            rows, conditions = known or self._known(args, kwargs)
+            run: Run = ahead or Posteriors(self, conditions, joint_up_to=0 if self.training else torch.inf)
+            run.rows, run.nodes = rows, nodes
+            self._perform(run, args, kwargs)
 
-        before, state = self._asked, vars(self)
         try:
-            state["_asked"] = makes
-            wrapped(*args, **kwargs)
+            self._in_place_of_draws(perform, wrapped, args, kwargs)
             return (*self.traces(), self.trace)
         finally:
-            state.update(_asked=before, trace=poutine.Trace())  # under vmap its tensors are of no use to others
+            vars(self)["trace"] = poutine.Trace()  # under vmap its tensors are of no use to others
 
-    def priors(
-        self, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[dict[str, GaussianProcess], dict[str, Tensor], poutine.Trace]:
-        """One run with latents other than f at their medians, for expectation propagation.
-
-        :returns: the GP sites' priors given these latents; values of latents and plates' row numbers; the run's trace.
-        """
-        rows = rows_of(self, args, kwargs)
-        run = Priors(self, at_medians=True, own_rows=rows.inputs)
-        run.perform(args, kwargs)
-        require_sizes(run.trace)
-        if self.is_training:
-            share_of_rows(self, rows)
-        values = {name: value for name, value in free_values(run.trace).items() if name not in run.processes}
-        return run.processes, values, run.trace
+    def _in_place_of_draws(self, asked: Callable, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Call this guide within its handlers for something else than draws; they may change the arguments."""
+        state = vars(self)
+        try:
+            state["_asked"] = asked
+            wrapped(*args, **kwargs)
+        finally:
+            state["_asked"] = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
+from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
@@ -19,20 +20,24 @@ from ..process import GaussianProcess
 from ..program import checks
 from ..program.declared import is_normal
 from ..program.facts import Structure
-from ..program.traces import all_sites, bare, is_free
+from ..program.reader import with_priors
+from ..program.traces import all_sites, bare, is_free, log_densities
 from .known import Core, KnownGuide
 from .networks import Calls, rows_to_follow
-from .runs import probed
+from .runs import Run, probed
 
 
 def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
     core.calls = Calls(keeps=True)
     probe = probed(guide, args, kwargs)
+    outputs = [*densities_of(probe).values(), *(probe.values[name] for name in probe.posteriors)]
+    for q in probe.posteriors.values():  # a kernel's parameter may be in the divergence alone, a mean's in the values
+        outputs += [q.process.kernel.diag(q.process.x), q.kl]
     known = _check_known(core.facts, guide.trace)
     _warn_of_data_latents(guide, probe.posteriors)
     _warn_of_jitter(guide, probe.posteriors)
-    core.registered = checks.require_registered(probe, guide.trace, (args, kwargs))
+    core.registered = checks.require_registered(outputs, guide.trace, (args, kwargs))
     for name, posterior in probe.posteriors.items():
         if posterior.process.x.requires_grad:
             module = guide.module_of(name)
@@ -40,6 +45,11 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
             core.facts.gps[name] = module.spec()
     core.calls = Calls() if core.facts.follows_networks else None
     core.checked = known  # else a training call will tell
+
+
+def densities_of(run: Run) -> dict[str, Tensor]:
+    """The log densities of a run's sites that are no GP sites."""
+    return log_densities(with_priors(run.trace), run.posteriors)
 
 
 def _let_inputs_move(module: Any, process: GaussianProcess) -> None:
@@ -118,7 +128,7 @@ def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
     """What is NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
         run = probed(guide, args, kwargs)
-    values = {f"the log density of site {name!r}": density for name, density in run.densities.items()}
+    values = {f"the log density of site {name!r}": density for name, density in densities_of(run).items()}
     for name, q in run.posteriors.items():
         values |= {
             f"the inputs of GP site {name!r}": q.process.x.sum(-1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,16 +13,17 @@ from torch import Tensor
 from ..approximations.on_sites import SiteGP
 from ..gaussians.sites import KeptSites
 from ..numerics.linalg import MAPPED
+from ..process import GaussianProcess
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.explore import explore
-from ..program.handlers import held_trace, unrecorded
+from ..program.handlers import held_runs, unrecorded
 from ..program.reader import Expectation, Reader, scale_of, with_priors
 from ..program.traces import all_sites, bare, free_values, log_densities, repeatable
 from ..warned import warn_once
 from .known import Core, KnownGuide, Rows
-from .reading import SiteReading, negative, settle
-from .runs import Conditions, UnderLatents
+from .reading import SiteReading, settle
+from .runs import Conditions, Priors, Run
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
@@ -54,94 +55,101 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
         )
     # Sites that are kept must serve training, too: no tensors of inference mode.
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
-        return condition(guide, data.args, data.kwargs, known and not guide.facts.inner, False, median)
+        return condition(guide, Rows(same=known and not guide.facts.inner), data.args, data.kwargs, median)
 
 
-def conditions_of_call(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> Conditions:
-    """As :func:`condition`; while predicting, those of the call before unless latents are drawn anew."""
-    kept = guide.kept
-    if kept and not guide.has_random_latents:
-        return kept[-1]
-    found = condition(guide, args, kwargs, rows.same, rows.learns)
-    if kept is not None:
-        kept[:] = [found]
-    return found
+@dataclass(eq=False)
+class _UnderLatents(Priors):
+    """The latents are drawn, for what families on sites are conditioned on.
+
+    :param draws_layers: whether inner layers are drawn, too, being at the rows of training.
+    :param reads: the GP sites by whose values, ``moves`` off the prior's mean, its densities are to be derived.
+    """
+
+    draws_layers: bool = False
+    reads: Collection[str] = ()
+    moves: dict[str, Tensor] = field(init=False, default_factory=dict)
+
+    def answer(self, name: str, process: GaussianProcess, module: Any) -> Any:
+        if name in self.reads:
+            self.moves[name] = torch.zeros_like(process.mean, requires_grad=True)
+            return process.mean + self.moves[name]
+        if _is_read(module):
+            return process.mean
+        draws = self.draws_layers and name in self.guide.facts.inner and not self.at_medians
+        posterior = self.posteriors[name] = self.free(name, process, module, self.guide.kind_of_draws(name))
+        return posterior if draws else posterior.mean
 
 
-def condition(
-    guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool, learns: bool, median: bool = False
-) -> Conditions:
+def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any], median: bool = False) -> Conditions:
     """Draw the latents at the training data, and read under them the sites of families on sites.
 
-    :param same: whether the arguments are the training data; else those are taken.
-    :param learns: whether this is a step of training: modules keep the sites, gradients pass through them.
+    :param rows: of the arguments; if they are not those of training, the training data are taken. In a step of training
+        modules keep the sites, and gradients pass through them.
     :param median: take the latents' medians instead.
     """
-    core = guide.learnt
+    core, same, learns = guide.core, rows.same, rows.learns
     if not same:
         if core.data is None:
             return Conditions()
         args, kwargs = core.data.args, core.data.kwargs
-    run = UnderLatents(guide, same, _reads_itself(guide), median)
-    with unrecorded(same, learns), torch.set_grad_enabled(learns or run.reads):
+    # Not under vmap, by which predict draws: it has no torch.autograd.grad.
+    kept = [name for name, module in guide.modules_by_site().items() if _is_read(module)]
+    reads = [] if MAPPED.get() else list(filter(core.facts.is_alone, kept))
+    run = _UnderLatents(guide, at_medians=median, draws_layers=same, reads=reads)
+    with unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
         run.perform(args, kwargs)
     if same and guide.takes_batches and core.data is not None and holds_part(run.trace):
-        return condition(guide, args, kwargs, False, learns)  # the rows it knows, as a batch of more
+        return condition(guide, replace(rows, same=False), args, kwargs)  # the rows it knows, as a batch of more
     if same and learns:
         core.data = core.data or TrainingData(guide.model, args, kwargs)
         core.data.args, core.data.kwargs = args, kwargs
-    modules = {name: module for name, module in guide.site_modules().items() if name in run.processes}
-    for name, module in modules.items():
+    for name, module in guide.site_modules().items():
         require_full_batch(name, module.family["name"], run.trace)
-        if learns and not same and isinstance(module.sites, KeptSites):
-            module.sites.progress["marginals"] = None  # those of another step
-    reader = Reader(lambda f: held_trace(guide.model, f, args, kwargs, run.trace), core.facts, _closed(core, run))
+    reader = Reader(held_runs(guide.model, run.trace, args, kwargs), core.facts, _closed(core, run))
     with torch.set_grad_enabled(learns):
-        readings = _read(guide, reader, modules, run, learns)
-    draws = {name: run.posteriors[name] for name in core.facts.inner if name in run.posteriors}
-    return Conditions(_values_of(guide, run, same, learns), draws, readings, run.drawn)
+        readings = _read(guide, reader, kept, run, rows)
+    # What other runs are to have of latents and inner layers: all of it at the same rows.
+    free, inner = free_values(run.trace), core.facts.inner
+    shared = free.keys() if same else core.facts.latents.keys() - set(guide.local_latents)
+    held = {name: free[name] for name in free if name in shared and (name in inner or name not in run.processes)}
+    held = held if learns else {name: value.detach() for name, value in held.items()}
+    draws = {name: run.posteriors[name] for name in inner if name in run.posteriors}
+    return Conditions(held, draws, readings, run.drawn)
 
 
-def _values_of(guide: KnownGuide, run: UnderLatents, same: bool, learns: bool) -> dict[str, Tensor]:
-    """The values of latents and inner layers that other runs are to have: all of them at the same rows."""
-    facts, free = guide.facts, free_values(run.trace)
-    shared = free.keys() if same else facts.latents.keys() - set(guide.local_latents)
-    held = {n: v for n, v in free.items() if n in shared and (n in facts.inner or n not in run.processes)}
-    return held if learns else {name: value.detach() for name, value in held.items()}
+def _is_read(module: Any) -> bool:
+    """Whether a module's sites are read; of others they are parameters."""
+    return isinstance(module, SiteGP) and isinstance(module.sites, KeptSites)
 
 
 def _read(
-    guide: KnownGuide, reader: Reader, modules: dict[str, SiteGP], run: UnderLatents, learns: bool
-) -> list[SiteReading]:
-    """The sites of families on sites, at a run's latents."""
-    marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
+    guide: KnownGuide, reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows
+) -> dict[str, SiteReading]:
+    """The sites of some GP sites, at a run's latents."""
+    learns, left = rows.learns, list[SiteReading]()
     if learns:
-        _look_again(guide.learnt, reader, run)
-    readings = [
-        SiteReading.of(name, run.processes[name], module, reader.found)
-        for name, module in modules.items()
-        if isinstance(module.sites, KeptSites)
-    ]
-    if run.reads and all(reading.direct for reading in readings):
-        for reading in readings:
+        _look_again(guide.core, reader, run)
+    met = {name: process for name, process in run.processes.items() if name in names}
+    readings = {name: SiteReading(name, process, guide.module_of(name), reader) for name, process in met.items()}
+    for reading in readings.values():
+        if reading.alone and reading.name in run.moves:
             _read_off(reading, run, learns)
-    elif readings:
-        for name in modules.keys() - {reading.name for reading in readings}:  # whose sites are parameters
-            with torch.no_grad():
-                q = modules[name](run.processes[name], name)
-            marginals[name] = q.mean, q.variance
-        for reading in readings:
-            if not reading.direct or reader.meeting(reading.name):
-                marginals[reading.name] = reading.resume() if learns else reading.look()[1]
-        settle(reader, readings, marginals, *_patience(guide, readings, learns))
-    for reading in readings:  # to look at a guide does not change how it trains
+        else:
+            left.append(reading)
+    if left:
+        marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
+        others = [reading for reading in left if not reading.alone]
+        marginals |= {r.name: r.resume(rows.same) if learns else r.look()[1] for r in others}
+        settle(reader, left, marginals, *_patience(guide, left, learns))
+    for reading in readings.values():  # to look at a guide does not change how it trains
         reading.release()
         if learns or reading.module.sites.empty or (reading.direct and run.at_medians):
             reading.keep()
     return readings
 
 
-def _closed(core: Core, run: UnderLatents) -> Collection[str]:
+def _closed(core: Core, run: Run) -> Collection[str]:
     """The sites whose expectation is in closed form, if no other densities depend on the values of the one GP site."""
     forms = core.forms
     if forms is None or len(core.facts.gps) > 1 or forms.functions or forms.rest.dependence:
@@ -149,16 +157,7 @@ def _closed(core: Core, run: UnderLatents) -> Collection[str]:
     return forms.rows if forms.hold(run.trace.nodes) else ()
 
 
-def _reads_itself(guide: KnownGuide) -> bool:
-    """Whether the run in which latents are drawn gives all sites: each GP site's log densities are quadratic in its
-    values, and none meets another or itself; not under vmap, by which predict draws: it has no torch.autograd.grad.
-    """
-    facts, modules = guide.facts, guide.site_modules()
-    able = [name for name, m in modules.items() if facts.kinds(name)[1] and isinstance(m.sites, KeptSites)]
-    return able == list(facts.gps) and not (facts.interactions or MAPPED.get())
-
-
-def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:
+def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
     """The sites of a quadratic ℓ by its derivatives in a run with f at the prior's mean μ: λ = −ℓ″, λ(z − μ) = ℓ′."""
     names, move = list(run.trace.nodes), run.moves[reading.name]
     with torch.enable_grad():
@@ -168,24 +167,21 @@ def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:
         (first,) = torch.autograd.grad(total, move, create_graph=True)
         (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=learns)
     found = Expectation(total, first, second) if learns else Expectation(*(p.detach() for p in (total, first, second)))
-    reading.truncated = negative(found)
     reading.move(reading.expanded(found, torch.zeros_like(move)))
-    reading.alone, reading.change = True, 0.0
+    reading.change = 0.0
 
 
-def _look_again(core: Core, reader: Reader, run: UnderLatents) -> None:
+def _look_again(core: Core, reader: Reader, run: _UnderLatents) -> None:
     """Densities that were normal around f at the first call may not stay so: at some steps, and where distributions are
     of other kinds than before, it is asked again.
     """
     kinds = {name: type(bare(site["fn"])) for name, site in all_sites(run.trace) if site["is_observed"]}
-    before, core.kinds = core.kinds, kinds
-    core.looks += 1
-    found = reader.found
-    if not found.quadratic or before is None or (kinds == before and core.looks not in _LOOKS):
-        return
-    again = replace(found, inner=[], groups={}, quadratic=[])
-    explore(again, reader.run, run.processes, found.quadratic)
-    found.quadratic[:] = again.quadratic
+    are_others = core.kinds not in (None, kinds)
+    core.kinds, core.looks, found = kinds, core.looks + 1, reader.found
+    if found.quadratic and (are_others or core.looks in _LOOKS):
+        again = replace(found)
+        explore(again, reader.run, run.processes, found.quadratic)
+        found.quadratic[:] = again.quadratic
 
 
 def _patience(guide: KnownGuide, readings: list[SiteReading], learns: bool) -> tuple[int, float]:

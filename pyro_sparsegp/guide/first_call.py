@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
+from pyro.infer.autoguide.utils import deep_setattr
 from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..approximations.on_sites import SiteGP
 from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
+from ..kernels.base import white_share
 from ..modules import at_path
-from ..posterior.drawing import OTHER_LATENTS, ExpectedSite
-from ..posterior.sparse_posterior import SparsePosterior
+from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks
 from ..program.data import TrainingData, first_tensor, rows_of, sized_plates
 from ..program.dependence import COUPLED, NONE
 from ..program.explore import explore
 from ..program.facts import ClosedForms, Structure
-from ..program.handlers import is_blocked
+from ..program.handlers import held_runs, is_blocked
 from ..program.traces import (
     all_sites,
     as_process,
@@ -42,11 +43,13 @@ from .field import is_normal_prior
 from .joint import join, require_by_rows, require_families, require_joint
 from .known import Core, KnownGuide
 from .rows import show_all_rows
-from .runs import Setup, held_runs, probed
+from .runs import Run, probed
 from .start import start
 
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
+_WAVES = 16  # of a function that stands for a prior's draw at many rows
+_MANY = 4096  # rows, of which means are computed at some only where they show what depends on what
 
 
 def require_arguments(model: Any, families: Any, independent_draws: Any, independent: Any, start: Any) -> None:
@@ -86,15 +89,15 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         run = _set_up(guide, args, kwargs)
         trace = run.trace
         checks.require_sizes(trace)
-        _require_sites(guide, trace, run.posteriors)
-        facts = _describe(guide, trace, run.posteriors)
+        _require_sites(run)
+        facts = _describe(run)
         facts.sized = sized_plates(trace, rows_of(guide.model, args, kwargs))
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
         facts.joint = guide.groups
-        guide.core = Core(facts, True)
+        guide.core = Core(facts)
         show_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, facts.gps, trace, args, kwargs)
-        _explore(guide, facts, args, kwargs, trace, run.posteriors)
+        _explore(run, facts, args, kwargs)
         require_joint(facts, run.processes)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
@@ -114,90 +117,129 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
 
 
 class _FlatInputsError(Exception):
-    """A GP site's inputs have columns in which all rows are the same."""
+    """A GP site's inputs have columns in which all rows are the same; with the names of latents to move them by."""
 
 
-def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Setup:
+class _Setup(Run):
+    """The first run: makes the modules."""
+
+    def module(self, name: str, process: GaussianProcess) -> Any:
+        guide, x = self.guide, process.x
+        _require_positive(guide.trace, name, process)
+        if not guide.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
+            free = {other: site for other, site in sample_sites(guide.trace).items() if is_free(site)}
+            normal = [other for other, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
+            several = [other for other in normal if free[other]["value"].numel() > 1]
+            if several:
+                raise _FlatInputsError(*several)
+        guide.like = x.new_empty(0)
+        module = guide.family_of(name).build(process, name)
+        # A kernel whose diagonal depends on the rows has a correction there that families know of:
+        # test_guide.py::test_noise_in_the_kernel_is_told_of.
+        share = 0.0 if process.kernel.depends_on_rows else float(white_share(process.kernel, x).amax())
+        if share > 0.01:
+            warnings.warn(
+                f"{share:.0%} of the variance of GP site {name!r} is independent noise at each row, such as a White "
+                "term's. A guide learns nothing of it, and its intervals for the other terms are too narrow: put noise "
+                "into the likelihood, and effects of single rows into a plate of latents.",
+                stacklevel=4,
+            )
+        deep_setattr(guide, "gps." + name, module)
+        return module
+
+    def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
+        """Not the mean, where a layer above would have all its inducing inputs in one place."""
+        posterior = self.posteriors[name] = module(process, name, Site)
+        variance, x = process.variance, process.x
+        if isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
+            return process.mean + variance.sqrt() * torch.linspace(-1, 1, variance.shape[-1]).to(variance)
+        if x.shape[-2] > _MANY and x.dim() == 2 and not process.kernel.batch_shape:
+            waves = process.kernel.prior_functions(posterior.batch_shape.numel(), _WAVES, x[:1])
+            if waves is not None:
+                return process.mean + waves(x).reshape(*posterior.batch_shape, -1)
+        draw = posterior.coefficients.rsample(posterior.batch_shape)
+        return process.mean + posterior.basis.function(x, draw)
+
+
+def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> _Setup:
     """The first run. Latents start at their medians; but where all rows of a GP's inputs would then stand in one place,
     normal ones of several values, which inputs and weights of layers are, start at draws.
     """
-    several: list[str] = []
-
-    def build(name: str, process: GaussianProcess) -> Any:
-        _require_positive(guide.trace, {name: process})
-        x = process.x
-        if not guide.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
-            for other, site in sample_sites(guide.trace).items():
-                if is_free(site) and site["value"].numel() > 1 and is_normal_prior(site["infer"].get("prior")):
-                    several.append(other)
-            if several:
-                raise _FlatInputsError
-        return guide.build(name, process)
-
     with torch.no_grad(), poutine.block():
-        run = Setup(guide, build)
         try:
-            run.perform(args, kwargs)
-        except _FlatInputsError:
+            return _Setup(guide, at_medians=True).perform(args, kwargs)
+        except _FlatInputsError as flat:
             guide.forget()
-            guide.from_draws = several
-            run = Setup(guide, build)
-            run.perform(args, kwargs)
-            guide.from_draws = ()
-    return run
+            guide.from_draws = flat.args
+        run = _Setup(guide, at_medians=True).perform(args, kwargs)
+        guide.from_draws = ()
+        return run
 
 
-def _require_sites(guide: KnownGuide, trace: poutine.Trace, posteriors: Collection[str]) -> None:
-    """Raise if a first run, in which the guide met these GP sites, is none that it can learn from."""
+def _require_sites(run: Run) -> None:
+    """Raise if a first run is none that its guide can learn from."""
+    guide, trace, posteriors = run.guide, run.trace, run.posteriors.keys()
     for name in guide.by_name:
         if name not in posteriors:
             kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
             raise ValueError(f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(posteriors)}")
     observed = [(name, site) for name, site in all_sites(trace) if is_observation(site)]
     fixed = [name for name, site in observed if as_process(site["fn"])[0]]
-    if not posteriors and fixed:
+    if not posteriors:
         raise ValueError(
             f"GP site {fixed[0]!r} is observed: it has no posterior to approximate. Add a likelihood, such as "
             "Normal(f, noise), and leave obs= out of the GP site; or train hyperparameters with the exact density, "
             "by a guide without AutoSparseGP."
+            if fixed
+            else "the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached"
         )
-    if not posteriors:
-        raise ValueError("the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached")
-    unknown = [name for name in guide.independent_draws if name not in posteriors]
-    if unknown:
-        raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(posteriors)}")
     if not observed:
         raise ValueError(
             "the guide's first call observes nothing, so it cannot tell which sites are latent: call it, or take the "
             "first SVI step, with the data, guide(x, y)."
         )
-    for what, known in (("independent", trace.nodes.keys() - posteriors), ("point_estimates", trace.nodes.keys())):
+    gps, latents = sorted(posteriors), [name for name, site in sample_sites(trace).items() if is_free(site)]
+    others = [name for name in latents if name not in gps]
+    for what, known in (("independent_draws", gps), ("independent", others), ("point_estimates", latents)):
         names = getattr(guide, what)
         unknown = [] if isinstance(names, bool) else [name for name in names if name not in known]
         if unknown:
-            raise ValueError(f"{what} names {unknown}, which are no latents of the model")
-    if pyro.settings.get("validate_infer"):
-        _require_densities(trace, posteriors)
+            raise ValueError(f"{what} names {unknown}; the GP sites are {gps}, the other latents {others}")
+    for name, site in sample_sites(trace).items() if pyro.settings.get("validate_infer") else ():
+        if name not in posteriors:
+            _require_density(name, site)
 
 
-def _require_positive(trace: poutine.Trace, processes: Mapping[str, GaussianProcess]) -> None:
+def _require_density(name: str, site: Any) -> None:
+    try:
+        site["log_prob"] = site["fn"].log_prob(site["value"])
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and site["value"].is_floating_point():
+            raise
+        raise ValueError(
+            f"site {name!r} has no density at its value: {checks.why_without_density(site, error)}"
+        ) from error
+    checks.require_own_rows(name, site)
+    check_site_shape(site, _NO_LIMIT)
+
+
+def _require_positive(trace: poutine.Trace, gp: str, process: GaussianProcess) -> None:
     """Raise if a kernel's length scale, period or variance is a latent whose prior allows 0 or less."""
     signed = {}
     for name, site in sample_sites(trace).items():
         prior, value = site["infer"].get("prior"), site["value"]
-        if is_free(site) and name not in processes and prior is not None and value.is_floating_point():
+        if is_free(site) and prior is not None and value.is_floating_point():
             # A part of it, length[0] say, has the storage of the whole.
             place = value.untyped_storage().data_ptr()
             signed[place] = name if prior.support.check(torch.full_like(value, -1e-6)).any() else None
     signed.pop(0, None)  # tensors without memory are at no place
-    for gp, process in processes.items():
-        for what, value in _hyperparameters(process.kernel):
-            bad = signed.get(value.untyped_storage().data_ptr())
-            if bad is not None:
-                raise ValueError(
-                    f"latent site {bad!r} is a {what} of GP site {gp!r}, and its prior allows 0 or less. Give it a "
-                    f"prior on positive numbers, such as dist.LogNormal(0.0, 1.0), or take {bad}.exp() for the {what}."
-                )
+    for what, value in _hyperparameters(process.kernel):
+        bad = signed.get(value.untyped_storage().data_ptr())
+        if bad is not None:
+            raise ValueError(
+                f"latent site {bad!r} is a {what} of GP site {gp!r}, and its prior allows 0 or less. Give it a "
+                f"prior on positive numbers, such as dist.LogNormal(0.0, 1.0), or take {bad}.exp() for the {what}."
+            )
 
 
 def _hyperparameters(kernel: Any) -> Iterator[tuple[str, Tensor]]:
@@ -210,82 +252,54 @@ def _hyperparameters(kernel: Any) -> Iterator[tuple[str, Tensor]]:
         yield from _hyperparameters(part)
 
 
-def _require_densities(trace: poutine.Trace, posteriors: Collection[str]) -> None:
-    for name, site in all_sites(trace):
-        if site["type"] == "sample" and not site_is_subsample(site) and name not in posteriors:
-            try:
-                site["log_prob"] = site["fn"].log_prob(site["value"])
-            except (RuntimeError, ValueError) as error:
-                if isinstance(error, RuntimeError) and site["value"].is_floating_point():
-                    raise
-                why = checks.why_without_density(site, error)
-                raise ValueError(f"site {name!r} has no density at its value: {why}") from error
-            checks.require_own_rows(name, site)
-            check_site_shape(site, _NO_LIMIT)
-
-
-def _describe(guide: KnownGuide, trace: poutine.Trace, posteriors: Mapping[str, SparsePosterior]) -> Structure:
+def _describe(run: Run) -> Structure:
     """The sites of a first run, in which the guide made its parameters."""
-    found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
-    found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
-    found.grouped = grouped(trace)
-    for name, site in all_sites(trace):
-        if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:
-            continue
+    gps = {name: at_path(run.guide.gps, name).spec() for name in run.posteriors}
+    columns = {name: process.x.shape[-1] for name, process in run.processes.items()}
+    found = Structure(gps=gps, columns=columns, grouped=grouped(run.trace))
+    for name, site in sample_sites(run.trace).items():
         plates = plate_sizes(site)
-        if not site["is_observed"]:
-            own = at_path(guide, f"locs.{name}_unconstrained")
-            if own is not None:
+        if is_free(site) and name not in gps:
+            latent: dict[str, Any] = {"event_dim": 0, "shape": None, "plates": plates}
+            own = at_path(run.guide, f"locs.{name}_unconstrained")
+            if own is not None:  # else an overridden get_posterior has parameters of its own
                 event_dim = biject_to(site["infer"]["prior"].support).domain.event_dim
-                latent = {"event_dim": event_dim, "shape": list(own.shape)}
-            else:  # an overridden get_posterior has parameters of its own
-                latent = {"event_dim": 0, "shape": None}
-            found.latents[name] = latent | {"plates": plates}
+                latent |= {"event_dim": event_dim, "shape": list(own.shape)}
+            found.latents[name] = latent
         elif is_observation(site):
             found.rows[name] = int(site["value"].numel())
             found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
     return found
 
 
-def _explore(
-    guide: KnownGuide,
-    found: Structure,
-    args: tuple,
-    kwargs: dict[str, Any],
-    trace: poutine.Trace,
-    posteriors: Mapping[str, SparsePosterior],
-) -> None:
+def _explore(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) -> None:
     """Learn how densities depend on GP sites' values, and raise where a family on sites does not fit."""
-    processes = {name: posterior.process for name, posterior in posteriors.items()}
-    modules = guide.site_modules()
-    flat = piecewise_constant(trace)
+    guide, modules = run.guide, run.guide.site_modules()
     with repeatable(guide.like):
-        held = held_runs(guide.model, trace, args, kwargs)
-        guide.learnt.forms, densities = explore(found, held, processes, [] if flat else list(modules))
-    if modules or guide.by_expectation:
-        for site, density in densities.items():
-            if not density.isfinite().all():
-                raise ValueError(
-                    f"the log density of site {site!r} is not finite at {int((~density.isfinite()).sum())} of "
-                    f"{density.numel()} values: look for infinite data, or data outside of the distribution's support."
-                )
+        held = held_runs(guide.model, run.trace, args, kwargs)
+        guide.core.forms, densities = explore(found, held, run.processes, list(modules))
+    for site, density in densities.items() if modules or guide.by_expectation else ():
+        if not density.isfinite().all():
+            raise ValueError(
+                f"the log density of site {site!r} is not finite at {checks.which(~density.isfinite())}: look for "
+                "infinite data, or data outside of the distribution's support."
+            )
     for name, module in modules.items():
-        require_separate_sites(found, name, f"the family {module.family['name']}, which", flat, _FREE)
+        require_separate_sites(found, name, f"the family {module.family['name']}, which", run.trace, _FREE)
 
 
 def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
     """Which densities have their expectation in closed form: learned anew where a state was loaded."""
-    core = guide.learnt
+    core = guide.core
     if core.forms is None:
-        posteriors = probed(guide, args, kwargs).posteriors
-        processes = {name: posterior.process for name, posterior in posteriors.items()}
-        again = replace(core.facts, inner=[], groups={}, quadratic=[])
+        run = probed(guide, args, kwargs)
         with repeatable(guide.like), poutine.block():
-            core.forms, _ = explore(again, held_runs(guide.model, guide.trace, args, kwargs), processes)
+            held = held_runs(guide.model, run.trace, args, kwargs)
+            core.forms, _ = explore(replace(core.facts), held, run.processes)
     return core.forms
 
 
-def require_separate_sites(found: Structure, name: str, reads: str, flat: list[str], remedy: str) -> None:
+def require_separate_sites(found: Structure, name: str, reads: str, trace: poutine.Trace, remedy: str) -> None:
     """Raise where a GP site's likelihood is none of single values.
 
     :param reads: what reads Gaussian sites there, for the error.
@@ -300,6 +314,7 @@ def require_separate_sites(found: Structure, name: str, reads: str, flat: list[s
         raise ValueError(
             f"GP site {name!r} has {reads} reads Gaussian sites off the likelihood of each value, but {why}. {remedy}."
         )
+    flat = piecewise_constant(trace)
     if flat and kind != NONE:
         raise ValueError(
             f"GP site {name!r} has {reads} reads Gaussian sites off the likelihood's derivatives; the distribution of "

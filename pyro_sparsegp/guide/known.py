@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
@@ -17,10 +16,8 @@ from torch import Tensor
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
-from ..kernels.base import white_share
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
-from ..process import GaussianProcess
 from ..program.data import Relation, TrainingData
 from ..program.dependence import COUPLED
 from ..program.facts import ClosedForms, Structure
@@ -35,7 +32,6 @@ class Core:
     """What a guide has learnt at its first call, or was loaded with.
 
     :param facts: what is known of the program; nothing, before.
-    :param known: whether there was such a call, or state.
     :param forms: which densities have their expectation in closed form; learned anew where a state was loaded.
     :param data: the arguments of the last step of training on the rows that it is about.
     :param calls: the networks that a run calls, where they are to be known.
@@ -45,7 +41,6 @@ class Core:
     """
 
     facts: Structure = field(default_factory=Structure)
-    known: bool = False
     forms: Optional[ClosedForms] = None
     data: Optional[TrainingData] = None
     calls: Optional[Calls] = None
@@ -56,6 +51,11 @@ class Core:
     looks: int = 0
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
 
+    @property
+    def known(self) -> bool:
+        """Whether there was such a call, or state."""
+        return bool(self.facts.gps)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -65,12 +65,14 @@ class Rows:
     :param inputs: their inputs are: latents of single rows are of these rows.
     :param learns: it is a step of training, of these rows or, where modules take them, of others: gradients pass
         through the sites that q is conditioned on.
+    :param new: they are rows to predict at, whatever they are.
     :param relation: what the call's tensors are to those of training; ``None`` where the guide has no data.
     """
 
     same: bool = True
     inputs: bool = True
     learns: bool = False
+    new: bool = False
     relation: Optional[Relation] = None
 
     @property
@@ -115,7 +117,6 @@ class KnownGuide(AutoNormalMessenger):
         self.search = search  # whether hyperparameters start at their mode
         self.core = Core()  # what was learnt
         self.run: Any = None  # that it is on
-        self.kept: Any = None  # what calls that predict are conditioned on
         self.from_draws: Collection[str] = ()  # latents that start at a draw from the prior, whatever init_loc_fn says
         self.warned: Warned = set()
         self.like = torch.empty(0)  # a tensor of the guide's dtype and device
@@ -126,23 +127,15 @@ class KnownGuide(AutoNormalMessenger):
         return self.core.facts if self.core.known else None
 
     @property
-    def learnt(self) -> Core:
-        """What was learnt.
-
-        :raises ValueError: before the first call.
-        """
-        if not self.core.known:  # test_messages.py::test_a_guide_that_saw_no_data
-            raise ValueError("the guide has not been called: call it with the data, guide(x, y), or take an SVI step")
-        return self.core
-
-    @property
     def facts(self) -> Structure:
         """What is known of the program.
 
         :raises ValueError: before the first call.
         """
-        core = self.core
-        return core.facts if core.known else self.learnt.facts
+        facts = self.core.facts
+        if not facts.gps:  # test_messages.py::test_a_guide_that_saw_no_data
+            raise ValueError("the guide has not been called: call it with the data, guide(x, y), or take an SVI step")
+        return facts
 
     @property
     def on_sites(self) -> bool:
@@ -163,24 +156,6 @@ class KnownGuide(AutoNormalMessenger):
                 f"{{{name!r}: SVGP(64)}}, or give one family for all GP sites."
             )
         return self.by_name[name]
-
-    def build(self, name: str, process: GaussianProcess) -> Any:
-        """Make the module of a GP site."""
-        require_inputs(name, process)
-        self.like = process.x.new_empty(0)
-        module = self.family_of(name).build(process, name)
-        # A kernel whose diagonal depends on the rows has a correction there that families know of:
-        # test_guide.py::test_noise_in_the_kernel_is_told_of.
-        share = 0.0 if process.kernel.depends_on_rows else float(white_share(process.kernel, process.x).amax())
-        if share > 0.01:
-            warnings.warn(
-                f"{share:.0%} of the variance of GP site {name!r} is independent noise at each row, such as a White "
-                "term's. A guide learns nothing of it, and its intervals for the other terms are too narrow: put noise "
-                "into the likelihood, and effects of single rows into a plate of latents.",
-                stacklevel=4,
-            )
-        deep_setattr(self, "gps." + name, module)
-        return module
 
     def module_of(self, name: str) -> Any:
         """The variational module of a GP site."""
@@ -281,14 +256,3 @@ class KnownGuide(AutoNormalMessenger):
             if name in self._modules:
                 delattr(self, name)
         self.core, self.from_draws = Core(), ()
-
-
-def require_inputs(name: str, process: GaussianProcess) -> None:
-    """Raise for inputs that the kernel has no values at, such as an output's number that is none.
-
-    :raises ValueError: naming the site.
-    """
-    try:
-        process.kernel.check_inputs(process.x)
-    except ValueError as error:
-        raise ValueError(f"GP site {name!r}: {error}") from None

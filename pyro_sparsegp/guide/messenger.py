@@ -44,7 +44,7 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Call
     :param mean_field: gives Pyro's.
     """
     facts = guide.core.facts
-    if guide.core.known and (name not in facts.latents or _is_new(guide, name, facts)):
+    if facts.gps and (name not in facts.latents or _is_new(guide, name, facts)):
         return prior
     # test_enumeration.py::test_nuts_and_trees
     if getattr(prior.support, "is_discrete", False):
@@ -82,7 +82,8 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
     differ = any(sizes.get(plate, size) != size for plate, size in plates.items())
     if set(plates) & set(facts.data_plates):
         whole = all(plate.size == sizes[name] for name, plate in here.items())
-        new = guide.run.is_of_new_rows(differ, whole)
+        rows = guide.run.rows
+        new = differ or (not rows.inputs and (whole or rows.new))  # row numbers of a part say which rows they are
         if new and not differ and name in facts.grouped:
             warn_of_groups(guide.warned, name, plates)
         return new
@@ -147,9 +148,15 @@ class SiteMessenger(KnownGuide):
         if self.core.calls is not None:
             process.origin = self.core.calls.origin(process.x)
         run: Run = self.run
+        if run.rows.new or not self.core.facts.gps:  # such as an output's number that is none
+            try:
+                process.kernel.check_inputs(process.x)
+            except ValueError as error:
+                raise ValueError(f"GP site {name!r}: {error}") from None
         module = run.module(name, process)
         self.check_site(name, process, module)
-        answer = run.at_site(name, process, module)
+        run.processes[name] = process
+        answer = run.answer(name, process, module)
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -160,7 +167,7 @@ class SiteMessenger(KnownGuide):
                 return
         name, nodes = msg["name"], self.trace.nodes
         if name.endswith(LEFT_OUT) and is_left_out(name, nodes):
-            settle_left_out(msg, nodes, draw=run.draws_left_out)
+            settle_left_out(msg, nodes, draw=run.nodes is None)
         # test_messages.py::test_data_that_do_not_fit
         if msg["is_observed"] and not isinstance(msg["value"], Tensor):
             raise ValueError(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from ..approximations.on_sites import SiteGP
 from ..approximations.projected import ProjectedGP
-from ..gaussians.sites import Sites, update, within_reach
+from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.facts import Structure
 from ..program.reader import Expectation, Marginal, Reader
 
 _LARGE = 0.5  # a move, in standard deviations, that may overshoot
@@ -26,41 +23,32 @@ _WIDE = 100.0  # nats a value by which a bound is lost
 _NEWTON = 20
 
 
-@dataclass
 class SiteReading:
     """The Gaussian sites of one GP site while they are read.
 
-    :param quadratic: ℓ is quadratic in each value; ``direct``: no outputs meet in a term either, so that one reading
-        gives the best sites, the other GP sites' posteriors as they are.
-    :param truncated: how many had a negative curvature, cut to 0.
-    :param change: how far the last update would have moved a marginal, in standard deviations.
-    :param halved: how many updates were cut since they lowered the bound.
+    :param module: a SiteGP, or what absorb has for it.
+    :param reader: of the likelihood ℓ.
+
+    ℓ may be ``quadratic`` in each value. If no outputs meet in a term it is ``direct``: one reading gives the best
+    sites, the other GP sites' posteriors as they are. If no other GP sites do it is ``alone``: the sites are ℓ itself.
     """
 
-    name: str
-    process: GaussianProcess
-    module: Any  # a SiteGP, or what absorb has for it
-    quadratic: bool
-    direct: bool
-    sites: Sites
-    truncated: Tensor
-    unread: bool = True
-    pace: float = 1.0
-    change: float = math.inf
-    halved: int = 0
-    alone: bool = False  # the sites are the likelihood itself
-    # Of passes over all rows, while the sites are read: what gives posteriors, and the last one and its marginals.
-    answer: Optional[Callable[[Optional[Sites]], SparsePosterior]] = None
-    last: Optional[tuple[Sites, SparsePosterior, Marginal]] = None
-
-    @classmethod
-    def of(cls, name: str, process: GaussianProcess, module: SiteGP, found: Structure) -> SiteReading:
-        """The sites that a module has kept, to be read anew."""
-        kept: Any = module.sites
-        unread = kept.empty or kept.inputs.shape != process.x.shape
-        zeros = torch.zeros_like(process.mean)
-        sites = Sites(process.x, zeros, zeros) if unread else Sites(process.x, kept.precision, kept.linear)
-        return cls(name, process, module, *found.kinds(name), sites, kept.truncated, unread)
+    def __init__(self, name: str, process: GaussianProcess, module: Any, reader: Reader) -> None:
+        self.name, self.process, self.module = name, process, module
+        found = reader.found
+        self.quadratic, self.direct, self.alone = name in found.quadratic, found.is_direct(name), found.is_alone(name)
+        kept: Optional[KeptSites] = module.sites
+        self.unread = kept is None or kept.empty or kept.inputs.shape != process.x.shape
+        self.sites = Sites.none(process.x, process.batch_shape)
+        if kept is not None and not self.unread:
+            self.sites = Sites(process.x, kept.precision, kept.linear)
+        self.truncated = torch.zeros(()) if kept is None else kept.truncated  # negative curvatures, cut to 0
+        self.pace = 1.0
+        self.change = math.inf  # that the last update would have made of a marginal, in standard deviations
+        self.halved = 0  # updates that were cut since they lowered the bound
+        # Of passes over all rows, while the sites are read: what gives posteriors, and the last one and its marginals.
+        self._answer: Optional[Callable[[Optional[Sites]], SparsePosterior]] = None
+        self._last: Optional[tuple[Sites, SparsePosterior, Marginal]] = None
 
     @property
     def status(self) -> dict[str, Any]:
@@ -73,27 +61,28 @@ class SiteReading:
             "converged": self.change <= 1e-3,
         }
 
-    def resume(self) -> Marginal:
-        """Go on where training is: its pace, and the marginals that the last step had."""
+    def resume(self, same: bool) -> Marginal:
+        """Go on where training is: its pace, and the marginals that the last step had, if it was at the same rows."""
         if self.unread:
             return self.look()[1]
-        self.pace = self.module.sites.progress["pace"]
-        return self.module.sites.progress["marginals"] or self.look()[1]
+        progress = self.module.sites.progress
+        progress["marginals"], self.pace = progress["marginals"] if same else None, progress["pace"]
+        return progress["marginals"] or self.look()[1]
 
     def look(self) -> tuple[SparsePosterior, Marginal]:
         """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
-        if self.last is None or self.last[0] is not self.sites:
-            self.last = None  # before the next is made: of projections of data each holds a Φ of its own
-            self.last = (self.sites, *self.posterior(None if self.unread else _detached(self.sites)))
-        return self.last[1:]
+        if self._last is None or self._last[0] is not self.sites:
+            self._last = None  # before the next is made: of projections of data each holds a Φ of its own
+            self._last = (self.sites, *self.posterior(None if self.unread else _detached(self.sites)))
+        return self._last[1:]
 
     def move(self, sites: Sites, found: Optional[tuple[SparsePosterior, Marginal]] = None) -> None:
         """Have these sites, of which the posterior and its marginals may be known."""
-        self.sites, self.unread, self.last = sites, False, None if found is None else (sites, *found)
+        self.sites, self.unread, self._last = sites, False, None if found is None else (sites, *found)
 
     def release(self) -> None:
         """Let go of what is as large as the data, or larger, but for the sites: they are read."""
-        self.answer = self.last = None
+        self._answer = self._last = None
 
     def expanded(self, found: Expectation, away: Tensor, least: float = 0.0) -> Sites:
         """The sites of ℓ expanded at function values so far from the prior's mean, of at least this precision."""
@@ -116,14 +105,14 @@ class SiteReading:
         its mean: under the prior a likelihood that is not log-concave would be met where it is flat.
         """
         with torch.no_grad():
-            if self.answer is None:
-                self.answer = self.module.by_sites(self.process, self.name)
+            if self._answer is None:
+                self._answer = self.module.by_sites(self.process, self.name)
             if sites is None:
                 # λ is one over the mean of the prior's variances: test_a_scale_that_grows_with_f_is_met_near_the_mean
-                prior = self.answer(None).variance
+                prior = self._answer(None).variance
                 noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
                 sites = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
-            posterior = self.answer(sites)
+            posterior = self._answer(sites)
             return posterior, (posterior.mean, posterior.variance)
 
 
@@ -139,10 +128,10 @@ def settle(
         ``most`` of them.
     """
     trained, names = torch.is_grad_enabled(), {reading.name for reading in readings}
-    meets = any(not reading.direct or reader.meeting(reading.name) & names for reading in readings)
+    meets = any(not reading.direct or reader.found.neighbours(reading.name) & names for reading in readings)
     if meets and all(reading.quadratic for reading in readings) and _solve(reader, readings, marginals, tolerance):
         for reading in readings if trained else ():  # once more, for the gradient
-            reading.sites = _target(reader, reading, marginals)
+            reading.sites = _expect(reader, reading, marginals)[1]
         return
     for i in range(most):
         for reading in readings:
@@ -163,22 +152,22 @@ def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str,
     # Tight in training, too: the bound falls with the square of what is missing, times its precisions.
     tolerance = max(min(tolerance, 1e-5), 1e-6 if marginals[readings[0].name][0].dtype == torch.float64 else 1e-3)
     steps: list[tuple[Tensor, Tensor]] = []  # iterates, and residuals there
-    for reading, first in zip(readings, [_target(reader, reading, marginals) for reading in readings]):
+    for reading, (_, first, _) in zip(readings, [_expect(reader, reading, marginals) for reading in readings]):
         reading.move(first if reading.unread else Sites(first.inputs, first.precision, reading.sites.linear))
     for _ in range(_MOST):
         marginals |= {reading.name: reading.look()[1] for reading in readings}
-        targets = [_target(reader, reading, marginals) for reading in readings]
-        pairs = list(zip(readings, targets))
+        found = [_expect(reader, reading, marginals) for reading in readings]
+        pairs = [(reading, target) for reading, (_, target, _) in zip(readings, found)]
         if not all(torch.allclose(target.precision, reading.sites.precision, rtol=1e-6) for reading, target in pairs):
             return False
         # With b = λ(z − μ) the fixed point is b = T(b), T affine; in units of √v all rows count alike.
         variances = [marginals[reading.name][1] for reading in readings]
         sizes = [variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() for variance in variances]
         now = torch.cat([(reading.sites.linear * size).flatten() for reading, size in zip(readings, sizes)])
-        away = torch.cat([(target.linear * size).flatten() for target, size in zip(targets, sizes)]) - now
-        for reading in readings:
-            reading.change = float(away.abs().max())
-        if reading.change <= tolerance:
+        away = torch.cat([(target.linear * size).flatten() for (_, target), size in zip(pairs, sizes)]) - now
+        for reading, (_, _, change) in zip(readings, found):
+            reading.change = change
+        if all(reading.change <= tolerance for reading in readings):
             return True
         new, steps = now + away, [*steps[-_DEPTH:], (now, away)]
         if len(steps) > 1:
@@ -193,29 +182,16 @@ def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str,
     return False
 
 
-def _target(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Sites:
-    """The sites that a quadratic ℓ has where the marginals are."""
-    prior_mean = reading.process.mean
-    mean, variance = (prior_mean, torch.zeros_like(prior_mean)) if reading.direct else marginals[reading.name]
-    found = reader.expect(reading.name, {**marginals, reading.name: (mean, variance)}, True)
-    reading.truncated = negative(found)
-    return reading.expanded(found, mean - prior_mean)
-
-
 def _update(reader: Reader, reading: SiteReading, marginals: dict[str, Marginal], least: float) -> bool:
     """Update one GP site's sites, unless they move less than ``least`` standard deviations.
 
     :returns: whether marginals move.
     """
-    if reading.direct:  # the same wherever ℓ is expanded
-        sites = _target(reader, reading, marginals)
-        reading.alone, reading.change = not reader.meeting(reading.name), 0.0
-        if not reading.alone:
-            reading.change = _distance(reading, sites, marginals[reading.name])
-        reading.move(sites)
-        return not reading.alone
-    found, reading.change = _expect(reader, reading, marginals)
+    found, target, reading.change = _expect(reader, reading, marginals)
     reading.truncated = negative(found)
+    if reading.direct:
+        reading.move(target)
+        return not reading.alone
     if reading.change <= least:
         return False
     # ℓ that is quadratic where others are held has sites that no damping brings nearer.
@@ -243,7 +219,7 @@ def _search(
     name, (posterior, now) = reading.name, reading.look()
     if marginals[name] is not now:  # what was kept may be of an earlier step
         marginals[name] = now
-        found, _ = _expect(reader, reading, marginals)
+        found, _, _ = _expect(reader, reading, marginals)
     bound = float((found.value - posterior.kl.sum()).detach())
     # The sites of a free q are not quite the best ones for projected data: golden student-ComputationAware.
     share = 1e-2 if isinstance(reading.module, ProjectedGP) else 1e-6 if now[0].dtype == torch.float64 else 1e-5
@@ -265,20 +241,24 @@ def _search(
         lost = False
 
 
-def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> tuple[Expectation, float]:
-    """E[ℓ] and its derivatives, and how far sites are from those that these lead to."""
-    mean, variance = marginals[reading.name]
-    away = mean - reading.process.mean
-    detached = {name: (mean.detach(), variance.detach()) for name, (mean, variance) in marginals.items()}
+def _expect(
+    reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]
+) -> tuple[Expectation, Sites, float]:
+    """E[ℓ] and its derivatives, the sites that these lead to, and how far they are from those that there are."""
+    name, prior_mean, change = reading.name, reading.process.mean, 0.0
+    # Where sites are ℓ itself they are the same wherever it is expanded, and marginals are not asked for.
+    mean, variance = (prior_mean.detach(), torch.zeros_like(prior_mean)) if reading.alone else marginals[name]
+    away = mean - prior_mean
     for at_mean in (reading.quadratic or reading.module.at == "mean", True):
-        found = reader.expect(reading.name, detached, at_mean)
+        found = reader.expect(name, {**marginals, name: (mean, variance)}, at_mean)
         target = reading.expanded(found, away)
-        if isinstance(reading.module, ProjectedGP):
+        if isinstance(reading.module, ProjectedGP) and not reading.quadratic:
             target = within_reach(target, reading.sites, (away, variance))
-        change = _distance(reading, target, (mean, variance))
+        if not reading.alone:
+            change = _distance(reading, target, (mean, variance))
         if at_mean or math.isfinite(change):
             break  # else expectations overflow, where the prior is wide
-    return found, change
+    return found, target, change
 
 
 @torch.no_grad()

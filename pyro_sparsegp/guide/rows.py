@@ -6,21 +6,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Union
+from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
 
-from ..numerics.codes import require_count
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
-from ..program.mapping import in_blocks
 from ..program.traces import all_sites, is_free, is_observation, whole_plates
 from ..warned import warn_once
 from .known import KnownGuide, Rows
-from .runs import Posteriors, Priors, Run
+from .runs import Priors, Run
 
 
 def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
@@ -29,18 +26,18 @@ def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
     same, inputs = steps or not guide.on_sites, True
     if relation is not None and guide.is_about_rows:
         same, inputs = relation.same, relation.inputs
-    rows = Rows(same, inputs, steps, relation)
+    rows = Rows(same, inputs, relation=relation)
     takes = same or (guide.takes_batches and not rows.fewer)
     return replace(rows, learns=steps and takes)
 
 
-def note_step(guide: KnownGuide, run: Union[Posteriors, Priors], args: tuple, kwargs: dict[str, Any]) -> float:
+def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
     """After a step of training: take note of its data, and check that they are what the guide is about.
 
     :returns: their share of all rows, as plates tell; 0 where there are none.
     :raises ValueError: if an objective's step, which is at nodes, brings no data.
     """
-    core, sites = guide.learnt, dict(all_sites(run.trace))
+    core, sites = guide.core, dict(all_sites(run.trace))
     facts = core.facts
     seen = [name for name in facts.rows if name in sites and sites[name]["is_observed"]]
     observed = [name for name in seen if not guide.is_given(name, sites[name])]
@@ -91,7 +88,7 @@ def require_data(guide: KnownGuide) -> None:
         )
 
 
-def _refuse_other_data(guide: KnownGuide, run: Union[Posteriors, Priors], observed: str) -> None:
+def _refuse_other_data(guide: KnownGuide, run: Run, observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
     # test_data.py::test_a_loss_at_other_data_leaves_the_posterior_alone
     for name, module in () if guide.takes_batches else guide.site_modules().items():
@@ -169,34 +166,28 @@ def show_all_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], trace:
     """At a first call: show them the rows that plates with a ``subsample_size`` left out."""
     modules = guide.corrected_modules()
     if modules and holds_part(trace):
-        run = Priors(guide, at_medians=True)
         with torch.no_grad(), poutine.block(), whole_plates():
-            run.perform(args, kwargs)
+            run = Priors(guide, at_medians=True).perform(args, kwargs)
         for name, module in modules.items():
             module.see(run.processes[name].x)
         guide.trace = trace
 
 
-def note_rows(guide: KnownGuide, run: Posteriors) -> None:
-    """After a run: take note of the rows of training, and of how many there are in all."""
-    if run.new_inputs:
-        warn_of_unseen(guide, run)
-    elif guide.is_training:
-        sites: Any = run.trace.nodes
-        frames = [frame for site in guide.facts.rows if site in sites for frame in sites[site]["cond_indep_stack"]]
-        modules = {name: module for name, module in guide.corrected_modules().items() if name in run.processes}
-        for name, module in modules.items():
-            x = run.processes[name].x
+def note_rows(guide: KnownGuide, run: Run) -> None:
+    """After a run: take note of the rows of training, and of how many there are in all; or warn where a prediction's
+    diagonal is relative to a part of them.
+    """
+    for name, process in run.processes.items():
+        if not process.kernel.depends_on_rows or name not in guide.corrected_modules():
+            continue
+        module, x, sites = guide.corrected_modules()[name], process.x, dict(all_sites(run.trace))
+        if not run.rows.new and guide.is_training:
             module.see(x)
+            frames = [frame for n in guide.facts.rows if n in sites for frame in sites[n]["cond_indep_stack"]]
             sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]
             module.num_rows = max(sizes, default=module.num_rows)
-
-
-def warn_of_unseen(guide: KnownGuide, run: Run) -> None:
-    """Warn where a prediction's diagonal is relative to a part of the rows of training."""
-    for name, module in guide.corrected_modules().items():
         # test_deep_basis.py::test_unseen_rows_are_told_of_and_one_call_mends_it
-        if module.num_seen < module.num_rows and name in run.processes:
+        elif run.rows.new and module.num_seen < module.num_rows:
             warn_once(
                 guide.warned,
                 "rows unseen",
@@ -206,33 +197,3 @@ def warn_of_unseen(guide: KnownGuide, run: Run) -> None:
                 "of them, guide(x, y), before or after training.",
                 stacklevel=4,
             )
-
-
-# Summaries.
-
-
-def or_of_training(guide: KnownGuide, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments given; if none are, the training data."""
-    if args or kwargs:
-        return args, kwargs
-    if guide.core.data is None:
-        raise ValueError(f"the guide holds no training data: give the model's arguments, guide.{what}(..., x)")
-    return guide.core.data.args, guide.core.data.kwargs
-
-
-@torch.no_grad()
-def quantiles_of(guide: Any, levels: Any, num: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Quantiles of latents and of GP sites' values, ``(Q, ...)`` by site."""
-    quantiles = torch.as_tensor(levels).to(guide.like)
-    if not ((quantiles >= 0) & (quantiles <= 1)).all():
-        raise ValueError(f"quantiles must be between 0 and 1, got {levels}")
-    require_count(num, "num_draws")
-
-    def one(_: Any) -> dict[Any, Tensor]:
-        values = guide.draw(*args, joint=False, **kwargs)
-        return {name: values[name] for name in (*guide.facts.latents, *guide.facts.gps) if name in values}
-
-    # 128 features a value.
-    blocks = list(in_blocks(one, {"": torch.arange(num)}, lambda draw: 128 * sum(map(torch.numel, draw.values()))))
-    guide.trace = poutine.Trace()  # as in predict
-    return {name: torch.cat([block[name] for block in blocks]).quantile(quantiles, 0) for name in blocks[0]}

@@ -45,7 +45,7 @@ from .field import (
 from .known import KnownGuide
 from .nested import Nested, Optimum
 from .predictors import find_links, jacobian
-from .runs import Run, Setup
+from .runs import Run
 
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _MOST_VALUES = 500  # of rows that are a basis themselves
@@ -73,7 +73,7 @@ def init_to_centre(site: Any) -> Tensor:
     return torch.where(is_central, mean, draws[99])
 
 
-def start(guide: KnownGuide, run: Setup, args: tuple, kwargs: dict[str, Any]) -> None:
+def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
     """Make the posterior of latents that are no GP sites, at the mode of what is known of them.
 
     :param run: the first.

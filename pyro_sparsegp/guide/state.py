@@ -56,7 +56,7 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     if fresh:
         guide.forget()
         _make_parameters(guide, facts, tensors)
-    core = guide.core = Core(facts, True, calls=Calls() if facts.follows_networks else None, loaded=True)
+    core = guide.core = Core(facts, calls=Calls() if facts.follows_networks else None, loaded=True)
     if fresh:
         join(guide, facts)
     if fresh and facts.coupled:

@@ -15,12 +15,15 @@ from torch import Tensor
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
 from ..guide.checks import explain_nan
-from ..guide.rows import require_data
+from ..guide.rows import require_data, rows_of, share_of_rows
+from ..guide.runs import Priors
 from ..numerics.codes import require_choice, require_count
 from ..numerics.processes import Workers
+from ..program.checks import require_sizes
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Owners, Terms
+from ..program.traces import free_values
 from .quadrature import own_guide
 from .refinement import Progress, SiteRun
 from .site_runs import site_run
@@ -174,7 +177,13 @@ class ExpectationPropagation:
         with torch.set_grad_enabled(train), poutine.trace(param_only=True) as capture:
             guide.prepare(*args, **kwargs)
             self._check_fit()
-            processes, values, trace = guide.priors(args, kwargs)
+            rows = rows_of(guide, args, kwargs)
+            run = Priors(guide, rows=rows, at_medians=True).perform(args, kwargs)
+            processes, trace = run.processes, run.trace
+            values = {name: value for name, value in free_values(trace).items() if name not in processes}
+            require_sizes(trace)
+            if train:
+                share_of_rows(guide, rows)
             if sweeps:
                 require_data(guide)
             terms = Terms(guide.model, guide.facts, values, processes, call, self._known)
@@ -196,7 +205,7 @@ class ExpectationPropagation:
         untouched = self.schedule == "inner" and part is None and any(run.module.empty for run in runs)
         loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, part is None, call)
         if part is None and sweeps:  # by which they are known again, without a look at them
-            guide.learnt.data = TrainingData(guide.model, args, kwargs)
+            guide.core.data = TrainingData(guide.model, args, kwargs)
         if loss.requires_grad:
             loss.backward()
             self.workers.sum_gradients(parameters)

@@ -32,7 +32,7 @@ def bound_of_field(
     """
     facts = guide.facts
     ahead = Priors(guide)
-    model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead)
+    model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead=ahead)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
     whole, layout = ahead.whole(), Layout(facts.field, residuals_of(facts, rows), facts.owned)
     loc = torch.cat(whole.q.loc, -1).detach()

@@ -241,12 +241,9 @@ class TraceQuadrature_ELBO(ELBO):
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = closed = find_expectations(guide, args, kwargs, warn)
             warn_of_draws(guide, closed.rest)
-        with guide.conditioned(wrapped, args, kwargs) if guide.on_sites else nullcontext():
-            return self._conditioned_bound(guide, wrapped, args, kwargs)
-
-    def _conditioned_bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         closed = self._expectations[guide]
-        grid = Grid(guide, wrapped, (args, kwargs), closed)
+        known = guide.conditioned(wrapped, args, kwargs) if guide.on_sites else None
+        grid = Grid(guide, wrapped, (args, kwargs), closed, known)
         if not closed.sites:
             return self._integrated(grid)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
@@ -262,7 +259,7 @@ class TraceQuadrature_ELBO(ELBO):
             if is_alike:  # a second run was of rows of its own, say
                 self._expectations[guide] = closed.without()
             else:  # a density is of another kind now: it is learned anew
-                guide.learnt.forms = None
+                guide.core.forms = None
                 del self._expectations[guide]
             return self._bound(guide, wrapped, args, kwargs)
         return total + self._integrated(grid, run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from ..numerics.shapes import broadcast_shapes
-from ..posterior.sparse_posterior import SparsePosterior
 from ..warned import Warned, warn_once
 from .data import tensors
 from .handlers import held_trace
@@ -178,30 +177,16 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
     )
 
 
-class Probe(NamedTuple):
-    """What a guide's run with the latents at their medians showed.
-
-    :param densities: of the sites that are no GP sites.
-    """
-
-    densities: dict[str, Tensor]
-    posteriors: Mapping[str, SparsePosterior]
-
-
-def require_registered(run: Probe, trace: poutine.Trace, args: Any) -> list[Tensor]:
+def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: Any) -> list[Tensor]:
     """The parameters that SVI trains; raise, with their names, if densities or posteriors depend on others.
 
-    :param run: what a run of the model showed, with its graph.
+    :param outputs: what a run of the model showed, with its graph.
     :param trace: the run's trace: its param sites are what SVI trains.
     :param args: the model's arguments, which may ask for gradients of their own.
     """
     sites = {name: site["value"] for name, site in all_sites(trace) if site["type"] == "param"}
     # With module_local_params a plain parameter is its own: test_guide.py::test_module_local_parameters.
     known = [getattr(value, "unconstrained", lambda value=value: value)() for value in sites.values()]
-    # A parameter of the kernel may be in the divergence alone, and one of the mean in the values alone.
-    outputs: list[Any] = [*run.densities.values(), *(trace.nodes[name]["value"] for name in run.posteriors)]
-    for q in run.posteriors.values():
-        outputs += [q.process.kernel.diag(q.process.x), q.kl]
     forgotten = _leaves(outputs, [*known, *tensors(args)])
     if not forgotten:
         return [value for value in sites.values() if value.is_leaf]

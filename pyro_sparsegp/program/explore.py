@@ -49,7 +49,7 @@ def explore(
     names, owners = list(processes), program.owners
     terms, layers = ([key for key in program.first if key[0] == kind] for kind in (TERM, _LAYER))
     above = {name: {key[1] for key in layers if owners[name][key].kind != NONE} for name in names}
-    found.inner += [name for name in names if above[name]]
+    found.inner, found.groups = [name for name in names if above[name]], {}
     outer = [name for name in names if not above[name]]
     found.dependence, found.interactions = _combined(owners, terms + layers, names)
     found.crossed = [
@@ -68,6 +68,7 @@ def explore(
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
     found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
+    found.quadratic = []
     for name in on_sites:
         own = [site for site in found.downstream if program.touching(site, [name])]
         if own and all(is_normal(program.kinds.get(s)) and program.why_not(s, [name]) is None for s in own):

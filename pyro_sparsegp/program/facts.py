@@ -76,10 +76,17 @@ class Structure:
         """Whether natural steps of any GP site follow a network, at rows that are kept."""
         return any("kept_rows" in spec for spec in self.gps.values())
 
-    def kinds(self, name: str) -> tuple[bool, bool]:
-        """Whether log densities are quadratic in a GP site's values; whether, if so, no outputs meet in a term."""
-        quadratic = name in self.quadratic
-        return quadratic, quadratic and self.dependence[name] != DATAWISE
+    def neighbours(self, name: str) -> set[str]:
+        """The GP sites that meet this one in a term of a density."""
+        return {other for pair in self.interactions if name in pair for other in pair} - {name}
+
+    def is_direct(self, name: str) -> bool:
+        """Whether log densities are quadratic in a GP site's values, and no outputs meet in a term."""
+        return name in self.quadratic and self.dependence[name] != DATAWISE
+
+    def is_alone(self, name: str) -> bool:
+        """Whether, besides, no other GP site meets it."""
+        return self.is_direct(name) and not self.neighbours(name)
 
     def group(self, name: str) -> list[str]:
         """The GP sites that have one posterior with this one, and itself."""

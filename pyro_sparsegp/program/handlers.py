@@ -123,6 +123,11 @@ def held_trace(
     return trace
 
 
+def held_runs(model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Callable:
+    """Runs a program with GP sites at the values given, all else as it was in a run."""
+    return lambda moved: held_trace(model, moved, args, kwargs, trace)
+
+
 def unrecorded(same: bool, learns: bool) -> Any:
     """Hide a run from the traces around it. Handlers that change its sites stay in force, but scales and masks where
     the data are not those that the call is about, and for the mask that leaves all out, by which Pyro's prediction says

@@ -73,10 +73,6 @@ class Reader:
     found: Structure
     closed: Collection[str] = ()
 
-    def meeting(self, name: str) -> set[str]:
-        """The GP sites that meet this one in a term of a density."""
-        return {other for pair in self.found.interactions if name in pair for other in pair} - {name}
-
     def expect(self, name: str, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:
         """E[ℓ], E[ℓ'] and E[ℓ''] by a GP site's values over its marginals and those of the GP sites it meets.
 
@@ -85,7 +81,7 @@ class Reader:
         :param at_mean: expand ℓ to second order at the mean, where it is exact if ℓ is quadratic.
         """
         mean, variance = marginals[name]
-        meeting = [other for other in marginals if other in self.meeting(name)]
+        meeting = [other for other in marginals if other in self.found.neighbours(name)]
         drawn = meeting if at_mean else [name, *meeting]
         widths = [self._axes(other, marginals[other][0]) for other in drawn]
         # f = m + √v ε, one axis of ε for each function; E[·] = Σₖ wₖ (·)(εₖ).
