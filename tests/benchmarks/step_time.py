@@ -1,17 +1,17 @@
 """One training step of README's model against GPyTorch, pyro.contrib.gp, Pyro's floor and plain torch, in one run.
 
 python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--out step_time.md]
-python tests/benchmarks/step_time.py --sgpr [--rounds 9] [--sizes 10000,256 10000,512] [--dtypes float64]
 
 The step is that of README as a user writes it: priors on the kernel's variance and length, Pyro's Adam, the default
 TraceQuadrature_ELBO; all rows, all of float32. "natural" is the default, "Adam" has ``natural=False``. GPyTorch's is
 its documentation's loop with torch's Adam, and with its natural step of q(u), NGD; both, pyro.contrib.gp's and plain
 torch's learn kernels' parameters as numbers. "Pyro's floor" is a step of AutoNormal and Trace_ELBO on the same program
 with a plain normal for f: what Pyro's handlers, priors and optimisers take without any GP. Times, of this process's CPU
-(on a GPU by the clock), are medians over rounds that take turns, ratios medians of each round's ratio. With --sgpr it
-is a step on Titsias' bound of all data, in eight dimensions.
+(on a GPU by the clock), are medians over rounds that take turns, ratios medians of each round's ratio. "floor + plain"
+is the sum of two columns: handlers without a GP, and a GP without handlers. GPflow does not install here.
 """
 
+import itertools
 import math
 import statistics
 import warnings
@@ -23,16 +23,14 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from others import Approximate, Exact, matern, optimisers, stepping
+from others import Approximate, matern, optimisers, stepping
 from pyro.contrib import gp
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SGPR, SVGP
+from pyro_sparsegp.families import SVGP
 
-DIM = 8  # of --sgpr
-COLLAPSED_SIZES = [(1000, 64), (10_000, 256), (10_000, 512)]  # N, M
 SIZES = [(16, 500), (64, 1000), (128, 256), (512, 1024)]  # M, N
 LIKELIHOODS = {
     "Poisson": lambda f: dist.Poisson(f.exp()),
@@ -101,32 +99,20 @@ def contrib(name, x, y, z):
     return svi.step
 
 
-def by_hand(z, dim=DIM):
-    """The logarithms of scale, noise and length scales, as leaves, and the kernel of them."""
-    log_scale, log_noise = z.new_zeros(()).requires_grad_(), z.new_full((), math.log(0.3)).requires_grad_()
-    log_length = z.new_full((dim,), math.log(0.7)).requires_grad_()
+def plain(name, x, y, z):
+    """What an expert would write by hand in plain torch."""
+    log_scale, log_length, level = (z.new_full((), value).requires_grad_() for value in (0.0, math.log(0.7), 1.0))
+    inputs, loc = z.clone().requires_grad_(), z.new_zeros(len(z)).requires_grad_()
+    eye = torch.eye(len(z), dtype=z.dtype, device=z.device)
+    raw, jitter = eye.clone().requires_grad_(), 1e-4 if z.dtype == torch.float32 else 1e-6
+    nodes, weights = (torch.from_numpy(part).to(z) for part in np.polynomial.hermite_e.hermegauss(20))
+    weights = weights / weights.sum()
 
     def kernel(a, b):
         a, b = a / log_length.exp(), b / log_length.exp()
         s = a.square().sum(-1)[:, None] + b.square().sum(-1) - 2 * a @ b.mT
         r = math.sqrt(3) * s.clamp(min=1e-12).sqrt()
         return log_scale.exp() * (1 + r) * torch.exp(-r)
-
-    return [log_scale, log_noise, log_length], kernel
-
-
-def plain(name, x, y, z):
-    """What an expert would write by hand in plain torch."""
-    (log_scale, _, log_length), kernel = by_hand(z, 1)
-    inputs, loc, level = (
-        z.clone().requires_grad_(),
-        z.new_zeros(len(z)).requires_grad_(),
-        z.new_ones(()).requires_grad_(),
-    )
-    eye = torch.eye(len(z), dtype=z.dtype, device=z.device)
-    raw, jitter = eye.clone().requires_grad_(), 1e-4 if z.dtype == torch.float32 else 1e-6
-    nodes, weights = (torch.from_numpy(part).to(z) for part in np.polynomial.hermite_e.hermegauss(20))
-    weights = weights / weights.sum()
 
     def loss():
         chol = torch.linalg.cholesky(kernel(inputs, inputs) + jitter * eye)
@@ -161,48 +147,6 @@ def blas(name, x, y, z):
     return step
 
 
-def collapsed_ours(x, y, z):
-    """SGPR, with hyperparameters as parameters."""
-    model = partial(bench.regression(0.7), size=len(x))
-    svi = SVI(model, AutoSparseGP(model, SGPR(z)), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
-    return lambda: svi.step(x, y)
-
-
-def collapsed_gpytorchs(x, y, z):
-    """GPyTorch's inducing-point kernel under its exact marginal likelihood."""
-    likelihood = gpytorch.likelihoods.GaussianLikelihood().to(z)
-    model = Exact(x, y, gpytorch.kernels.InducingPointKernel(matern(DIM), z, likelihood), likelihood).to(z)
-    objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
-    model.train()
-    return stepping(lambda: -objective(model(x), y), torch.optim.Adam(model.parameters(), lr=0.01))
-
-
-def collapsed_contrib(x, y, z):
-    """pyro.contrib.gp's collapsed bound."""
-    kernel = gp.kernels.Matern32(DIM, lengthscale=torch.full((DIM,), 0.7)).to(z)
-    model = gp.models.SparseGPRegression(x, y, kernel, z.clone(), noise=torch.tensor(0.09), jitter=1e-6).to(z)
-    objective = Trace_ELBO().differentiable_loss
-    return stepping(lambda: objective(model.model, model.guide), torch.optim.Adam(model.parameters(), lr=0.01))
-
-
-def collapsed_plain(x, y, z):
-    """Titsias' bound by hand."""
-    (log_scale, log_noise, log_length), kernel = by_hand(z)
-    inputs, eye = z.clone().requires_grad_(), torch.eye(len(z), dtype=z.dtype)
-
-    def loss():
-        variance = (2 * log_noise).exp()
-        chol = torch.linalg.cholesky(kernel(inputs, inputs) + 1e-6 * eye)
-        a = torch.linalg.solve_triangular(chol, kernel(inputs, x), upper=False)
-        inner = torch.linalg.cholesky(eye + a @ a.mT / variance)
-        c = torch.linalg.solve_triangular(inner, (a @ y)[:, None], upper=False)[:, 0] / variance
-        fit = y.square().sum() / variance - c.square().sum() + len(x) * (math.log(2 * math.pi) + 2 * log_noise)
-        rest = 0.5 * (len(x) * log_scale.exp() - a.square().sum()) / variance
-        return 0.5 * fit + inner.diagonal().log().sum() + rest
-
-    return stepping(loss, torch.optim.Adam([log_scale, log_noise, log_length, inputs], lr=0.01))
-
-
 MAKERS = {
     "natural": ours,
     "Adam": partial(ours, natural=False),
@@ -212,12 +156,6 @@ MAKERS = {
     "Pyro's floor": pyros_floor,
     "plain torch": plain,
     "BLAS": blas,
-}
-COLLAPSED = {
-    "ours": collapsed_ours,
-    "GPyTorch": collapsed_gpytorchs,
-    "pyro.contrib.gp": collapsed_contrib,
-    "plain torch": collapsed_plain,
 }
 RATIOS = [  # whose times are divided by whose
     *(("natural", other) for other in ("GPyTorch", "GPyTorch NGD", "pyro.contrib.gp", "Pyro's floor", "floor + plain")),
@@ -238,45 +176,37 @@ def apart(make):
     return taken
 
 
-def measure(size, name, dtype, options, pairs):
-    """One row of the table: of M and N, or with ``--sgpr`` of N and M."""
-    num, m = size if options.sgpr else size[::-1]
+def measure(size, name, dtype, options):
+    """One row of the table, of M and N."""
+    m, num = size
     bench.seeded()
-    x = torch.rand(num, DIM if options.sgpr else 1, dtype=getattr(torch, dtype), device=options.device)
-    f = torch.sin((4 if options.sgpr else 8) * x.sum(-1))
-    y = f + 0.1 * torch.randn(num).to(x) if options.sgpr else LIKELIHOODS[name](1 + f).sample()
-    z = x[:m].clone()
-    makers = COLLAPSED if options.sgpr else {key: partial(make, name) for key, make in MAKERS.items()}
-    steps = {key: apart(partial(make, x, y, z.clone())) for key, make in makers.items()}
+    x = torch.rand(num, 1, dtype=getattr(torch, dtype), device=options.device)
+    y, z = LIKELIHOODS[name](1 + torch.sin(8 * x[:, 0])).sample(), x[:m].clone()
+    steps = {key: apart(partial(make, name, x, y, z.clone())) for key, make in MAKERS.items()}
     times = bench.interleaved(steps, options.rounds, warm=4, repeats=2, device=options.device)
     medians = [f"{statistics.median(each):.1f}" for each in times.values()]
-    if not options.sgpr:
-        times["floor + plain"] = [a + b for a, b in zip(times["Pyro's floor"], times["plain torch"])]
-    return [f"{size[0]}, {size[1]}", name, dtype, *medians, *(f"{bench.ratio(times, *pair):.2f}" for pair in pairs)]
+    times["floor + plain"] = [a + b for a, b in zip(times["Pyro's floor"], times["plain torch"])]
+    return [f"{m}, {num}", name, dtype, *medians, *(f"{bench.ratio(times, *pair):.2f}" for pair in RATIOS)]
 
 
 def main():
-    options = bench.parsed(__doc__, device="cpu", rounds=11, sizes=[""], sgpr=False, dtypes=["float32"], out=None)
+    options = bench.parsed(__doc__, device="cpu", rounds=11, sizes=[""], dtypes=["float32"], out=None)
     warnings.filterwarnings("ignore", category=gpytorch.utils.warnings.NumericalWarning)
-    makers = COLLAPSED if options.sgpr else MAKERS
-    pairs = [("ours", other) for other in list(COLLAPSED)[1:]] if options.sgpr else RATIOS
     page = bench.Page(options.out)
     page.say(
-        f"Made by `python tests/benchmarks/step_time.py{' --sgpr' if options.sgpr else ''}`: "
+        f"Made by `python tests/benchmarks/step_time.py`: "
         f"{bench.machine(options.device)}, GPyTorch {gpytorch.__version__}, pyro-ppl {pyro.__version__}, "
         f"{options.rounds} rounds; milliseconds of CPU a step, and medians of each round's ratio.",
         "",
     )
     page.head(
-        *("N, M" if options.sgpr else "M, N", "likelihood", "dtype"),
-        *(f"{name} (ms)" for name in makers),
-        *(f"{own} / {other}" for own, other in pairs),
+        *("M, N", "likelihood", "dtype"),
+        *(f"{name} (ms)" for name in MAKERS),
+        *(f"{own} / {other}" for own, other in RATIOS),
     )
     sizes = [tuple(map(int, size.split(","))) for size in options.sizes if size]
-    for size in sizes or (COLLAPSED_SIZES if options.sgpr else SIZES):
-        for name in ["Gaussian"] if options.sgpr else LIKELIHOODS:
-            for dtype in options.dtypes:
-                page.row(*measure(size, name, dtype, options, pairs))
+    for size, name, dtype in itertools.product(sizes or SIZES, LIKELIHOODS, options.dtypes):
+        page.row(*measure(size, name, dtype, options))
 
 
 if __name__ == "__main__":
