@@ -1,5 +1,7 @@
 """Rows that arrive after training: absorbed in pieces they make the posterior of all."""
 
+from functools import partial
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -226,13 +228,14 @@ def test_expectation_propagation_and_a_joint_q_are_refused():
     guide = prepared(heteroscedastic, {("f", "g"): SVGP(8)}, x, y)
     refused(r"\['f', 'g'\] have one posterior", guide.absorb, x, y)
 
-    def level(x, y):
-        c = pyro.sample("c", dist.Normal(0.0, 1.0))
+    def level(prior, x, y):
+        c = pyro.sample("c", prior)
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
         observed(dist.Normal(c + f, 0.1), y)
 
-    guide = prepared(level, SVGP(8), x, y)
-    refused("'c' has .* one posterior with them", guide.absorb, x, y)
+    for prior in (dist.Normal(0.0, 1.0), dist.HalfNormal(2.0)):
+        guide = prepared(partial(level, prior), SVGP(8), x, y)
+        refused("'c' has .* one posterior with them", guide.absorb, x, y)
 
 
 def test_bad_arguments_leave_the_guide_as_it_is():

@@ -114,7 +114,8 @@ def _require_sums(guide: KnownGuide) -> None:
     test_expectation_propagation_and_a_joint_q_are_refused.
     """
     facts = guide.facts
-    beside = [name for name in facts.latents if name in facts.field or name in guide.local_latents]
+    together = {*facts.field, *facts.intercepts, *guide.local_latents}
+    beside = [name for name in facts.latents if name in together]
     if beside:
         raise ValueError(
             f"absorb updates GP sites alone, and latent site {beside[0]!r} has a value for each row, or one posterior "
