@@ -49,8 +49,8 @@ half-a-factor-is-taken: test_low_rank.py::test_a_step_without_a_factor_is_left_o
 - fine = (0 * moved.sum(-1) == failed) & (rate > 0)
 + fine = (0 * moved.sum(-1) == 0 * failed) & (rate > 0)
 q-stays-where-features-turn: test_deep_basis.py::test_q_follows_features_that_turn
-- turns = [nearest(a, b, self.least) for a, b in zip(before, now)]
-+ turns = [nearest(b, b, self.least) for a, b in zip(before, now)]
+- turns = [nearest(a, b, self.least) for a, b in pairs]
++ turns = [nearest(b, b, self.least) for a, b in pairs]
 first-draws-count-in-full: test_deep_gp.py::test_single_draws_of_an_inner_layer_do_not_throw_it_away
 - rate = min(rate, _BY_MARGINALS)
 + rate = min(rate, 1.0)

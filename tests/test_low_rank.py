@@ -12,8 +12,8 @@ from pyro_sparsegp.families import CoupledPrecision
 from pyro_sparsegp.gaussians import factor_analysis, natural_low_rank
 from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, sweep
 from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank
-from pyro_sparsegp.gaussians.optimal import seen_from
 from pyro_sparsegp.gaussians.record import recording
+from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.stack import Stack
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 

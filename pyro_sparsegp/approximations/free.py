@@ -10,7 +10,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..bases import Basis, Features, InducingPoints
-from ..gaussians import Coefficients, NaturalAtOutputs, NaturalGaussian, Part, Share
+from ..gaussians import Coefficients, NaturalGaussian, Part, Share
 from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -98,8 +98,8 @@ class SparseGP(AbstractModule):
     @property
     def may_follow_network(self) -> bool:
         """Whether there is a way to :meth:`follow_network`."""
-        q, few = self.coefficients, sum(self.basis.sizes) <= _MOST_FOLLOWED
-        return few and isinstance(self.basis, InducingPoints) and type(q) is NaturalGaussian and not q.is_settled
+        q, few = self.coefficients, sum(self.basis.sizes) <= _MOST_FOLLOWED and self.kept_rows is None
+        return few and isinstance(self.basis, InducingPoints) and isinstance(q, NaturalGaussian) and not q.is_settled
 
     def follow_network(self, rows: Tensor, network: Sequence[str]) -> None:
         """Have natural steps hold sites about f at the outputs, which are the process's inputs, of a network at these
@@ -107,12 +107,8 @@ class SparseGP(AbstractModule):
 
         :param network: its parameters' names.
         """
-        assert isinstance(self.coefficients, NaturalGaussian)
-        self.network = list(network)
-        self.kept_rows = rows.detach().clone()
-        q = NaturalAtOutputs.started(self.coefficients)
-        del self.coefficients
-        self.coefficients = q
+        self.network, self.kept_rows = list(network), rows.detach().clone()
+        self.coefficients.leave_seat()
 
     def join(self, part: Part) -> None:
         """Make the coefficients a part of the coefficients of several sites."""

@@ -41,6 +41,8 @@ class Features(ABC):
     def __init__(self, kernel: Any, sizes: tuple[int, ...]) -> None:
         self.kernel, self.sizes = kernel, sizes
 
+    trains: Any = True  # whether the features may move with parameters or latents
+
     @abstractmethod
     def __call__(self, x: Tensor) -> list[Tensor]: ...
 
@@ -55,10 +57,10 @@ class Features(ABC):
         return (*coefficients.moments(self(x) if known is None else known), None)
 
     @property
-    def anchor(self) -> Optional[Tensor]:
+    def anchor(self) -> Any:
         """L, lower triangular, ``(..., M, M)``, if u = Lw has a meaning that hyperparameters do not change, such as
-        f's values at inducing inputs; of explicit features that are followed, φ at K rows, ``(..., K, M)``; ``None`` if
-        w itself has such a meaning.
+        f's values at inducing inputs; of features that are followed :class:`~pyro_sparsegp.gaussians.AtRows`; ``None``
+        if w itself has such a meaning.
         """
         return None
 

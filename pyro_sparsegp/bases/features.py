@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..gaussians.base import Gaussian
 from ..gaussians.optimal import weighted_gram
+from ..gaussians.seats import AtRows
 from ..kernels.base import Explicit
 from ..numerics.chunks import by_rows, chunks_of, dropping, is_long
 from ..numerics.linalg import row_squares
@@ -91,11 +92,12 @@ class KernelFeatures(Features):
         return [self.explicit(x).features] if self.size else []
 
     @functools.cached_property
-    def anchor(self) -> Optional[Tensor]:  # type: ignore[override]
+    def anchor(self) -> Optional[AtRows]:  # type: ignore[override]
         if self.rows is None:
             return None
         # by blocks of rows, as all that a network makes: test_blocks_change_nothing
-        return by_rows(lambda rows: (self._explicit(self.kernel, rows).features.mT,), self.rows)[0].mT
+        phi = by_rows(lambda rows: (self._explicit(self.kernel, rows).features.mT,), self.rows)[0].mT
+        return AtRows(phi.contiguous())
 
     @functools.cached_property
     def trains(self) -> bool:

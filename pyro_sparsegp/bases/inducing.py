@@ -16,6 +16,7 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
+from ..gaussians import AtOutputs
 from ..kernels.base import hyperparameters
 from ..numerics.linalg import Whitening, default_jitter, over_upper, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
@@ -64,12 +65,12 @@ class InducingFeatures(CrossFeatures):
         return (self.covariance_with(x) @ weights)[..., 0]
 
     @functools.cached_property
-    def anchor(self) -> Optional[Tensor]:  # type: ignore[override]
+    def anchor(self) -> Any:  # type: ignore[override]
         return self.factor
 
     def hold_at(self, x: Optional[Tensor]) -> None:
         """Hold sites about f at these inputs, ``(K, D)``, instead of about u; ``None`` holds them about w."""
-        self.anchor = None if x is None else side_by_side(self(x))
+        self.anchor = None if x is None else AtOutputs(side_by_side(self(x)))
 
     @property
     def ones(self) -> Optional[Tensor]:

@@ -1,14 +1,13 @@
 """Families on the kernel's own finite features (Zhu, Yuchi and Xie, 2025)."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..approximations.optimal import ExactWeightSpaceGP
 from ..bases import Basis, ExplicitFeatures
-from ..gaussians import FullCholesky, NaturalAtRows
+from ..gaussians import FullCholesky
 from ..process import GaussianProcess
 from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily, require_basis
 
@@ -57,10 +56,6 @@ class WeightSpace(OnFeatures, FreeFormFamily):
 
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
-
-    def in_natural_steps(self) -> NewCoefficients:
-        """That posterior, by natural steps that follow the features."""
-        return partial(NaturalAtRows, kind=self.new_coefficients(), rate=self.natural_rate)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,17 +5,20 @@ from .drawn import Drawn, DrawnGaussian
 from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
 from .free import BlockCholesky, CholeskyIdentity, Diagonal, FullCholesky, Identity, Unwhitened
 from .natural import NaturalGaussian
-from .natural_at_rows import NaturalAtOutputs, NaturalAtRows, NaturalAtValues
 from .natural_low_rank import NaturalLowRank
-from .optimal import from_natural, optimal, seen_from, weighted_gram
+from .optimal import from_natural, optimal, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import Continued, Product
 from .projected import ProjectedGaussian
+from .seats import AtOutputs, AtRows, AtValues, seen_from
 from .shared import Part, Share, Shared, Whole, block_diagonal
 from .sites import Sites
 from .steps import Falling, Rate
 
 __all__ = [
+    "AtOutputs",
+    "AtRows",
+    "AtValues",
     "BlockCholesky",
     "BlockPlusLowRank",
     "CholeskyIdentity",
@@ -33,9 +36,6 @@ __all__ = [
     "IdentityFactor",
     "IdentityPlusLowRank",
     "LowRankGaussian",
-    "NaturalAtOutputs",
-    "NaturalAtRows",
-    "NaturalAtValues",
     "NaturalGaussian",
     "NaturalLowRank",
     "Part",

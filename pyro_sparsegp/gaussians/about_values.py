@@ -23,22 +23,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..numerics.functions import Function
-from ..numerics.linalg import (
-    cholesky,
-    plus_one,
-    root_of_inverse,
-    row_squares,
-    side_by_side,
-    solve_lower,
-    tril_of_product,
-    turn_of,
-    wider,
-)
+from ..numerics.linalg import cholesky, plus_one, root_of_inverse, side_by_side, tril_of_product, wider
 from ..numerics.processes import is_shared, joined
 from .factors import CovarianceFactor
 from .optimal import from_natural
 from .product import Product, Recorded
 from .record import Pass, recorded
+from .seats import Seat
 from .stack import Stack, each_times, eye_like
 from .steps import Natural, Rate, cautious
 
@@ -49,14 +40,14 @@ Parts = tuple[Tensor, ...]  # what a precision is made of
 
 
 class Seen(NamedTuple):
-    """Sites under an L: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, what P is made of, the L + ηsI and
-    the level that they belong to.
+    """Sites as they are seen from a seat: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, what P is made of,
+    the seat and the level that they belong to.
     """
 
     near: Tensor
     rest: Optional[Tensor]
     parts: Parts
-    seat: Optional[Tensor] = None
+    seat: Optional[Seat] = None
     level: Optional[Tensor] = None
 
 
@@ -70,8 +61,8 @@ class _Known(Function):
 
         D̄ = 2K(SVS + lS + ½(Sa mᵀ + m(Sa)ᵀ)) − 2VS − 2lI − a mᵀ,
 
-    of which the lower triangle counts. It goes to the zeros of :func:`~..numerics.linalg.turn_of`, stacked where there
-    are several blocks; ``None`` where nothing moves sites.
+    of which the lower triangle counts where T is triangular. It goes to the zeros of :meth:`~.seats.Seat.turn`, stacked
+    where there are several blocks; ``None`` where nothing moves sites.
     """
 
     @staticmethod
@@ -155,12 +146,12 @@ class AboutValues(Natural):
     # What P is made of.
 
     @abstractmethod
-    def _seat(self, anchor: Any) -> Optional[Tensor]:
-        """L + ηsI; ``None`` where sites are about w."""
+    def _seat(self, anchor: Any) -> Optional[Seat]:
+        """What sites are about in a run; ``None`` where that is w."""
 
     @abstractmethod
-    def _seen_from(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> Seen:
-        """The same sites under another L, and another mean of the process.
+    def _seen_from(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> Seen:
+        """The same sites from another seat, and under another level.
 
         Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
         """
@@ -225,8 +216,8 @@ class AboutValues(Natural):
     def forward(self, anchor: Any = None, level: Optional[Tensor] = None) -> Product:
         """q(w).
 
-        :param anchor: L.
-        :param level: values ``(..., M)`` of the process's mean where u = Lw is what f adds to it, if it may move.
+        :param anchor: what sites are about: L, or a seat.
+        :param level: values, as of u = Lw, that f adds to, such as a constant mean's, if they may move.
         """
         seat, record = self._seat(anchor), recorded()
         if record is None:
@@ -234,23 +225,23 @@ class AboutValues(Natural):
         # The step starts from what is given here, under the L of this run.
         held = None if seat is None else seat.detach(), None if level is None else level.detach()
         self._level_out(*held)
-        q, seen = self._made(seat, level, self._is_known)
+        q, seen = self._made(seat, level, self._is_known and (seat is None or seat.has_turn))
         base = Seen(side_by_side(q.loc).detach(), None, tuple(part.detach() for part in seen.parts), *held)
         return Recorded(q, record.new(self, base))
 
-    def _made(self, seat: Optional[Tensor], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
-        """q(w), and the sites that it is of; where it is known, with no graph but that by L + ηsI and the mean."""
+    def _made(self, seat: Optional[Seat], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
+        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat and the level."""
         if not known:
             seen = self._seen_from(seat, level)
             return self._given(seen), seen
         seen = self._seen_from(None if seat is None else seat.detach(), None if level is None else level.detach())
         turn = stays = None
         if seat is not None and self.seat.numel():
-            turn, stays = self._turn_of(seat), self._stays
+            turn, stays = seat.turn(), self._stays
         loc, covariance, trace, log_det = _Known.apply(*self._inverse(seen), stays, turn, self._stack)
         if seat is not None and level is not None and level.requires_grad and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
-            along = self._coefficients_of(seat.detach(), level - level.detach())
+            along = seat.detach().coefficients(level - level.detach())
             loc = loc - along + covariance.detach() @ along
 
         # Draws alone want a root, through a graph of its own.
@@ -260,16 +251,8 @@ class AboutValues(Natural):
         factor = CovarianceFactor(loc, covariance, trace, log_det, root)
         return Product(self.sizes, [factor], [range(len(self.sizes))]), seen
 
-    def _turn_of(self, seat: Tensor) -> Tensor:
-        """What has the derivative of T from where L is."""
-        return turn_of(seat)
-
-    def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:
-        """The coefficients of a constant, whose values at u are given."""
-        return solve_lower(seat, constant[..., None])[..., 0]
-
     @torch.no_grad()
-    def _level_out(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> None:
+    def _level_out(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> None:
         """Have the sums alone say what plain gradients have made of q."""
         if self.is_tilted:
             seen = self._seen_from(seat, level)
@@ -277,10 +260,10 @@ class AboutValues(Natural):
             self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat, level)
             self._end_tilt()
 
-    def _put(self, loc: Tensor, parts: Parts, seat: Optional[Tensor], level: Optional[Tensor] = None) -> None:
+    def _put(self, loc: Tensor, parts: Parts, seat: Optional[Seat], level: Optional[Tensor] = None) -> None:
         self._set("loc", loc)
         self._put_parts(parts)
-        for name, value in (("seat", seat), ("level", level)):
+        for name, value in (("seat", None if seat is None else seat.kept), ("level", level)):
             if value is not None:
                 self._buffers[name] = value.detach()
 
@@ -379,14 +362,3 @@ def inverse_of(precision: Tensor, near: Tensor, rest: Optional[Tensor]) -> tuple
     # a + P⁻¹b
     loc = near if rest is None else near + torch.cholesky_solve(rest[..., None], upper, upper=True)[..., 0]
     return loc, covariance, covariance.diagonal().sum(), -2 * upper.diagonal().log().sum()
-
-
-def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
-    """L + ηsI, with s² the mean of diag(LLᵀ) over each block, whose units may be far apart."""
-    if not softness:
-        return anchor.contiguous()
-    parts = anchor.split(list(sizes), -2) if len(sizes) > 1 else (anchor,)
-    # by row_squares, whose way back makes one matrix; that of a norm makes three
-    scales = [softness * (row_squares(part).sum(-1) / part.shape[-2]).sqrt() for part in parts]
-    each = [s[..., None].expand(*s.shape, part.shape[-2]) for s, part in zip(scales, parts)]
-    return anchor + torch.diag_embed(side_by_side(each))

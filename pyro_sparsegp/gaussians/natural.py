@@ -8,15 +8,16 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side, solve_lower
-from .about_values import AboutValues, Parts, Seen, softened
+from ..numerics.linalg import cholesky, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side
+from .about_values import AboutValues, Parts, Seen
 from .factors import DenseFactor, IdentityFactor
 from .free import FullCholesky
-from .optimal import from_natural, seen_from
+from .optimal import from_natural
 from .product import Product, slices
 from .record import Pass, recorded
+from .seats import AtOutputs, Seat, softened
 from .stack import Stack, eye_like, solved
-from .steps import DEFAULT_RATE, Rate
+from .steps import DEFAULT_RATE, Falling, Rate
 
 _BY_DRAWS = 0.3  # η where draws alone show curvatures
 
@@ -74,8 +75,8 @@ class NaturalGaussian(AboutValues):
             phi = side_by_side(features)
             # I + G = I + λΦᵀΦ
             self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
-            seat = self._seat(anchor)
-            self.seat = self.seat if seat is None else seat.detach()
+            if isinstance(anchor, Tensor):  # features at rows do not move before the first step, which has them with it
+                self.seat = softened(anchor, self.softness, self.sizes).detach()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         softness = torch.as_tensor(
@@ -94,32 +95,32 @@ class NaturalGaussian(AboutValues):
         would be magnified as L moves; sites are held nearer to w.
         """
         self.softness = _BY_DRAWS
-        self.seat = self.seat.new_zeros(0, 0)  # a start belongs to any L
+        self.leave_seat()
+
+    def leave_seat(self) -> None:
+        """Before any step: a start belongs to any seat."""
+        self.seat = self.seat.new_zeros(0, 0)
 
     @property
     def is_settled(self) -> bool:
         """Whether sites stay about u: a step has been taken, or curvatures will be those of draws."""
         return self.softness == _BY_DRAWS or self.steps > 0
 
-    def _seat(self, anchor: Optional[Tensor]) -> Optional[Tensor]:
-        return None if anchor is None else softened(anchor, self.softness, self.sizes)
+    def anchor_of(self, features: Any) -> Any:
+        # It follows from the first step on in which features train.
+        return features.anchor if self.seat.numel() or features.trains else None
 
-    def _turned(self, seat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """G of the same sites under another L, and a and b with the mean a + (I + G)⁻¹b."""
-        loc = self._kept("loc")
-        gram, along = seen_from(self.gram, loc, self.seat, seat)
-        # T⁻¹m = m − L⁻¹(L − L₀)m
-        near = loc - solve_lower(seat, (seat - self.seat) @ loc[..., None])[..., 0]
-        return gram, near, along - near
+    def _seat(self, anchor: Any) -> Optional[Seat]:
+        return Seat(softened(anchor, self.softness, self.sizes)) if isinstance(anchor, Tensor) else anchor
 
-    def _seen_from(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> Seen:
-        # Sites that belong to no L yet, such as those of a start, stay as they are.
+    def _seen_from(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> Seen:
+        # Sites that belong to no seat yet, such as those of a start, stay as they are.
         if seat is None or not self.seat.numel():
             return Seen(self._kept("loc"), None, (self.gram,))
-        gram, near, rest = self._turned(seat)
+        gram, near, rest = seat.turned(self.seat, self.gram, self._kept("loc"))
         if level is not None and self.level.numel():
             # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ
-            along = self._coefficients_of(seat, level - self.level)
+            along = seat.coefficients(level - self.level)
             near, rest = near - along, rest + along
         return Seen(near, rest, (gram,))
 
@@ -130,7 +131,15 @@ class NaturalGaussian(AboutValues):
     def _is_known(self) -> bool:
         return len(self.layout) == 1 and not self.batch_shape
 
-    def _made(self, seat: Optional[Tensor], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
+    def rate_of(self, passes: list[Pass], share: float) -> Any:
+        """As of others, or what outputs of a network that moved ask for."""
+        rate, seat = super().rate_of(passes, share), passes[-1].base.seat
+        drawn = any(one.by_draws or one.draws for one in passes)
+        if isinstance(seat, AtOutputs) and self.seat.numel() and isinstance(self.rate, Falling) and not drawn:
+            rate = seat.lost(self.seat).clamp(rate, 1.0)
+        return rate
+
+    def _made(self, seat: Optional[Seat], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
         try:
             return super()._made(seat, level, known)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]

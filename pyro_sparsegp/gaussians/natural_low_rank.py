@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, solve_lower
 from ..numerics.processes import largest
-from .about_values import AboutValues, Parts, Seen, softened
+from .about_values import AboutValues, Parts, Seen
 from .factor_analysis import Formed, Products, above_one, lifted, sweep
 from .precision import LowRankFactor, leading_directions, small_columns
 from .product import Product
 from .record import Pass, recorded
+from .seats import Seat, softened
 from .stack import Stack, each_times
 from .steps import DEFAULT_RATE, Rate
 
@@ -117,27 +118,28 @@ class NaturalLowRank(AboutValues):
         parts = stack.rows(low_rank.split(self.sizes, -2)), *above_one(block, block)
         self._put(self._kept("loc"), parts, self._seat(anchor))
 
-    def _seat(self, anchor: Any) -> Optional[Tensor]:
+    def _seat(self, anchor: Any) -> Optional[Seat]:
         """L + ηsI of each block as a stack, I where it is about w; ``None`` where w itself has a meaning."""
         like = None if anchor is None else next((part for part in anchor if part is not None), None)
         if like is None:
             return None
         stack = self._stack
         if isinstance(anchor, Unbound):
-            return softened(anchor.whole, self.softness, (stack.size,))
+            return Seat(softened(anchor.whole, self.softness, (stack.size,)))
         eyes = (torch.eye(n, dtype=like.dtype, device=like.device) for n in self.sizes)
         parts = zip(anchor, eyes)
-        return stack.squares([eye if p is None else softened(p, self.softness, (len(eye),)) for p, eye in parts])
+        soft = [eye if p is None else softened(p, self.softness, (len(eye),)) for p, eye in parts]
+        return Seat(stack.squares(soft))
 
-    def _seen_from(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> Seen:
+    def _seen_from(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
         if seat is None or not self.seat.numel():
             return Seen(loc, None, (low_rank, self.block, self.gain))
-        moved, stays, columns = seat - self.seat, self._stays, stack.columns(loc)
+        moved, stays, columns = seat.kept - self.seat, self._stays, stack.columns(loc)
         # T = I + L₀⁻¹(L − L₀)
         turn = plus_one(solve_lower(self.seat, moved))
         # T⁻¹m = m − L⁻¹(L − L₀)m
-        near = columns - solve_lower(seat, each_times(moved, columns))
+        near = columns - solve_lower(seat.kept, each_times(moved, columns))
         # (TᵀK − KT⁻¹)m
         rest = each_times(turn.mT, each_times(stays, columns)) - each_times(stays, near)
         near, rest = (stack.narrow(part.flatten(-3)) for part in (near, rest))

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, plus_one, side_by_side, times_lower, tril_of_product
+from ..numerics.linalg import cholesky, plus_one, side_by_side
 from .factors import Factor, by_precision
 from .product import Product, slices
 
@@ -70,21 +70,3 @@ def from_natural(
         block = factor[..., own, own] if own.start == 0 else cholesky(whole[..., own, own], 0.0, what)
         factors.append(by_precision(loc[..., own], block))
     return Product(sizes, factors, groups)
-
-
-def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    """Sums of sites (G, r) that keep their meaning about u = Lw under another L: (TᵀGT, Tᵀr) with T = L₀⁻¹L.
-
-    :param gram: G, ``(..., M, M)``.
-    :param pull: r, ``(..., M)``.
-    :param before: L₀, ``(..., M, M)``, that they belong to; empty if they are about w.
-    :param now: L, of that shape; ``None`` if they are about w.
-    """
-    if now is None or not before.numel():
-        return gram, pull
-    # T = I + L₀⁻¹(L − L₀), which makes w there of w here, exactly where L is what it was: by rows, as its factors are.
-    turn = plus_one(torch.linalg.solve_triangular(before.mT, (now - before).mT, upper=True, left=False).mT)
-    # TᵀGT by blocks, of which triangles are left out, and half of what is symmetric
-    turned = tril_of_product(turn, times_lower(gram, turn), symmetric=True, lower=True)
-    # Tᵀr
-    return turned, (turn.mT @ pull[..., None])[..., 0]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..approximations.optimal import ExactGP
-from ..gaussians import NaturalAtValues, Shared, Whole
+from ..gaussians import AtValues, NaturalGaussian, Shared, Whole
 from ..numerics.linalg import cholesky, side_by_side
 from ..program.declared import parameters
 from ..program.dependence import COUPLED
@@ -289,7 +289,7 @@ def hyperparameters_among(
 
 def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     """Make q(x | θ), in the place of the members' own posteriors."""
-    made = NaturalAtValues([size for own in field.values() for size in own], (), guide.like.new_zeros(1))
+    made = NaturalGaussian([size for own in field.values() for size in own], (), guide.like.new_zeros(1))
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
@@ -302,7 +302,7 @@ def keep_rows(guide: KnownGuide, inputs: Mapping[int, Tensor]) -> None:
 
 def anchor_of(
     guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
-) -> list[Tensor]:
+) -> AtValues:
     """Of each member A with u = Ax, whose meaning hyperparameters and inducing inputs do not change: its values at some
     rows, and a latent's own, times what the program multiplies them by; of independent values a diagonal.
 
@@ -315,7 +315,7 @@ def anchor_of(
         factor: Any = sum(logs).exp() if logs else 1.0  # type: ignore[union-attr]
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
         parts.append((factor * at).to(guide.like))  # priors of Python numbers have the default dtype
-    return parts
+    return AtValues(parts)
 
 
 def _unconstrained(site: Any) -> Tensor:

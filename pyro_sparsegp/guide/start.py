@@ -22,7 +22,7 @@ from ..approximations.free import SparseGP
 from ..approximations.optimal import ExactGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
-from ..gaussians.natural_at_rows import towards
+from ..gaussians.seats import towards
 from ..program.checks import holds_part
 from ..program.traces import all_sites, as_process, is_free, repeatable, whole_plates
 from .coupled import able_to_couple, couple, drop_latents
@@ -333,8 +333,7 @@ class Search:
         self._put(q, anchor, index, best)
         facts.intercepts = list(intercepts)
         if intercepts:
-            blocks = torch.block_diag(*[block if block.dim() > 1 else block.diag() for block in anchor])
-            keep_slopes(guide, blocks.detach() @ torch.cat(list(intercepts.values()), -1)[index])
+            keep_slopes(guide, anchor.detach().values(torch.cat(list(intercepts.values()), -1)[index]))
             q.level = level_of(guide, sites).detach()  # type: ignore[union-attr]
 
     def _factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, dict[str, list[float]]]:

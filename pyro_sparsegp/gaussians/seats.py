@@ -1,0 +1,219 @@
+"""What sites are about where features move, and how they are seen from there.
+
+With the coefficients w₀ = Tw of before for w now, sums of sites become G ← TᵀGT and r ← Tᵀr. Where w stands for values
+u = Lw of functions whose meaning does not change, T = L₀⁻¹L. With A, K × M, the features at K rows and A₀ what they
+were, it is the one with A₀T ≈ A,
+
+    T = argmin ‖A₀T − A‖² + ε‖T − I‖² = I + (A₀ᵀA₀ + εI)⁻¹A₀ᵀ(A − A₀).
+
+Of features Φ = Φ₀T + E at all N rows, and sites Λ and z, these sums err by EᵀΛE and by EᵀΛ(z − Φ₀m) where Φ₀ᵀΛE = 0, as
+least squares over the rows have it: in G by the square of the change, in r by what q does not fit times the part of the
+change that the features did not span. Left as they were, they would err by the whole change times what q does fit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Optional, Self
+
+import torch
+from torch import Tensor
+
+from ..numerics.linalg import (
+    cholesky,
+    plus_one,
+    rounding,
+    row_squares,
+    side_by_side,
+    solve_lower,
+    times_lower,
+    tril_of_product,
+    turn_of,
+    wider,
+)
+
+_LOST = 0.05  # the part of a change that features do not span, of their size, beyond which sites of before count for 0
+
+
+class Seat:
+    """What sites are about in one run: values u = Lw, near L where that is ill conditioned.
+
+    :param kept: L + ηsI, ``(..., M, M)``, of :func:`softened`; what later runs know of it.
+    """
+
+    has_turn = True  # whether the way back is known: :meth:`turn`; else it is autograd's
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+    def detach(self) -> Self:
+        """This without its graph."""
+        other = copy.copy(self)
+        other.kept = self.kept.detach()
+        return other
+
+    def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """TᵀGT, and a and b with the mean a + (I + TᵀGT)⁻¹b.
+
+        :param before: what was kept.
+        :param gram: G, ``(..., M, M)``; ``loc``: m, ``(..., M)``.
+        """
+        gram, along = seen_from(gram, loc, before, self.kept)
+        # T⁻¹m = m − L⁻¹(L − L₀)m
+        near = loc - solve_lower(self.kept, (self.kept - before) @ loc[..., None])[..., 0]
+        return gram, near, along - near
+
+    def coefficients(self, values: Tensor) -> Tensor:
+        """The coefficients of a function with these values u."""
+        return solve_lower(self.kept, values[..., None])[..., 0]
+
+    def turn(self) -> Tensor:
+        """Zeros that have the derivative of T from here."""
+        return turn_of(self.kept)
+
+
+class AtRows(Seat):
+    """A, ``(..., K, M)``: features at K rows, such as a network's. Sites are about Aw; in directions that A hardly has,
+    about w. K should be several times M.
+    """
+
+    least = 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
+    has_turn = False
+
+    def blocks(self, kept: Tensor) -> list[Tensor]:
+        """A of each block of coefficients that move by themselves."""
+        return [kept]
+
+    def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kept, pairs = loc, list(zip(self.blocks(before), self.blocks(self.kept)))
+        # In float64 where there is such: the rounding of TᵀGT in float32 may be more than the prior's precision.
+        turns = [nearest(a, b, self.least) for a, b in pairs]
+        wide, loc = gram.to(turns[0]), kept.to(turns[0])
+        with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
+            # a = m + (AᵀA + εI)⁻¹Aᵀ(A₀ − A)m, near T⁻¹m
+            columns = loc[..., None].split([b.shape[-1] for _, b in pairs], -2)
+            moves = [towards(b, times((a - b).to(m), m), self.least) for (a, b), m in zip(pairs, columns)]
+            near = (loc + torch.cat(moves, -2)[..., 0]).to(kept)
+        # Tᵀ(I + G)m − (I + TᵀGT)a, by differences that are small
+        along = loc[..., None] + wide @ (loc[..., None] - _each(turns, near.to(loc)[..., None]))
+        rest = _each(turns, along, True)[..., 0] - near
+        # TᵀGT = (Tᵀ(TᵀG)ᵀ)ᵀ
+        return _each(turns, _each(turns, wide, True).mT, True).to(gram), near, rest.to(kept)
+
+    def coefficients(self, values: Tensor) -> Tensor:
+        rows = values[..., :1].expand(*values.shape[:-1], self.kept.shape[-2])  # of a constant
+        return towards(self.kept, rows[..., None], self.least)[..., 0].to(values)
+
+
+class AtOutputs(AtRows):
+    """As :class:`AtRows`, of inducing points among the outputs of a network.
+
+    They are few, and span less of a change than features of the network's own: where training jumps, what sites of
+    before say is wrong, and under the q that remembers them it would jump on. A step's rate is at least
+    ‖A₀T − A‖/‖A₀‖ over 0.05, up to 1, unless the rate was given, or curvatures are those of draws.
+    """
+
+    def lost(self, before: Tensor) -> Tensor:
+        """That part."""
+        wide = before.to(wider(before))
+        size = wide.square().sum().clamp(min=torch.finfo(wide.dtype).tiny)
+        # ‖A₀T − A‖²/‖A₀‖²
+        square = (wide @ nearest(before, self.kept, self.least) - self.kept).square().sum() / size
+        return (square.sqrt() / _LOST).to(self.kept)
+
+
+class AtValues(AtRows):
+    """Values of several blocks: of functions at rows of data, and latents' own, which neither hyperparameters nor
+    inducing inputs change.
+
+    :param parts: A, ``(K, M)``, of each block; or a latent's L, ``(M, M)``, or the diagonal of that, ``(M,)``.
+    """
+
+    least = 1e-8
+    has_turn = True
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        super().__init__(torch.cat([part.reshape(-1) for part in parts]))
+        self.shapes = [part.shape for part in parts]
+
+    def blocks(self, kept: Tensor) -> list[Tensor]:
+        parts = kept.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
+
+    def values(self, x: Tensor) -> Tensor:
+        """AX, of all blocks, ``(ΣK, n)``."""
+        blocks = self.blocks(self.kept)
+        return torch.cat([times(block, part) for block, part in zip(blocks, x.split([b.shape[-1] for b in blocks]))])
+
+    def coefficients(self, values: Tensor) -> Tensor:
+        blocks = self.blocks(self.kept)
+        parts = values[:, None].split([len(block) for block in blocks])
+        return torch.cat([towards(block, part, self.least) for block, part in zip(blocks, parts)])[:, 0].to(values)
+
+    def turn(self) -> Tensor:
+        turns = [nearest(block.detach(), block, self.least) for block in self.blocks(self.kept)]
+        return torch.block_diag(*[turn if turn.dim() > 1 else turn.diag() for turn in turns]).to(self.kept)
+
+
+def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
+    """L + ηsI, with s² the mean of diag(LLᵀ) over each block, whose units may be far apart."""
+    if not softness:
+        return anchor.contiguous()
+    parts = anchor.split(list(sizes), -2) if len(sizes) > 1 else (anchor,)
+    # by row_squares, whose way back makes one matrix; that of a norm makes three
+    scales = [softness * (row_squares(part).sum(-1) / part.shape[-2]).sqrt() for part in parts]
+    each = [s[..., None].expand(*s.shape, part.shape[-2]) for s, part in zip(scales, parts)]
+    return anchor + torch.diag_embed(side_by_side(each))
+
+
+def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sums of sites (G, r) that keep their meaning about u = Lw under another L: (TᵀGT, Tᵀr) with T = L₀⁻¹L.
+
+    :param gram: G, ``(..., M, M)``.
+    :param pull: r, ``(..., M)``.
+    :param before: L₀, ``(..., M, M)``, that they belong to; empty if they are about w.
+    :param now: L, of that shape; ``None`` if they are about w.
+    """
+    if now is None or not before.numel():
+        return gram, pull
+    # T = I + L₀⁻¹(L − L₀), which makes w there of w here, exactly where L is what it was: by rows, as its factors are.
+    turn = plus_one(torch.linalg.solve_triangular(before.mT, (now - before).mT, upper=True, left=False).mT)
+    # TᵀGT by blocks, of which triangles are left out, and half of what is symmetric
+    turned = tril_of_product(turn, times_lower(gram, turn), symmetric=True, lower=True)
+    # Tᵀr
+    return turned, (turn.mT @ pull[..., None])[..., 0]
+
+
+def nearest(before: Tensor, now: Tensor, least: float) -> Tensor:
+    """T, ``(..., M, M)``, with A₀T ≈ A, or the diagonal of that; in float64 where there is such.
+
+    :param before: A₀, ``(..., K, M)``, or a diagonal, ``(M,)``.
+    :param now: A, of that shape.
+    :param least: ε.
+    """
+    # I + (A₀ᵀA₀ + εI)⁻¹A₀ᵀ(A − A₀)
+    return now.to(wider(now)) / before if now.dim() == 1 else plus_one(towards(before, now - before, least))
+
+
+def times(block: Tensor, x: Tensor) -> Tensor:
+    """AX, ``(..., K, n)``, of A or a diagonal."""
+    return block[:, None] * x if block.dim() == 1 else block @ x
+
+
+def _each(turns: Sequence[Tensor], x: Tensor, transposed: bool = False) -> Tensor:
+    """blockdiag(T)X, ``(..., ΣM, n)``, or with Tᵀ."""
+    parts = x.split([turn.shape[-1] for turn in turns], -2)
+    return torch.cat([times(t.mT if transposed and t.dim() > 1 else t, part) for t, part in zip(turns, parts)], -2)
+
+
+def towards(block: Tensor, right: Tensor, least: float) -> Tensor:
+    """(AᵀA + εI)⁻¹AᵀX, ``(..., M, n)``, of A, ``(..., K, M)``, or a diagonal; in float64 where there is such."""
+    wide = block.to(wider(block))
+    if block.dim() == 1:
+        return right.to(wide) / wide[:, None]
+    normal = wide.mT @ wide
+    shift = max(least, rounding(normal)) * normal.diagonal(dim1=-2, dim2=-1).mean(-1)
+    shift = shift.clamp(min=torch.finfo(normal.dtype).eps)[..., None]  # features may all be 0
+    factor = cholesky(normal + torch.diag_embed(shift.expand(normal.shape[:-1])), 0.0, "AᵀA of natural steps")
+    return torch.cholesky_solve(wide.mT @ right.to(wide), factor)
