@@ -26,7 +26,7 @@ from .conditions import conditions_now
 from .coupled import able_to_couple
 from .field import field_given, slices
 from .known import KnownGuide, Rows
-from .nested import Nested
+from .nested import Optimum
 from .predictors import jacobian
 from .runs import Posteriors, Priors
 from .start import ALL_ROWS, PATIENCE, Search, index_of, is_open
@@ -62,44 +62,39 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         sites = sample_sites(run.trace)
-        is_more = any(sites[name]["value"].numel() > num for name, num in guide.facts.rows.items() if name in sites)
+        data = {name: sites[name]["value"] for name in guide.facts.rows if name in sites}
+        is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
         if relation is not None and relation.others and not relation.same and not is_more:
             return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
-        if not all(sites[name]["value"].isfinite().all() for name in guide.facts.rows if name in sites):
+        if not all(value.isfinite().all() for value in data.values()):
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
         try:
-            search = Search(guide, run, able, args, kwargs)
-            nested = search.nested()
-            compared = None if nested is None else _Compared(guide, search, nested)
+            compared = _Compared(guide, Search(guide, run, able, args, kwargs))
         except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
-            compared = None
-        if compared is None:
             return [beyond]
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
             compared.nested.tell = bar.update
-            compared.at_draws(_DRAWS if whole else 2 * compared.nested.size + 8, whole)
-            late = compared.of_newton()
-            more = (compared.of_draws(late) if whole else []) + compared.of_a_second_start(whole)
-            return late + more + compared.of_functions(args, kwargs) + compared.of_inducing_points()
+            return compared.lines(args, kwargs, whole)
 
 
 class _Compared:
     """q beside the approximation."""
 
-    def __init__(self, guide: KnownGuide, search: Search, nested: Nested) -> None:
+    def __init__(self, guide: KnownGuide, search: Search) -> None:
+        nested = search.nested()
+        if nested is None:
+            raise ValueError("a likelihood has no linear predictors")
         self.guide, self.search, self.nested = guide, search, search.at_rows(nested, ALL_ROWS)
         self.rows = slices({name: shape.numel() for name, shape in nested.hyper.items()})
-        self.loc, self.root = self._q_of_theta()
+        self.loc, self.root = _q_of_theta(guide, self.rows, search.priors)
         self.shift = self._stand_for_all()
-        self.best = self.nested.tried(self.loc)
+        self.best = self.nested.at(self.loc)
         self.free = self.root.diagonal() > 0  # of θ: what is no point
         self.own = self.root[self.free][:, self.free]
-        # Of values at each draw means and variances, the approximation's and q's.
-        self.seen: dict[str, list[tuple[Tensor, ...]]] = {}
-        self.densities: list[Tensor] = []  # F
-        self.pulls: list[Tensor] = []
+        # At draws, a + Rε: ε, F, and of all values the means and variances, the approximation's and q's.
         self.noise: list[Tensor] = []
-        self.left: list[Mapping[str, Tensor]] = []
+        self.found: list[Optimum] = []
+        self.seen: list[dict[str, tuple[Tensor, ...]]] = []
 
     def _stand_for_all(self) -> Tensor:
         """Take the gradient of F at all rows, at the mean of q(θ), and the curvature at some; what x̂ moves by."""
@@ -111,18 +106,14 @@ class _Compared:
         nested.tilt = every.slope - some.slope
         return every.x - some.x
 
-    def _q_of_theta(self) -> tuple[Tensor, Tensor]:
-        """a and R of all hyperparameters; R is 0 for points."""
-        guide, coupled = self.guide, self.guide.facts.coupled
-        loc, root = guide.like.new_zeros(self.nested.size), guide.like.new_zeros(self.nested.size, self.nested.size)
-        for name in set(self.rows) - set(coupled):
-            own, scale = guide._get_params(name, self.search.priors[name])
-            loc[self.rows[name]] = own.detach().reshape(-1)
-            root[self.rows[name], self.rows[name]] = 0.0 if guide.is_point(name) else scale.detach().reshape(-1).diag()
-        if coupled:
-            places = index_of(self.rows, coupled)
-            loc[places], root[places[:, None], places] = guide.together.mean.detach(), guide.together.tril.detach()
-        return loc, root
+    def lines(self, args: tuple, kwargs: dict[str, Any], whole: bool) -> list[str]:
+        """All that is told."""
+        self.at_draws(_DRAWS if whole else 2 * self.nested.size + 8, whole)
+        if self.free.any() and len(self.found) <= self.nested.size:
+            return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
+        late = self.of_newton()
+        more = (self.of_draws(bool(late)) if whole else []) + self.of_a_second_start(whole)
+        return late + more + self.of_functions(args, kwargs) + self.of_inducing_points()
 
     def at_draws(self, num: int, meets: bool) -> None:
         """F, and moments of all values, at draws of θ; where F is not finite a draw has no weight."""
@@ -131,36 +122,34 @@ class _Compared:
             uniform = torch.quasirandom.SobolEngine(self.nested.size, scramble=True, seed=0).draw(num)
             noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc) * self.free
         for eps in noise if self.free.any() else noise[:1]:
-            found = self.nested.tried(self.loc + self.root @ eps)
-            if found is None:
+            theta = self.loc + self.root @ eps
+            if (found := self.nested.tried(theta)) is None:
                 continue
-            self.densities.append(found.value)
-            self.pulls.append(self.root.mT @ found.slope)
             self.noise.append(eps)
-            self.left.append(found.left)
+            self.found.append(found)
             if meets:
-                x, root = self.nested.of_means(self.loc + self.root @ eps, found)
-                self._meet(self.loc + self.root @ eps, x + self.shift, torch.cholesky_inverse(root))
+                x, root = self.nested.of_means(theta, found)
+                self.seen.append(self._moments(theta, x + self.shift, torch.cholesky_inverse(root)))
 
-    def _meet(self, theta: Tensor, x: Tensor, covariance: Tensor) -> None:
+    def _moments(self, theta: Tensor, x: Tensor, covariance: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """Of all values at θ means and variances, the approximation's and q's."""
         layout, guide, facts = self.nested.layout, self.guide, self.guide.facts
         sites, handler, members = self._members(theta, x)
-        for name, rows in self.rows.items():
-            if self.free[rows].any():
-                value = sites[name]["value"]
-                self._add(name, value, torch.zeros_like(value), value, torch.zeros_like(value))
+        values = {name: sites[name]["value"].reshape(-1) for name, rows in self.rows.items() if self.free[rows].any()}
+        found: dict[str, tuple[Tensor, ...]] = {name: (value, 0 * value) * 2 for name, value in values.items()}
         places = index_of(layout.rows, list(facts.field)) if facts.field else None
         if places is not None:
             q = field_given(guide, handler.bases, handler.priors, sites).q
             move, wide = torch.cat(q.loc, -1) - x[places], q.covariance_matrix
         for name, (mean, by_x, left) in members.items():
-            variance = _quadratic(by_x, covariance) + left
+            here = mean, _quadratic(by_x, covariance) + left
             if name in facts.field:
                 along = by_x[:, places]
-                self._add(name, mean, variance, mean + along @ move, _quadratic(along, wide) + left)
+                found[name] = (*here, mean + along @ move, _quadratic(along, wide) + left)
             elif name in self.search.normal and not guide.is_point(name):
                 loc, scale = guide._get_params(name, self.search.priors[name])
-                self._add(name, mean, variance, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
+                found[name] = (*here, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
+        return {name: tuple(part.detach() for part in parts) for name, parts in found.items()}
 
     def _members(self, theta: Tensor, x: Tensor) -> tuple[Any, Any, dict[str, tuple[Tensor, Tensor, Tensor]]]:
         """A run at θ and x with its handler; of members the values, slopes by x, and variances of residuals."""
@@ -178,7 +167,7 @@ class _Compared:
         """Of GP sites that are no part of a field, at medians of the hyperparameters."""
         guide, found = self.guide, self.best
         apart = [name for name in guide.facts.gps if name not in guide.facts.field]
-        if found is None or not apart:
+        if not apart:
             return []
         new = Rows(same=False, inputs=False, new=True)
         with torch.no_grad():
@@ -194,9 +183,6 @@ class _Compared:
                 if is_off:
                     lines.append(f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times the best. {advice}")
         return lines
-
-    def _add(self, name: str, *values: Tensor) -> None:
-        self.seen.setdefault(name, []).append(tuple(value.detach().reshape(-1) for value in values))
 
     def _advice(self, name: str, late: bool) -> str:
         facts = self.guide.facts
@@ -214,7 +200,7 @@ class _Compared:
     def _weights(self) -> tuple[Tensor, ...]:
         """Those of the posterior, and of q."""
         square = 0.5 * torch.stack(self.noise).square().sum(-1)
-        weights = torch.stack([torch.stack(self.densities), -square]) + square / _WIDER**2
+        weights = torch.stack([torch.stack([found.value for found in self.found]), -square]) + square / _WIDER**2
         return torch.softmax(weights, -1).unbind()
 
     def _regressed(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,18 +211,19 @@ class _Compared:
 
     def of_inducing_points(self) -> list[str]:
         """What bases leave out of GP sites, in nats of the bound, and the hyperparameters that this moves."""
+        moved = {name: self._moved_by(name) for name in self.best.left}
         return [
             f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, which "
-            f"makes the learned function too smooth{self._moved_by(name)}. Give its family more inducing points."
-            for name, nats in ({} if self.best is None else self.best.left).items()
-            if nats > _LOST
+            f"makes the learned function too smooth{moved[name]}. Give its family more inducing points."
+            for name, nats in self.best.left.items()
+            if nats > _LOST or moved[name]
         ]
 
     def _moved_by(self, name: str) -> str:
         """The hyperparameters whose mean is elsewhere without what a basis leaves out: by S times its slope."""
-        if not self.free.any() or len(self.noise) <= self.nested.size:
+        if not self.free.any():
             return ""
-        _, slopes = self._regressed(torch.stack([left[name] for left in self.left])[:, None])
+        _, slopes = self._regressed(torch.stack([found.left[name] for found in self.found])[:, None])
         found = self._beside_q(slopes[:, 0], torch.eye(len(slopes)).to(slopes))
         names = ", ".join(repr(other) for other, *_, is_off in found if is_off)
         return names and f", and moves {names}"
@@ -252,9 +239,7 @@ class _Compared:
         """Of hyperparameters whose mean or width the bound would still move."""
         if not self.free.any():
             return []
-        if len(self.noise) <= self.nested.size:
-            return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
-        first, slopes = self._regressed(torch.stack(self.pulls)[:, self.free])
+        first, slopes = self._regressed(torch.stack([self.root.mT @ found.slope for found in self.found])[:, self.free])
         values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
         values, noise = values.clamp(min=_WIDEST**-2), torch.stack(self.noise)[:, self.free]
         draws, whole = noise[: 2 * len(first) + 8] / _WIDER, axes @ (axes.mT @ first / values)
@@ -280,14 +265,14 @@ class _Compared:
                 ]
         return []
 
-    def of_draws(self, late: list[str]) -> list[str]:
+    def of_draws(self, late: bool) -> list[str]:
         """Of latents and GP sites whose means or widths are not those of weighted draws.
 
-        :param late: what is told of hyperparameters by now.
+        :param late: whether a hyperparameter's are told of by now.
         """
-        if not self.densities:
+        if not self.found:
             return []
-        (weights, by_q), num, found = self._weights(), len(self.densities), list[str]()
+        (weights, by_q), num, lines = self._weights(), len(self.found), list[str]()
         worth = float(1 / weights.square().sum())
         if worth < min(_LEAST, num):
             names = ", ".join(repr(name) for name, rows in self.rows.items() if self.free[rows].any())
@@ -295,21 +280,21 @@ class _Compared:
                 f"{names}: {num} weighted draws have effective size {worth:.1f}, so q is far from the posterior. "
                 + ("Train longer." if late else "Compare with NUTS.")
             ]
-        for name, values in self.seen.items():
-            mean, sd, own, its = moments_of(values, weights, by_q)
+        for name in self.seen[0]:
+            mean, sd, own, its = moments_of([values[name] for values in self.seen], weights, by_q)
             moves = (sd > 0) | (its > 0)  # as the first entry of an LKJCholesky matrix does not
             away, ratio, is_off = _beside(((own - mean) / sd)[moves], (its / sd)[moves])
             if is_off:
-                found.append(
+                lines.append(
                     f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times that of {num} weighted draws "
-                    f"(effective size {worth:.0f}). {self._advice(name, bool(late))}"
+                    f"(effective size {worth:.0f}). {self._advice(name, late)}"
                 )
-        return found
+        return lines
 
     def of_a_second_start(self, whole: bool) -> list[str]:
         """Whether searches from each of some draws of the prior, or from the best, end at another mode."""
         nested, draws = self.nested, self.search.draws(_STARTS)
-        if self.best is None or not self.free.any():
+        if not self.free.any():
             return []
         ends = [self._end_of(nested.mode, starts) for starts in ([[draw] for draw in draws] if whole else [draws])]
         if not self.search.is_informed(nested, self.best.root):
@@ -347,6 +332,21 @@ class _Compared:
         return [end for end in ends if end is not None and distance(end[0]) > _APART]
 
 
+@torch.no_grad()
+def _q_of_theta(guide: KnownGuide, rows: Mapping[str, slice], priors: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """a and R of latents that are in no field, whose entries are these; R is 0 for points."""
+    loc = torch.cat([guide.like.new_zeros(own.stop - own.start) for own in rows.values()] or [guide.like.new_zeros(0)])
+    root, coupled = loc.diag(), guide.facts.coupled
+    for name in set(rows) - set(coupled):
+        own, scale = guide._get_params(name, priors[name])
+        loc[rows[name]] = own.reshape(-1)
+        root[rows[name], rows[name]] = 0.0 if guide.is_point(name) else scale.reshape(-1).diag()
+    if coupled:
+        places = index_of(rows, coupled)
+        loc[places], root[places[:, None], places] = guide.together.mean, guide.together.tril
+    return loc, root
+
+
 def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:
     """Means and standard deviations over weighted draws, the approximation's and q's."""
     means, variances, own, its = map(torch.stack, zip(*values))
@@ -373,24 +373,20 @@ def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str,
     """The mean and standard deviation of latents and of a field's members, where q has them: θ in unconstrained space,
     a field in x.
     """
-    facts, found = guide.facts, dict[str, tuple[Tensor, Tensor]]()
-    if not facts.field and not able_to_couple(guide, facts):
-        return found
+    facts, able = guide.facts, able_to_couple(guide, guide.facts)
+    if not facts.field and not able:
+        return {}
     with repeatable(guide.like), poutine.block(), torch.no_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
-        if facts.coupled:
-            mean, sd = guide.together.mean, guide.together.tril.square().sum(-1).sqrt()
-            sizes = {name: torch.Size(facts.latents[name]["shape"]).numel() for name in facts.coupled}
-            found |= {name: (mean[rows], sd[rows]) for name, rows in slices(sizes).items()}
+        priors = {name: run.trace.nodes[name]["infer"]["prior"] for name in able if name not in facts.field}  # type: ignore[index]
+        rows = slices({name: torch.Size(facts.latents[name]["shape"]).numel() for name in priors})
+        loc, root = _q_of_theta(guide, rows, priors)
+        found = {name: (loc[own], root[own].norm(dim=-1)) for name, own in rows.items() if root[own].any()}
         if facts.field:
             q = run.whole().q
             loc, sd = torch.cat(q.loc, -1), q.covariance_matrix.diagonal().sqrt()
             rows = slices({name: sum(sizes) for name, sizes in facts.field.items()})
             found |= {name: (loc[own], sd[own]) for name, own in rows.items()}
-        for name in able_to_couple(guide, facts):
-            if name not in found and not guide.is_point(name):
-                loc, scale = guide._get_params(name, run.trace.nodes[name]["infer"]["prior"])  # type: ignore[index]
-                found[name] = loc.clone(), scale.clone()
     return found
 
 

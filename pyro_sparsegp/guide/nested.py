@@ -31,14 +31,14 @@ from .known import KnownGuide
 from .predictors import Pair, Place, Predictors
 from .rows import share_of
 
-__all__ = ["DIFFERENCE", "Nested", "Optimum"]
+__all__ = ["Nested", "Optimum"]
 
 Slopes = dict[Any, Tensor]  # by places, or pairs of them
 
 _NEWTON = 50  # steps of x, at most
 _NEAR = 1e-10  # nats that a step of x may still gain; an error of x̂ is one of F in its first order
 _EVALUATIONS = 60  # of F, at most
-DIFFERENCE = 0.02  # of θ, by which curvature is a difference of gradients
+_DIFFERENCE = 0.02  # of θ, by which curvature is a difference of gradients
 _WIDEST = 5.0  # a standard deviation of a hyperparameter in unconstrained space, where F is flat
 
 
@@ -231,14 +231,11 @@ class Nested:
                 self.last = self._nowhere
         return None
 
-    def around(self, theta: Tensor) -> list[tuple[Optimum, Optimum]]:
-        """F at a little less, and a little more, of each θ."""
-        return [(self.at(theta - move), self.at(theta + move)) for move in DIFFERENCE * torch.eye(self.size).to(theta)]
-
-    def curvature(self, ends: list[tuple[Optimum, Optimum]]) -> Tensor:
+    def covariance(self, theta: Tensor) -> Tensor:
         """H⁻¹ at the mode, by differences of gradients around it."""
-        rows = [(less.slope - more.slope) / (2 * DIFFERENCE) for less, more in ends]
-        precision = torch.stack(rows) if rows else self.guide.like.new_zeros(0, 0)
+        precision = torch.zeros(self.size, self.size).to(theta)
+        for row, move in zip(precision, _DIFFERENCE * torch.eye(self.size).to(theta)):
+            row += (self.at(theta - move).slope - self.at(theta + move).slope) / (2 * _DIFFERENCE)
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
 

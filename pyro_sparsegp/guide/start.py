@@ -125,7 +125,7 @@ def _find(search: Search) -> None:
         some, nested = nested, search.at_rows(nested, search.most[1])
         if moves and nested is not some:
             theta = nested.mode([theta])
-        search.settle(nested, theta, nested.at(theta), nested.around(theta))
+        search.settle(nested, theta)
 
 
 class Search:
@@ -266,16 +266,13 @@ class Search:
     def _unconstrained(self, name: str, value: Tensor) -> Tensor:
         return biject_to(self.priors[name].support).inv(value).to(self.guide.like)
 
-    def settle(self, nested: Nested, mode: Tensor, best: Optimum, ends: list[tuple[Optimum, Optimum]]) -> None:
-        """Start q at the mode.
-
-        :param ends: around it.
-        """
+    def settle(self, nested: Nested, mode: Tensor) -> None:
+        """Start q at the mode."""
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
+        best, covariance = nested.at(mode), nested.covariance(mode)
         free = {name for name in self.able if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
         # An independent posterior is that given all others.
-        covariance = nested.curvature(ends)
         precision = torch.block_diag(torch.linalg.inv(covariance), best.root @ best.root.mT)
         mode = mode.detach().requires_grad_()  # which shows whether inputs move with θ
         sites, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
