@@ -14,11 +14,11 @@ from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
 from ..bases import Basis, InducingVariables
 from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
-from ..gaussians.documented import with_inherited_arguments
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import DEFAULT_RATE
 from ..numerics.codes import require_choice, require_count
+from ..numerics.documented import with_inherited_arguments
 from ..process import GaussianProcess
 
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]

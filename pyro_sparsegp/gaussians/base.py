@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..modules import AbstractModule
+from ..numerics.documented import Documented
 from ..numerics.linalg import sum_blocks
-from .documented import Documented
 
 
 class Gaussian(ABC):

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributions import constraints
 
+from ..numerics.documented import Documented
 from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, gaussian_kl, gram, root_of_inverse, row_squares, times
-from .documented import Documented
 from .record import recorded
 from .stack import eye_like
 

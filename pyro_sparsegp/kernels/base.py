@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
+from ..numerics.documented import Documented
 from ..numerics.shapes import broadcast_shapes
 
 Scalar = Union[float, int, Tensor]
@@ -66,7 +67,7 @@ class Explicit(NamedTuple):
     diagonal: Tensor
 
 
-class CovarianceFunction(ABC):
+class CovarianceFunction(Documented, ABC):
     """A covariance function k(x, x').
 
     ``k(x, z)`` is the matrix of k(xₙ, zₘ), ``(..., N, M)``; ``k(x)`` the covariance of the values at x with

@@ -217,12 +217,7 @@ class TICK(Convolutional):
     >>> kernel.from_source(torch.rand(3, 784), torch.rand(8, 25 + 2)).shape
     torch.Size([3, 8])
 
-    :param base: k_g, a kernel on patches.
     :param location: k_l, a kernel on locations; its length scale is in patches.
-    :param image_shape: (H, W), with images as rows ``(N, H·W)``; or (C, H, W), ``(N, C·H·W)``, channel after channel.
-    :param patch_shape: (h, w); a patch has all C channels.
-    :param weights: w, ``(..., P)``; ``None`` is 1/P each.
-    :param stride: pixels from a patch to the next.
     :raises ValueError: as :class:`Convolutional`.
     """
 

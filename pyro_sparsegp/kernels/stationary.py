@@ -179,10 +179,7 @@ class Stationary(Kernel):
 
 
 class RBF(Stationary):
-    """Squared exponential: k = exp(−s/2), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are infinitely smooth.
-
-    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
-    """
+    """Squared exponential: k = exp(−s/2), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are infinitely smooth."""
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,8 +207,6 @@ class Matern12(_Matern):
     """Exponential (Ornstein-Uhlenbeck): k = exp(−√s), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are continuous.
 
     The gradient at coincident points is taken as 0.
-
-    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     """
 
     twice_nu = 1
@@ -225,10 +220,7 @@ class Matern12(_Matern):
 
 
 class Matern32(_Matern):
-    """Matérn 3/2: k = (1 + a)e^(−a), a = √(3s), s = Σ_d (x_d − x'_d)²/ℓ_d². Functions are once differentiable.
-
-    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
-    """
+    """Matérn 3/2: k = (1 + a)e^(−a), a = √(3s), s = Σ_d (x_d − x'_d)²/ℓ_d². Functions are once differentiable."""
 
     twice_nu = 3
 
@@ -240,10 +232,7 @@ class Matern32(_Matern):
 
 
 class Matern52(_Matern):
-    """Matérn 5/2: k = (1 + a + a²/3)e^(−a), a = √(5s), s = Σ_d (x_d − x'_d)²/ℓ_d². Functions have two derivatives.
-
-    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
-    """
+    """Matérn 5/2: k = (1 + a + a²/3)e^(−a), a = √(5s), s = Σ_d (x_d − x'_d)²/ℓ_d². Functions have two derivatives."""
 
     twice_nu = 5
 
@@ -265,7 +254,6 @@ class RationalQuadratic(Stationary):
 
     s = Σ_d (x_d − x'_d)²/ℓ_d².
 
-    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     :param alpha: α > 0, ``(...,)``.
     """
 
