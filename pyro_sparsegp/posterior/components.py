@@ -127,6 +127,7 @@ class Components(Sequence):
         :raises ValueError: naming the terms that have no zero mean over a box.
         """
         boxes: list[dict[int, Any]] = []
+        known: dict[int, Any] = {}
         for label, part in self.items():
             box = centred_on(part.process.kernel)
             if box is None or len(box) > max(_NODES):
@@ -136,11 +137,11 @@ class Components(Sequence):
                     "high)[column], products of these for interactions, and constants into kernels.Constant."
                 )
             for column, bounds in box.items():
-                known = next((other[column] for other in boxes if column in other), bounds)
-                if any(torch.as_tensor(a).cpu().ne(torch.as_tensor(b).cpu()).any() for a, b in zip(bounds, known)):
+                first = zip(bounds, known.setdefault(column, bounds))
+                if any(torch.as_tensor(a).cpu().ne(torch.as_tensor(b).cpu()).any() for a, b in first):
                     raise ValueError(
                         f"Sobol indices need one interval for each column; term {label!r} of site {self._whole.name!r} "
-                        f"has {bounds} in column {column}, another term {known}."
+                        f"has {bounds} in column {column}, another term {known[column]}."
                     )
             boxes.append(box)
         if not any(boxes):

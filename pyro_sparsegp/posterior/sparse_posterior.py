@@ -23,6 +23,7 @@ from ..bases.base import Features, unexplained
 from ..gaussians.base import Gaussian
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
+from ..numerics.chunks import by_rows
 from ..numerics.linalg import above_rounding, cholesky, row_squares, solve_lower, sum_blocks, times
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
@@ -205,37 +206,35 @@ class SparsePosterior(TorchDistribution):
         self._cache["draw"] = value, w
         return value
 
-    def given_coefficients(self, w: list[Tensor], chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+    def given_coefficients(self, w: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Mean μ + Φw and variance diag(k(x, x) − ΦΦᵀ) of the values given coefficients, ``(..., N)`` each.
 
         :param w: a block ``(..., M_b)`` for each block of coefficients.
-        :param chunk_size: rows whose features are held in memory at once.
         """
 
         def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
             explained = sum((row_squares(block) for block in phi), torch.zeros_like(prior))
             return sum_blocks(phi, w), (prior - explained).clamp(min=0)
 
-        return self._by_rows(moments, chunk_size)
+        return self._by_rows(moments)
 
-    def moments(self, chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+    def moments(self) -> tuple[Tensor, Tensor]:
         """:attr:`mean` and :attr:`variance`, without the features of all rows in memory at once."""
 
         def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
             mean, change = self.coefficients.moments(phi)
             return mean, above_rounding(prior + change, prior)
 
-        return self._by_rows(moments, chunk_size)
+        return self._by_rows(moments)
 
-    def _by_rows(
-        self, moments: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]], chunk_size: int
-    ) -> tuple[Tensor, Tensor]:
+    def _by_rows(self, moments: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         x, diag = self.process.x, self.process.kernel.diag
-        if "features" in self._cache or x.shape[-2] <= chunk_size:
-            parts = [moments(self.features, diag(x))]
-        else:
-            parts = [moments(self.basis(rows), diag(rows)) for rows in x.split(chunk_size, -2)]
-        mean, variance = (torch.cat(part, -1).expand(self._batch_shape + self._event_shape) for part in zip(*parts))
+
+        def at(rows: Tensor) -> tuple[Tensor, ...]:
+            found = moments(self.features if rows is x else self.basis(rows), diag(rows))
+            return tuple([part.expand(self._batch_shape + rows.shape[-2:-1]) for part in found])
+
+        mean, variance = by_rows(at, x)
         return self.process.mean_at(x) + mean, variance
 
     def repeat(self, other: SparsePosterior) -> None:
