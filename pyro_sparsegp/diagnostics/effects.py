@@ -97,24 +97,21 @@ class _Effects(NamedTuple):
         others = [column for column in columns if column not in codes]
         if len(others) == 2:
             self._map(axis, part, *others)
-        elif others:
-            self._curves(axis, part, others[0], codes)
-        else:
-            self._curve(axis, part, self._at({codes[0]: self.x[:, codes[0]].unique()}), codes[0], points=True)
-
-    def _curves(self, axis: Any, part: SparsePosterior, column: int, codes: Sequence[int]) -> None:
-        line = self._line(column, _CURVE)
-        values = [(by, level) for by in codes for level in self.x[:, by].unique().tolist()]
-        levels = [({by: level}, f"{self.labels[by]} = {level:g}") for by, level in values]
-        for level, label in levels or [({}, "")]:
-            self._curve(axis, part, self._at({column: line, **level}), column, label or None)
+            return
+        column, smooth = [*others, *codes][0], bool(others)
+        places = self._line(column, _CURVE) if smooth else self.x[:, column].unique()
+        levels = [{by: level} for by in codes if smooth for level in self.x[:, by].unique().tolist()]
+        for fixed in levels or [{}]:
+            label = "".join(f"{self.labels[by]} = {level:g}" for by, level in fixed.items())
+            self._curve(axis, part, self._at({column: places, **fixed}), column, label or None, points=not smooth)
         if levels:
             axis.legend(fontsize="small")
-        ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
-        axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
+        if smooth:
+            ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
+            axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
 
     def _curve(
-        self, axis: Any, part: SparsePosterior, at: Tensor, column: int, label: Any = None, points: bool = False
+        self, axis: Any, part: SparsePosterior, at: Tensor, column: int, label: Optional[str], points: bool
     ) -> None:
         part, places = part.at(at), at[:, column].cpu().numpy()
         spread = self.quantile * part.stddev
