@@ -310,19 +310,9 @@ class Select(_Modified):
         self._dims: Union[slice, tuple[int, ...]] = dims
 
     @property
-    def _known(self) -> bool:
-        # Whether the columns have numbers before there are inputs.
-        return not isinstance(self._dims, slice) and min(self._dims) >= 0
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The columns' numbers.
-
-        :raises ValueError: where they are not known before the inputs are.
-        """
-        if not self._known:
-            raise ValueError(f"the columns of k[{self._written}] have numbers once there are inputs: k.on_columns(D)")
-        return self._dims  # type: ignore[return-value]
+    def dims(self) -> Any:
+        """The columns' numbers, a tuple; ``None`` where they are not known before the inputs are."""
+        return None if isinstance(self._dims, slice) or min(self._dims) < 0 else self._dims
 
     def _numbers(self, num: int) -> tuple[int, ...]:
         # The numbers of the columns, of num.
@@ -366,10 +356,8 @@ class Select(_Modified):
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
-        if not self._known:
-            return None
-        inner = self.kernel.columns
-        return tuple(sorted(self.dims if inner is None else (self.dims[i] for i in inner)))
+        dims, inner = self.dims, self.kernel.columns
+        return None if dims is None else tuple(sorted(dims if inner is None else (dims[i] for i in inner)))
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
         return self.kernel.from_source(self.own_columns(x), z)
