@@ -146,7 +146,7 @@ class Anova(Kernel):
 
     def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0, num_nodes: int = 64) -> None:
         base = as_kernel(base, "Anova's base")
-        if base.columns not in (None, (0,)):
+        if base.columns not in (None, (), (0,)):
             raise ValueError(
                 f"Anova's base must be a kernel of one column, got {base!r}: select the column outside, "
                 "Anova(RBF(l), low, high)[2], and write interactions as products."
