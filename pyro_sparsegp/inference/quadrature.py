@@ -288,12 +288,10 @@ class TraceQuadrature_ELBO(ELBO):
 
         def direct() -> Optional[Tensor]:
             with dist.validation_enabled(False) if is_known else nullcontext():
-                return (
-                    grid.direct(*(grid.run() if ran is None else ran)[:2], nodes) if torch.is_grad_enabled() else None
-                )
+                return grid.direct(*(ran or grid.run())[:2], nodes) if torch.is_grad_enabled() else None
 
         def held(evaluate: Callable) -> Tensor:
-            terms, state = grid.held(*(grid.run() if ran is None else ran)), RandomState(guide.like)
+            terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)
             values = evaluate(terms, nodes, num_axes)
             if state.has_moved:  # test_a_program_that_takes_rows_by_itself_runs_once_a_step
                 raise ValueError("with all values held, the model drew random numbers by itself, others than before")
@@ -301,7 +299,7 @@ class TraceQuadrature_ELBO(ELBO):
 
         once = [] if ran else [lambda: on_grid(grid.once, nodes, num_axes)]
         ways: list[Callable[[], Optional[Tensor]]] = [direct, *once, lambda: held(on_grid), lambda: held(one_by_one)]
-        refusal = None
+        refusal, values = "", None
         for way in range(min(self._ways.get(guide, 0), len(ways) - 1), len(ways)):
             state = RandomState(guide.like)
             try:
@@ -309,7 +307,7 @@ class TraceQuadrature_ELBO(ELBO):
             except (RuntimeError, TypeError, ValueError) as error:
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
-                values, refusal = None, str(error).splitlines()[0]
+                refusal = str(error).splitlines()[0]
             if values is not None:
                 break
             state.restore()

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 _WHOLE = 2**15  # rows that are taken at once; above, chunks
-_NUMBERS = 2**24  # that the waves of one chunk of a sample function take
 _CHUNK = 2**12  # rows of a chunk: what a CPU's caches like
 _PIECE = 2**21  # numbers that are made at once
 _KEPT = 2**24  # numbers that may stay until the way back
@@ -62,13 +61,8 @@ def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tupl
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
-    """``function``, x ↦ ``(..., N)``, evaluated in chunks of rows, where it makes ``width`` numbers a row."""
-    rows = max(1, _NUMBERS // width)
-
-    def by_chunks(x: Tensor) -> Tensor:
-        return function(x) if x.shape[-2] <= rows else torch.cat([function(part) for part in x.split(rows, -2)], -1)
-
-    return by_chunks
+    """``function``, x ↦ ``(..., N)``, evaluated in pieces of rows, where it makes ``width`` numbers a row."""
+    return lambda x: in_pieces(lambda rows: function(x[..., rows, :]), x.shape[-2], width, x, -1)
 
 
 def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Tensor, dim: int) -> Tensor:
@@ -81,6 +75,6 @@ def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Te
     more = more_on(like)
     size = max(1, more * _PIECE // cost)
     drop = num * cost > more * _KEPT
-    slices = [slice(start, min(start + size, num)) for start in range(0, num, size)]
+    slices = [slice(start, min(start + size, num)) for start in range(0, max(num, 1), size)]
     parts = [dropping(function, rows) if drop else function(rows) for rows in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -61,6 +61,10 @@ def tilted(
     :param spread: a guess of its standard deviation, ``(..., N)``.
     :param power: α.
     """
+
+    def finite(f: Tensor) -> Tensor:
+        return log_density(f).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
     variance = variance.clamp(min=torch.finfo(variance.dtype).tiny)
     scale = variance.sqrt()
     spread = torch.where(spread > 0, spread, scale)
@@ -73,7 +77,7 @@ def tilted(
     log_z: Optional[Tensor] = None
     for _ in range(passes):
         away = torch.addcmul(shift, spread, columns)
-        values = _finite(log_density(mean + away))
+        values = finite(mean + away)
         logits = power * values - 0.5 * (away / scale).square()
         peak = logits.amax(0)
         weights = (logits - peak).exp_()
@@ -97,37 +101,22 @@ def tilted(
     elsewhere = at[0].abs() > reach * at[1]
     far, sure = torch.stack([elsewhere.any(), (doubt <= _DOUBT).all()]).tolist()  # one look at numbers
     if far:
-        there = power * _finite(log_density(mean[None]))[0]
+        there = power * finite(mean[None])[0]
         doubt = torch.where(elsewhere, torch.maximum(doubt, (there - peak).exp() * stretch / total), doubt)
         sure = bool((doubt <= _DOUBT).all())
+    weights, shift, second = weights / total, at[0] + at[1] * first, second * at[1].square()
     if not sure:
-        return _in_panels(log_density, mean, variance, at, power)
-    return _found(mean, variance, away, values, weights / total, log_z, at[0] + at[1] * first, second * at[1].square())
-
-
-def _finite(values: Tensor) -> Tensor:
-    return values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-
-
-def _found(
-    mean: Tensor,
-    variance: Tensor,
-    away: Tensor,
-    values: Tensor,
-    weights: Tensor,
-    log_z: Tensor,
-    shift: Tensor,
-    spread: Tensor,
-) -> Tilted:
+        away, values, weights, log_z, shift, second = _in_panels(finite, mean, variance, at, power)
     heaviest = away.gather(0, weights.argmax(0, keepdim=True))
     nodes = mean + torch.where(values.isfinite(), away, heaviest)
-    return Tilted(log_z, mean + shift, spread, nodes, weights, (mean, variance))
+    return Tilted(log_z, mean + shift, second, nodes, weights, (mean, variance))
 
 
 def _in_panels(
     log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, guess: tuple[Tensor, Tensor], power: float
-) -> Tilted:
-    """As :func:`tilted`, by Gauss-Legendre quadrature in panels, of which those of the largest error are split.
+) -> tuple[Tensor, ...]:
+    """Nodes f − m, log p there, weights, log Z, E f − m and Var f, by Gauss-Legendre quadrature in panels: those of the
+    largest error are split.
 
     :param guess: a place, relative to m, and a spread, about which there are panels from the start.
     """
@@ -143,7 +132,7 @@ def _in_panels(
         """f − m and log p at the panels' nodes, ``(J, O, ..., N)``, and the integrand's logarithm."""
         z = left[:, None] + width[:, None] * ((points + 1) / 2).reshape(column)
         away = scale * z
-        values = _finite(log_density(mean + away.flatten(0, 1))).reshape(away.shape)
+        values = log_density(mean + away.flatten(0, 1)).reshape(away.shape)
         logits = power * values - 0.5 * z.square() + width.log()[:, None]
         return away, values, logits
 
@@ -176,7 +165,7 @@ def _in_panels(
     shift = (weights * away).sum(0)
     spread = (weights * (away - shift).square()).sum(0)
     log_z = peak + total.log() - 0.5 * math.log(2 * math.pi)
-    return _found(mean, variance, away, values, weights, log_z, shift, spread)
+    return away, values, weights, log_z, shift, spread
 
 
 _DOUBT = 1e-3  # of the trapezoidal rule's integral, above which panels take its place

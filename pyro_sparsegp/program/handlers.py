@@ -9,6 +9,7 @@ from typing import Any, Optional
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.mask_messenger import MaskMessenger
 from pyro.poutine.messenger import Messenger, block_messengers
@@ -50,15 +51,6 @@ class Held(Messenger):
         # Layers above ask for other values of the same function: its coefficients are those of the draw.
         if name in self.draws and isinstance(posterior, SparsePosterior):
             posterior.repeat(self.draws[name])
-
-
-class _AtMeans(Messenger):
-    """Holds GP sites at their prior means."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        fn, _ = as_process(msg["fn"])
-        if fn is not None and not msg["is_observed"]:
-            msg["value"], msg["done"] = fn.mean, True
 
 
 class _Holding(Messenger):
@@ -176,6 +168,7 @@ def observes(
 
     :param rows: the sites that may hold them; ``None`` is all.
     """
-    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), _AtMeans():
+    at_means = InitMessenger(lambda site: site["fn"].mean if as_process(site["fn"])[0] else site["fn"]())
+    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), at_means:
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return any((rows is None or name in rows) and is_observation(site) for name, site in all_sites(trace))
