@@ -20,7 +20,6 @@ from ..process import GaussianProcess
 from ..program import checks
 from ..program.declared import is_normal
 from ..program.facts import Structure
-from ..program.reader import with_priors
 from ..program.traces import all_sites, bare, is_free, log_densities
 from .known import Core, KnownGuide
 from .networks import Calls, rows_to_follow
@@ -49,7 +48,7 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
 
 def densities_of(run: Run) -> dict[str, Tensor]:
     """The log densities of a run's sites that are no GP sites."""
-    return log_densities(with_priors(run.trace), run.posteriors)
+    return log_densities(run.trace, run.posteriors)
 
 
 def _let_inputs_move(module: Any, process: GaussianProcess) -> None:

@@ -18,8 +18,8 @@ from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.explore import explore
 from ..program.handlers import held_runs, unrecorded
-from ..program.reader import Expectation, Reader, scale_of, with_priors
-from ..program.traces import all_sites, bare, free_values, log_densities, repeatable
+from ..program.reader import Expectation, Reader, total_after
+from ..program.traces import all_sites, bare, free_values, repeatable
 from ..warned import warn_once
 from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, settle
@@ -159,11 +159,10 @@ def _closed(core: Core, run: Run) -> Collection[str]:
 
 def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
     """The sites of a quadratic ℓ by its derivatives in a run with f at the prior's mean μ: λ = −ℓ″, λ(z − μ) = ℓ′."""
-    names, move = list(run.trace.nodes), run.moves[reading.name]
+    move = run.moves[reading.name]
     with torch.enable_grad():
-        parts = log_densities(with_priors(run.trace), names[: names.index(reading.name) + 1]).values()
         # A move that no density depends on has derivatives of 0.
-        total = sum((part.sum() for part in parts), 0 * move.sum()) / scale_of(run.trace, reading.name)
+        total = total_after(run.trace, reading.name, run.guide.facts.gps) + 0 * move.sum()
         (first,) = torch.autograd.grad(total, move, create_graph=True)
         (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=learns)
     found = Expectation(total, first, second) if learns else Expectation(*(p.detach() for p in (total, first, second)))

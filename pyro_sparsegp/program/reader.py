@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional, cast
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import pyro
@@ -87,7 +87,10 @@ class Reader:
         # f = m + √v ε, one axis of ε for each function; E[·] = Σₖ wₖ (·)(εₖ).
         nodes, weights = normal_nodes(sum(widths), mean, max(self.found.num_nodes, 2))  # one node has no spread
         parts = {other: _per_output(part, marginals[other][0]) for other, part in zip(drawn, nodes.split(widths, -1))}
-        total = self._total(name, {other: m for other, (m, _) in marginals.items() if other not in drawn})
+        held = {other: m for other, (m, _) in marginals.items() if other not in drawn}
+
+        def total(moved: Mapping[str, Tensor]) -> Tensor:
+            return total_after(self.run({**held, **moved}), name, self.found.gps)
 
         def values(of: Mapping[str, Marginal]) -> dict[str, Tensor]:
             return {other: of[other][0] + _spread(of[other][1]) * part for other, part in parts.items()}
@@ -109,21 +112,6 @@ class Reader:
         # E[ℓ] = ℓ(m) + ½ℓ''v
         return Expectation(value + 0.5 * (second * variance).sum(), first, second)
 
-    def _total(self, name: str, held: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        """ℓ of values, with others held, as a GP site's prior meets it: under ``poutine.scale`` that is scaled, too,
-        on which the best q does not depend.
-        """
-
-        def total(moved: Mapping[str, Tensor]) -> Tensor:
-            trace = self.run({**held, **moved})
-            # What stands before the GP site is the same for all its values.
-            names = list(trace.nodes)
-            skip = {*self.found.gps, *names[: names.index(name)]}
-            none = moved[name].new_zeros(())
-            return sum((part.sum() for part in log_densities(trace, skip).values()), none) / scale_of(trace, name)
-
-        return total
-
     def _in_closed_form(self, name: str, mean: Tensor, variance: Tensor) -> Tensor:
         """E[ℓ] over parameters θ = af + b of one value each, of variance a²v."""
         here, there = self.run({name: mean}), self.run({name: mean + _spread(variance)})
@@ -140,12 +128,17 @@ class Reader:
         return mean[..., 0].numel() if self.found.dependence.get(name) == DATAWISE else 1
 
 
-def with_priors(trace: poutine.Trace) -> poutine.Trace:
-    """A guide's trace in which latents have the densities that the model gives them."""
-    new: Any = trace.copy()
-    for name, site in list(new.nodes.items()):
-        new.nodes[name] = {**site, "fn": (site.get("infer") or {}).get("prior", site.get("fn"))}
-    return cast(poutine.Trace, new)
+def total_after(trace: poutine.Trace, name: str, gps: Collection[str]) -> Tensor:
+    """ℓ, the sum of log densities after a GP site, as its prior meets it: under ``poutine.scale`` that is scaled, too,
+    on which the best q does not depend.
+
+    :param gps: all GP sites, whose densities are left out.
+    """
+    names, site = list(trace.nodes), sample_sites(trace)[name]
+    # What stands before the GP site is the same for all its values.
+    parts = log_densities(trace, {*gps, *names[: names.index(name)]})
+    none: Any = site["value"].new_zeros(())
+    return sum((part.sum() for part in parts.values()), none) / scale_of(trace, name)
 
 
 def scale_of(trace: poutine.Trace, name: str) -> Any:

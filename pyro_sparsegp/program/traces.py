@@ -88,14 +88,16 @@ def piecewise_constant(trace: poutine.Trace) -> list[str]:
 
 
 def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bool = False) -> dict[str, Tensor]:
-    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole.
+    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole; of a
+    guide's latents those of their priors.
 
     :param by_entry: with dimensions that ``.to_event`` has added up taken apart again.
     """
     found = {}
     for name, site in sample_sites(trace).items():
         if name not in skip and site["mask"] is not False:
-            fn, event_dim = without_event(site["fn"]) if by_entry else (site["fn"], 0)
+            fn = site["infer"].get("prior", site["fn"])
+            fn, event_dim = without_event(fn) if by_entry else (fn, 0)
             # They are of rows: ones more behind for the dimensions that .to_event has added.
             scale, mask = (
                 part.reshape(*part.shape, *[1] * event_dim) if isinstance(part, Tensor) and part.dim() else part
