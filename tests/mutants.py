@@ -187,13 +187,8 @@ second-block-sees-all: test_orthogonal.py::test_semi_collapsed_bound_is_equation
 - linear = sites.linear - sites.precision * others.mean(phi[1:])
 + linear = sites.linear
 outputs-never-meet: test_meeting.py
-<<<<<<< HEAD
 - return name in self.quadratic and self.dependence[name] != DATAWISE
 + return name in self.quadratic
-=======
-- return quadratic, quadratic and self.dependence[name] != DATAWISE
-+ return quadratic, quadratic
->>>>>>> 69308fe (One sum of the log densities after a GP site)
 updates-may-lower-the-bound: test_meeting.py
 - if value >= (0.9 * bound if lost else bound - slack) or not math.isfinite(bound):
 + if True:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Optional
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
@@ -27,12 +26,11 @@ from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.declared import expectation, over_scale, parameter_of
 from ..program.facts import ClosedForms
-from ..program.handlers import held_trace
 from ..program.mapping import mapped
-from ..program.traces import RandomState, bare, free_values, without_event
+from ..program.traces import RandomState, bare, sample_sites, without_event
 from .axes import at_axes, quadrature_axes
 
-Run = Callable[[dict[str, Tensor]], Any]
+Rerun = Callable[[dict[str, Tensor]], poutine.Trace]  # of a model, with some values moved
 
 
 def find_expectations(
@@ -60,24 +58,14 @@ def find_expectations(
 
 
 def sum_of_expectations(
-    found: ClosedForms,
-    model: Callable,
-    traces: tuple[poutine.Trace, poutine.Trace, poutine.Trace],
-    args: tuple,
-    kwargs: dict[str, Any],
+    found: ClosedForms, run: Rerun, model_trace: poutine.Trace, guide_trace: poutine.Trace
 ) -> Optional[Tensor]:
     """The sum of the expectations in closed form under q's marginals, scaled and masked; of latents minus entropy.
     ``None`` if a second run was another, such as one of rows of its own.
 
-    :param traces: the model's, the guide's and one with plates' row numbers, GP sites at their means.
+    :param run: runs the model with values moved; ``model_trace`` and ``guide_trace`` have GP sites at their means.
     """
-    model_trace, guide_trace, whole = traces
     sites: Any = model_trace.nodes
-
-    def run(moved: dict[str, Tensor]) -> Any:
-        with pyro.validation_enabled(False):
-            return held_trace(model, free_values(whole) | moved, args, kwargs, model_trace).nodes
-
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
     variances, others = {}, {}
     for name in found.rows:
@@ -102,7 +90,7 @@ def sum_of_expectations(
         if name in guide_trace.nodes:  # of a latent below f: KL[q ‖ p(· | E θ)], and what the spread of θ adds to it
             total = total - divergence(guide_trace.nodes[name], site)
             expected = expected - site["fn"].log_prob(site["value"])
-        total = total + scale_and_mask(expected, site["scale"], site["mask"]).sum()
+        total = total + weighted_sum(expected, site)
     return total
 
 
@@ -139,7 +127,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _variances_by_axes(
-    run: Run, posteriors: dict[str, NodeSite], axes: dict[str, tuple[int, ...]], locations: dict[str, Any]
+    run: Rerun, posteriors: dict[str, NodeSite], axes: dict[str, tuple[int, ...]], locations: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Σ (θ(e) − θ(0))² over the axes e of standardised values t, of which a row's are an affine function.
 
@@ -150,7 +138,7 @@ def _variances_by_axes(
 
     def at(node: Tensor) -> tuple[Tensor, ...]:
         nodes = {gp: at_axes(node, used) for gp, used in axes.items()}
-        held = run({gp: posterior.at_nodes(nodes).rsample() for gp, posterior in posteriors.items()})
+        held = sample_sites(run({gp: posterior.at_nodes(nodes).rsample() for gp, posterior in posteriors.items()}))
         moves = {name: parameter_of(held[name]["fn"]) - parameter_of(fn) for name, fn in locations.items()}
         return tuple(over_scale(locations[name], move).square() for name, move in moves.items())
 
@@ -159,14 +147,14 @@ def _variances_by_axes(
     return dict(zip(locations, squares))
 
 
-def _variances_by_rows(run: Run, posteriors: dict[str, SparsePosterior], names: Iterable[str]) -> dict[str, Tensor]:
+def _variances_by_rows(run: Rerun, posteriors: dict[str, SparsePosterior], names: Iterable[str]) -> dict[str, Tensor]:
     """Σ over GP sites of diag(A Cov(f) Aᵀ), with A off the program by autograd; of a multivariate normal over its
     scale, L⁻¹A.
     """
     trains = torch.is_grad_enabled()  # A may have parameters
     with torch.enable_grad():
         means = {gp: posterior.mean.detach().requires_grad_() for gp, posterior in posteriors.items()}
-        held = run(means)
+        held = sample_sites(run(means))
         jacobians = {name: _jacobian(parameter_of(held[name]["fn"]), list(means.values()), trains) for name in names}
     found = {}
     for name, rows in jacobians.items():

@@ -26,7 +26,7 @@ from ..program.handlers import held_trace
 from ..program.traces import bare, free_values, sample_sites
 from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
-from .expected import divergence, posterior_at, weighted_sum
+from .expected import Rerun, divergence, posterior_at, weighted_sum
 
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
 Elementwise = Callable[[Tensor], Tensor]
@@ -70,21 +70,26 @@ class Grid:
         """The bound's terms of one run at a node."""
         return log_density_minus_kl(*self.run(*node)[:2])
 
-    def held(
-        self, model_trace: poutine.Trace, guide_trace: poutine.Trace, whole: poutine.Trace
-    ) -> Callable[..., Tensor]:
+    def again(self, model_trace: poutine.Trace, _: poutine.Trace, whole: poutine.Trace) -> Rerun:
+        """Runs the model with some values moved, all others as in a run."""
+
+        def run(moved: dict[str, Tensor]) -> poutine.Trace:
+            with pyro.validation_enabled(False):
+                return held_trace(self.guide.model, free_values(whole) | moved, *self.call, model_trace)
+
+        return run
+
+    def held(self, *ran: poutine.Trace) -> Callable[..., Tensor]:
         """The bound's terms at a node, of the model with all other values as in a run."""
-        values = free_values(whole)
+        guide_trace, again, values = ran[1], self.again(*ran), dict[str, Tensor]()
         for name in self.closed.gps:  # which are at their means, and enter other densities, too
             if name in self.structure.dependence and name not in self.axes:
                 q = posterior_at(guide_trace, name)
                 coupled = self.structure.dependence[name] == COUPLED
-                values = values | {name: SparsePosterior.rsample(q) if coupled else q.marginals.rsample()}
+                values[name] = SparsePosterior.rsample(q) if coupled else q.marginals.rsample()
 
         def at(*node: Tensor) -> Tensor:
-            args, kwargs = self.call
-            moved = self._moved(guide_trace, node)
-            trace = held_trace(self.guide.model, values | moved, args, kwargs, model_trace)
+            trace = again(values | self._moved(guide_trace, node))
             return log_density_minus_kl(trace, guide_trace, self.closed.sites)
 
         return at

@@ -251,7 +251,7 @@ class TraceQuadrature_ELBO(ELBO):
             start = RandomState(guide.like)
             model_trace, guide_trace, _ = run = grid.run()
             is_alike = closed.hold(model_trace.nodes)
-            total = sum_of_expectations(closed, guide.model, run, args, kwargs) if is_alike else None
+            total = sum_of_expectations(closed, grid.again(*run), *run[:2]) if is_alike else None
             if total is not None and not closed.rest.dependence:  # nothing else depends on function values
                 return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
         if total is None:
