@@ -736,7 +736,10 @@ def build_family(c, model):
     if c.family.is_additive and isinstance(options["inducing"], torch.Tensor):
         z, kernel = options["inducing"], model.kernel(x, {})
         of_terms = (getattr(term, "columns", None) for term in getattr(kernel, "terms", [kernel]))  # not of Foreign
-        options["inducing"] = [z if read is None else z[:, list(read)].unique(dim=0) for read in of_terms]
+        # torch.unique takes no rows without columns, as of a constant's.
+        options["inducing"] = [
+            z if read is None else z[:, [*read]].unique(dim=0) if read else z[:1, :0] for read in of_terms
+        ]
     family = c.family.kind(**options)
     if c.joint:
         return {("f", "g"): family}

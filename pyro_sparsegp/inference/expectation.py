@@ -22,8 +22,8 @@ from ..numerics.processes import Workers
 from ..program.checks import require_sizes
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
+from ..program.handlers import held_runs
 from ..program.terms import Owners, Terms
-from ..program.traces import free_values
 from .quadrature import own_guide
 from .refinement import Progress, SiteRun
 from .site_runs import site_run
@@ -180,13 +180,12 @@ class ExpectationPropagation:
             rows = rows_of(guide, args, kwargs)
             run = Priors(guide, rows=rows, at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
-            values = {name: value for name, value in free_values(trace).items() if name not in processes}
             require_sizes(trace)
             if train:
                 share_of_rows(guide, rows)
             if sweeps:
                 require_data(guide)
-            terms = Terms(guide.model, guide.facts, values, processes, call, self._known)
+            terms = Terms(held_runs(guide.model, trace, args, kwargs), guide.facts, processes, self._known)
             self._known = terms.owners, terms.rowwise
             runs = [site_run(self, *one, terms, trace, call, indices) for one in processes.items()]
         part = next((run.index for run in runs if run.index is not None), None)

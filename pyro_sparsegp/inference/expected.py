@@ -26,11 +26,10 @@ from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.declared import expectation, over_scale, parameter_of
 from ..program.facts import ClosedForms
+from ..program.handlers import Rerun
 from ..program.mapping import mapped
 from ..program.traces import RandomState, bare, sample_sites, without_event
 from .axes import at_axes, quadrature_axes
-
-Rerun = Callable[[dict[str, Tensor]], poutine.Trace]  # of a model, with some values moved
 
 
 def find_expectations(

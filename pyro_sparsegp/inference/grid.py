@@ -22,11 +22,11 @@ from ..program.checks import graph_of
 from ..program.declared import parameters, rebuilt
 from ..program.dependence import COUPLED
 from ..program.facts import ClosedForms, Structure
-from ..program.handlers import held_trace
+from ..program.handlers import Rerun, held_trace
 from ..program.traces import bare, free_values, sample_sites
 from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
-from .expected import Rerun, divergence, posterior_at, weighted_sum
+from .expected import divergence, posterior_at, weighted_sum
 
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
 Elementwise = Callable[[Tensor], Tensor]
@@ -73,9 +73,9 @@ class Grid:
     def again(self, model_trace: poutine.Trace, _: poutine.Trace, whole: poutine.Trace) -> Rerun:
         """Runs the model with some values moved, all others as in a run."""
 
-        def run(moved: dict[str, Tensor]) -> poutine.Trace:
+        def run(moved: Mapping[str, Tensor]) -> poutine.Trace:
             with pyro.validation_enabled(False):
-                return held_trace(self.guide.model, free_values(whole) | moved, *self.call, model_trace)
+                return held_trace(self.guide.model, {**free_values(whole), **moved}, *self.call, model_trace)
 
         return run
 

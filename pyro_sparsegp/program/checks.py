@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pyro
@@ -16,8 +16,8 @@ from torch.distributions import constraints
 from ..numerics.shapes import broadcast_shapes
 from ..warned import Warned, warn_once
 from .data import tensors
-from .handlers import held_trace
-from .traces import all_sites, bare, free_values, is_left_out, is_observation, log_densities, sample_sites
+from .handlers import Rerun
+from .traces import all_sites, bare, is_left_out, is_observation, log_densities, sample_sites
 
 
 def require_sizes(trace: poutine.Trace, each_row: bool = False) -> None:
@@ -119,20 +119,17 @@ def which(bad: Tensor, what: str = "values") -> str:
     return f"{int(bad.sum())} of {bad.numel()} {what}, the first at {first[0] if len(first) == 1 else tuple(first)}"
 
 
-def require_left_out(
-    model: Callable, gps: Collection[str], trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]
-) -> None:
+def require_left_out(run: Rerun, trace: poutine.Trace, gps: Collection[str]) -> None:
     """Raise if a density depends on values that ``obs_mask=`` leaves out: these are drawn from the model.
 
-    :param gps: the GP sites.
-    :param trace: a run of a guide's.
+    :param run: runs the program with values moved, all else as in ``trace``; ``gps``: its GP sites.
     """
     sites = sample_sites(trace)
     for name in [n for n in sites if is_left_out(n, sites) and sites[n]["value"].is_floating_point()]:
         # NaN · 0 is NaN: what depends on them is NaN at NaN.
         unknown = {name: torch.full_like(sites[name]["value"], torch.nan)}
         with pyro.validation_enabled(False), torch.no_grad():
-            densities = log_densities(held_trace(model, free_values(trace) | unknown, args, kwargs), gps)
+            densities = log_densities(run(unknown), gps)
         used = [other for other, density in densities.items() if density.isnan().any()]
         if used:
             raise ValueError(

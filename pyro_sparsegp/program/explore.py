@@ -11,13 +11,13 @@ from typing import Any, Optional
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from ..process import GaussianProcess
 from .declared import ExpectedLogProb, is_declared, is_normal, others_of, parameter_of
 from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, Owners, codes_of, find_owners, kept_buffers, stacked_runs
 from .facts import ClosedForms, Structure
+from .handlers import Rerun
 from .traces import as_process, bare, sample_sites
 
 # What a program shows of a site: its log density; a term for each, which is of declared ones what they are made of:
@@ -32,10 +32,7 @@ Key = tuple[str, str]
 
 @torch.no_grad()
 def explore(
-    found: Structure,
-    held: Callable[[Values], poutine.Trace],
-    processes: Mapping[str, GaussianProcess],
-    on_sites: Collection[str] = (),
+    found: Structure, held: Rerun, processes: Mapping[str, GaussianProcess], on_sites: Collection[str] = ()
 ) -> tuple[ClosedForms, dict[str, Tensor]]:
     """Fill in how densities and layers above depend on GP sites' values: by one mapped run in which some are NaN, and
     where densities are declared one whose gradient is looked at.
@@ -116,7 +113,7 @@ class Program:
 
     def __init__(
         self,
-        held: Callable[[Values], poutine.Trace],
+        held: Rerun,
         base: Values,
         steps: Values,
         only: Optional[Collection[str]] = None,

@@ -115,8 +115,12 @@ def held_trace(
     return trace
 
 
-def held_runs(model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Callable:
-    """Runs a program with GP sites at the values given, all else as it was in a run."""
+# A program's run with some values moved, all others held.
+Rerun = Callable[[Mapping[str, Tensor]], poutine.Trace]
+
+
+def held_runs(model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Rerun:
+    """Runs of a program with the values given, all else as it was in a run."""
     return lambda moved: held_trace(model, moved, args, kwargs, trace)
 
 

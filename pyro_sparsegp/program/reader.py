@@ -21,6 +21,7 @@ from torch import Tensor
 from .declared import expectation, parameter_of
 from .dependence import DATAWISE, ELEMENTWISE
 from .facts import Structure
+from .handlers import Rerun
 from .mapping import mapped
 from .traces import log_densities, sample_sites
 
@@ -69,7 +70,7 @@ class Reader:
     :param closed: the sites after a GP site, if all of them know their expectation over parameters of one value each.
     """
 
-    run: Callable[[Mapping[str, Tensor]], poutine.Trace]
+    run: Rerun
     found: Structure
     closed: Collection[str] = ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyro
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..process import GaussianProcess
 from .dependence import find_owners
 from .facts import Structure
-from .handlers import held_trace
+from .handlers import Rerun
 from .mapping import mapped
 from .traces import bare, log_densities, without_event
 
@@ -27,24 +27,15 @@ class Terms:
     ``rowwise`` the GP sites of which each term stands in the row of its value.
 
     :param found: what is known of the model.
-    :param values: of all latents and of the plates' row numbers.
     :param processes: the GP sites' priors in that run.
     :param known: ``owners`` and ``rowwise`` of an earlier run, which may hold here.
-    :raises ValueError: naming the site, if one number is the log density of several values.
     """
 
     def __init__(
-        self,
-        model: Callable,
-        found: Structure,
-        values: dict[str, Tensor],
-        processes: dict[str, GaussianProcess],
-        call: tuple[tuple, dict[str, Any]],
-        known: tuple[Owners, set[str]],
+        self, run: Rerun, found: Structure, processes: dict[str, GaussianProcess], known: tuple[Owners, set[str]]
     ) -> None:
-        self.model, self.call = model, call
-        self.values = values | {name: process.mean.detach() for name, process in processes.items()}
-        trace = self._run({})
+        self.run, self.means = run, {name: process.mean.detach() for name, process in processes.items()}
+        trace: Any = run(self.means)
         parts = log_densities(trace, found.gps, by_entry=True)
         shapes = {name: part.shape for name, part in parts.items() if name in found.downstream}
         frames = {name: [f for f in trace.nodes[name]["cond_indep_stack"] if f.full_size] for name in shapes}
@@ -60,7 +51,7 @@ class Terms:
             for name, owners in self.owners.items()
             for site, owner in owners.items()
         ):
-            self._find(processes, list(shapes))
+            self._find(list(shapes))
         #: log densities without a GP value: of latents, and of other data.
         self.priors: Tensor = next(iter(processes.values())).x.new_zeros(())
         self.rest: Tensor = self.priors
@@ -73,29 +64,25 @@ class Terms:
                 part = torch.where(owner < 0, part, 0.0)
             self.rest = self.rest + part.sum()
 
-    def _run(self, values: Mapping[str, Tensor]) -> Any:
-        return held_trace(self.model, {**self.values, **values}, *self.call)
-
-    def _find(self, processes: dict[str, GaussianProcess], sites: list[str]) -> None:
+    def _find(self, sites: list[str]) -> None:
         """Which value each term depends on, masked or not."""
 
         def show(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             # Without masks, which may leave out others in the next mini-batch.
-            trace = self._run(values)
+            trace: Any = self.run(values)
             fns = {site: without_event(trace.nodes[site]["fn"])[0] for site in sites}
             parts = {site: bare(fn).log_prob(trace.nodes[site]["value"]) for site, fn in fns.items()}
             return {site: part.expand(fns[site].shape()[: part.dim()]) for site, part in parts.items()}
 
-        base = {name: self.values[name] for name in processes}
-        found = find_owners(show, base)[0] if sites else {}
+        found = find_owners(show, self.means)[0] if sites else {}
         self.owners = {name: {} for name in found}
         for name, by_site in found.items():
-            num = base[name].shape[-1]
+            num = self.means[name].shape[-1]
             for site, own in by_site.items():
                 # Numbers of values (P, N), row by row: n + Np.
                 if own.touched.any():
                     self.owners[name][site] = torch.where(own.touched, own.outputs * num + own.rows, -1)
-        rows = {name: base[name].shape[-1] for name in found}
+        rows = {name: mean.shape[-1] for name, mean in self.means.items()}
         self.rowwise = {n for n, own in self.owners.items() if all(_rowwise(o, rows[n]) for o in own.values())}
 
     def __contains__(self, name: str) -> bool:
@@ -106,7 +93,7 @@ class Terms:
         owners = self.owners[name]
 
         def at(f: Tensor) -> tuple[Tensor, ...]:
-            trace = self._run({name: f})
+            trace = self.run({**self.means, name: f})
             parts = log_densities(trace, trace.nodes.keys() - owners.keys(), by_entry=True)
             # A plate's scale says how many data each stands for; a site is that of one.
             return tuple(parts[site] / self.factors[site] for site in owners)
