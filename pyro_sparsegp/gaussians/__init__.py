@@ -11,7 +11,7 @@ from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import Continued, Product
 from .projected import ProjectedGaussian
 from .seats import AtOutputs, AtRows, AtValues, seen_from
-from .shared import Part, Share, Shared, Whole, block_diagonal
+from .shared import Part, Share, Shared, Whole, padded
 from .sites import Sites
 from .steps import Falling, Rate
 
@@ -48,9 +48,9 @@ __all__ = [
     "Sites",
     "Unwhitened",
     "Whole",
-    "block_diagonal",
     "from_natural",
     "optimal",
+    "padded",
     "seen_from",
     "weighted_gram",
 ]

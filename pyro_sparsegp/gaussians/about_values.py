@@ -33,7 +33,7 @@ from .seats import Seat
 from .stack import Stack, each_times, eye_like
 from .steps import Natural, Rate, cautious
 
-_KNOWN = 9  # steps that a start with a known mean counts for
+_KNOWN = 9  # steps that sums of more than a batch count for
 
 
 Parts = tuple[Tensor, ...]  # what a precision is made of
@@ -320,11 +320,6 @@ class AboutValues(Natural):
         return torch.where(is_cut[..., None, None], moved(target + more[0]), new), is_cut
 
     # Sums of sites for others.
-
-    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Start there. One who knows a mean knows more than a batch does: steps start at the rate of the tenth."""
-        self._set("loc", loc)
-        self.steps += _KNOWN
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:

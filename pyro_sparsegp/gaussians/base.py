@@ -122,9 +122,6 @@ class Coefficients(Documented, AbstractModule):
             (I + λΦᵀΦ)⁻¹; ``None`` for the prior's.
         """
 
-    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Put the mean where training starts, ``(..., M)`` over all blocks."""
-
     def anchor_of(self, features: Any) -> Any:
         """L of a run's features, as :meth:`forward` wants it; ``None`` where it is about w alone."""
         return None

@@ -9,7 +9,7 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..numerics.linalg import side_by_side, solve_lower, times
+from ..numerics.linalg import side_by_side, solve_lower
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients
 from .factors import DenseFactor, DiagonalFactor, Factor, IdentityFactor
@@ -50,11 +50,6 @@ class _Factored(Coefficients):
                 # (I + λΦ_bᵀΦ_b)⁻¹
                 own = side_by_side([features[b] for b in group])  # type: ignore[index]
                 self.put(f"{kind.scale_name}_{i}", kind.scale_of(own))
-
-    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Start each factor at the mean of its blocks."""
-        for i, own in enumerate(self.slices):
-            self.put(f"loc_{i}", loc[..., own])
 
     @classmethod
     def layout(cls, num_blocks: int) -> Layout:
@@ -130,11 +125,6 @@ class Unwhitened(Coefficients):
                 root = block.detach() @ factor.root  # of LSLᵀ, or the diagonal of it
                 value = root if isinstance(factor, DenseFactor) else root.norm(dim=-1)
                 setattr(self.values, f"{factor.scale_name}_{i}", value)
-
-    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Put the mean at m_b = L_bb times that of w_b."""
-        blocks = zip(self._blocks(anchor), self.values.slices)
-        self.values.start_mean(None, torch.cat([times(block, loc[..., own]) for block, own in blocks], -1))
 
     def anchor_of(self, features: Any) -> Any:
         return features.anchor

@@ -71,10 +71,8 @@ class Share(Gaussian):
         return [parts[b] for b in self.blocks]
 
     def padded(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """A part for each block of all sites, those of other sites 0."""
-        own, like = dict(zip(self.blocks, parts)), parts[0]
-        sizes = enumerate(self.whole.q.sizes)
-        return [own[b] if b in own else like.new_zeros(*like.shape[:-1], n) for b, n in sizes]
+        """A part for each block of all sites."""
+        return padded(parts, self.blocks, self.whole.q.sizes)
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.whole.q.variance_change(self.padded(features))
@@ -123,6 +121,12 @@ class Share(Gaussian):
         return self.whole.q.marginal(self.blocks).covariance_matrix
 
 
+def padded(parts: Sequence[Tensor], blocks: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+    """Features of some blocks, ``(..., N, M_b)`` each, as those of all sizes M_b; others' are 0."""
+    own, like = dict(zip(blocks, parts)), parts[0]
+    return [own[b] if b in own else like.new_zeros(*like.shape[:-1], n) for b, n in enumerate(sizes)]
+
+
 class Shared(AbstractModule):
     """The coefficients of several sites.
 
@@ -159,17 +163,3 @@ class Part(Coefficients):
     def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
         whole: Whole = self.shared()
         return whole.q.marginal(whole.blocks[self.name])
-
-
-def block_diagonal(sites: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Features of several sites as rows of all coefficients, a block ``(..., ΣN_s, M_b)`` each, 0 at other sites' rows.
-
-    :param sites: of each site s its features, a block ``(..., N_s, M_b)`` each.
-    """
-    rows = [features[0].shape[-2] for features in sites]
-    stacked = []
-    for i, features in enumerate(sites):
-        for phi in features:
-            above, below = sum(rows[:i]), sum(rows[i + 1 :])
-            stacked.append(torch.nn.functional.pad(phi, (0, 0, above, below)))
-    return stacked

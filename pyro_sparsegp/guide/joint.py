@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.infer.autoguide.utils import deep_setattr
 
 from ..families import Family, FreeFormFamily, SiteFamily
-from ..gaussians import Part, Shared, block_diagonal
+from ..gaussians import Part, Shared, padded
 from ..process import GaussianProcess
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
@@ -112,11 +112,13 @@ def _shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[st
     first = next(iter(modules.values()))
     sizes = [size for module in modules.values() for size in module.basis.sizes]
     made = family.chosen_coefficients()(sizes, first.batch_shape, next(first.coefficients.parameters()))
+    whole = Shared(made, {name: len(module.basis.sizes) for name, module in modules.items()})
     if priors is not None and family.start == "data":
         with torch.no_grad(), poutine.block():
             bases = {n: module.basis(priors[n].kernel, priors[n].jitter, n) for n, module in modules.items()}
-            made.start(None, block_diagonal([modules[n].shown(priors[n], basis) for n, basis in bases.items()]))
-    whole = Shared(made, {name: len(module.basis.sizes) for name, module in modules.items()})
+            shown = {n: modules[n].shown(priors[n], basis) for n, basis in bases.items()}
+            rows = zip(*[padded(parts, whole.blocks[n], sizes) for n, parts in shown.items()])
+            made.start(None, [torch.cat(parts, -2) for parts in rows])
     for name, module in modules.items():
         module.join(Part(whole, name))
     return whole
