@@ -76,6 +76,8 @@ class Seat:
 class AtRows(Seat):
     """A, ``(..., K, M)``: features at K rows, such as a network's. Sites are about Aw; in directions that A hardly has,
     about w. K should be several times M.
+
+    :param kept: A; what later runs know of it.
     """
 
     least = 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
@@ -112,6 +114,8 @@ class AtOutputs(AtRows):
     They are few, and span less of a change than features of the network's own: where training jumps, what sites of
     before say is wrong, and under the q that remembers them it would jump on. A step's rate is at least
     ‖A₀T − A‖/‖A₀‖ over 0.05, up to 1, unless the rate was given, or curvatures are those of draws.
+
+    :param kept: A; what later runs know of it.
     """
 
     def lost(self, before: Tensor) -> Tensor:

@@ -122,7 +122,12 @@ class Share(Gaussian):
 
 
 def padded(parts: Sequence[Tensor], blocks: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """Features of some blocks, ``(..., N, M_b)`` each, as those of all sizes M_b; others' are 0."""
+    """Features of all blocks; others' are 0.
+
+    :param parts: of some blocks, ``(..., N, M_b)`` each.
+    :param blocks: their numbers.
+    :param sizes: the M_b of all.
+    """
     own, like = dict(zip(blocks, parts)), parts[0]
     return [own[b] if b in own else like.new_zeros(*like.shape[:-1], n) for b, n in enumerate(sizes)]
 

@@ -194,9 +194,9 @@ def main():
     warnings.filterwarnings("ignore", category=gpytorch.utils.warnings.NumericalWarning)
     page = bench.Page(options.out)
     page.say(
-        f"Made by `python tests/benchmarks/step_time.py`: "
-        f"{bench.machine(options.device)}, GPyTorch {gpytorch.__version__}, pyro-ppl {pyro.__version__}, "
-        f"{options.rounds} rounds; milliseconds of CPU a step, and medians of each round's ratio.",
+        f"Made by `python tests/benchmarks/step_time.py`: {bench.machine(options.device)}, GPyTorch "
+        f"{gpytorch.__version__}, pyro-ppl {pyro.__version__}, {options.rounds} rounds; "
+        "milliseconds of CPU a step, and medians of each round's ratio.",
         "",
     )
     page.head(
