@@ -36,6 +36,10 @@ class Sites:
         zeros = inputs.new_zeros(*batch_shape, inputs.shape[-2])
         return cls(inputs, zeros, zeros)
 
+    def detached(self) -> Sites:
+        """These at the same inputs, without their graph."""
+        return Sites(self.inputs, self.precision.detach(), self.linear.detach())
+
 
 _FARTHEST = 3.0  # that one update moves a pull, in standard deviations
 _CAREFUL = 0.105  # the largest rate where a curvature is cut
@@ -131,10 +135,8 @@ class KeptSites(AbstractModule):
     def keep(self, sites: Sites, truncated: Tensor) -> None:
         """Remember sites, without their graph; nothing is copied."""
         # A posterior of before keeps its own: these are replaced, not written to.
-        self.inputs, self.precision, self.linear = (
-            part.detach() for part in (sites.inputs, sites.precision, sites.linear)
-        )
-        self.truncated = truncated
+        kept, self.inputs = sites.detached(), sites.inputs.detach()
+        self.precision, self.linear, self.truncated = kept.precision, kept.linear, truncated
 
     @property
     def memory(self) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from .state import SavedGuide
 
 _KEEP_ROWS = (
     "to learn hyperparameters on a stream keep some of its rows yourself, take SVI steps on them, "
-    "svi.step(x, y, size=N) for N rows in all, then absorb them anew, guide.absorb(x, y, forget=1.0)."
+    "svi.step(x, y, size=N) for N rows in all, then absorb them anew, guide.absorb(x, y, forget=1.0)"
 )
 
 
@@ -104,7 +104,7 @@ class AutoSparseGP(SavedGuide):
         options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
         search = start is not None
         super().__init__(model, families, point_estimates, independent_draws, independent, search, **options)
-        self._asked: Optional[Callable[[tuple, dict[str, Any]], None]] = None  # what is done in the place of draws
+        self._asked: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call is for, if not draws
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
@@ -133,7 +133,7 @@ class AutoSparseGP(SavedGuide):
         """
         if self._asked is None:
             return self.run_on(args, kwargs).values
-        self._asked(args, kwargs)
+        vars(self)["_answer"] = self._asked(args, kwargs)
         return {}
 
     def run_on(
@@ -186,6 +186,7 @@ class AutoSparseGP(SavedGuide):
                 check_parameters(self, core, args, kwargs)
         core.loaded = False
 
+    @without(memory=_KEEP_ROWS)
     def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
 
@@ -205,14 +206,12 @@ class AutoSparseGP(SavedGuide):
         :raises ValueError: naming the site and the remedy, where q keeps no (G₀, r₀) (``SGPR`` and its kind,
             expectation propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
         """
-        if "memory" in kwargs:
-            raise ValueError(f"absorb takes no memory= any more: {_KEEP_ROWS}")
         self._ready(args, kwargs)
         absorb(self, args, kwargs, forget)
 
     def relearn(self, *args: Any, **kwargs: Any) -> None:
         """Removed: raises a ValueError that says what to do instead."""
-        raise ValueError(f"guide.relearn was removed: {_KEEP_ROWS}")
+        raise ValueError(f"guide.relearn was removed: {_KEEP_ROWS}.")
 
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
         """Check the posteriors of the latents and of f after training: a line for each that is wrong, with what to do.
@@ -355,9 +354,7 @@ class AutoSparseGP(SavedGuide):
 
     def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
         """What runs at quadrature nodes are conditioned on: read before them, as they may be under vmap."""
-        found: list[tuple[Rows, Conditions]] = []
-        self._in_place_of_draws(lambda *call: found.append(self._known(*call)), wrapped, args, kwargs)
-        return found[0]
+        return self._within(wrapped, args, kwargs, self._known)
 
     def at_nodes(
         self,
@@ -383,16 +380,17 @@ class AutoSparseGP(SavedGuide):
             self._perform(run, args, kwargs)
 
         try:
-            self._in_place_of_draws(perform, wrapped, args, kwargs)
-            return (*self.traces(), self.trace)
+            self._within(wrapped, args, kwargs, perform)
+            return (*self.get_traces(at_nodes=True), self.trace)
         finally:
             vars(self)["trace"] = poutine.Trace()  # under vmap its tensors are of no use to others
 
-    def _in_place_of_draws(self, asked: Callable, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Call this guide within its handlers for something else than draws; they may change the arguments."""
+    def _within(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any], asked: Callable) -> Any:
+        """What is asked in the place of draws, of the arguments that handlers around this guide hand on."""
         state = vars(self)
         try:
             state["_asked"] = asked
             wrapped(*args, **kwargs)
+            return state["_answer"]
         finally:
-            state["_asked"] = None
+            state["_asked"] = state["_answer"] = None

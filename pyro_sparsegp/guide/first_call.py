@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -120,13 +120,19 @@ class _FlatInputsError(Exception):
     """A GP site's inputs have columns in which all rows are the same; with the names of latents to move them by."""
 
 
+@dataclass(eq=False)
 class _Setup(Run):
-    """The first run: makes the modules."""
+    """The first run: makes the modules.
+
+    :param from_draws: latents that start at a draw from the prior, whatever ``init_loc_fn`` says.
+    """
+
+    from_draws: Collection[str] = ()
 
     def module(self, name: str, process: GaussianProcess) -> Any:
         guide, x = self.guide, process.x
         _require_positive(guide.trace, name, process)
-        if not guide.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
+        if not self.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
             free = {other: site for other, site in sample_sites(guide.trace).items() if is_free(site)}
             normal = [other for other, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
             several = [other for other in normal if free[other]["value"].numel() > 1]
@@ -170,10 +176,8 @@ def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> _Setup:
             return _Setup(guide, at_medians=True).perform(args, kwargs)
         except _FlatInputsError as flat:
             guide.forget()
-            guide.from_draws = flat.args
-        run = _Setup(guide, at_medians=True).perform(args, kwargs)
-        guide.from_draws = ()
-        return run
+            from_draws = flat.args
+        return _Setup(guide, at_medians=True, from_draws=from_draws).perform(args, kwargs)
 
 
 def _require_sites(run: Run) -> None:

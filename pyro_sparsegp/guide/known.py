@@ -109,15 +109,15 @@ class KnownGuide(AutoNormalMessenger):
         named = families if isinstance(families, Mapping) else {}
         self.families, self.groups = families, [list(key) for key in named if isinstance(key, tuple)]
         self.by_name = {n: named[key] for key in named for n in ((key,) if isinstance(key, str) else key)}
+        self.declared = list(families.values()) if isinstance(families, Mapping) else [families]
         # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
-        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared_families())
-        self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared_families())
+        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
+        self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared)
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws, self.independent = tuple(independent_draws), independent
         self.search = search  # whether hyperparameters start at their mode
         self.core = Core()  # what was learnt
         self.run: Any = None  # that it is on
-        self.from_draws: Collection[str] = ()  # latents that start at a draw from the prior, whatever init_loc_fn says
         self.warned: Warned = set()
         self.like = torch.empty(0)  # a tensor of the guide's dtype and device
 
@@ -141,10 +141,6 @@ class KnownGuide(AutoNormalMessenger):
     def on_sites(self) -> bool:
         """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
         return self.by_sites and not self.core.facts.field
-
-    def declared_families(self) -> list[Family]:
-        """The families given."""
-        return list(self.families.values()) if isinstance(self.families, Mapping) else [self.families]
 
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""
@@ -255,4 +251,4 @@ class KnownGuide(AutoNormalMessenger):
         for name in ("gps", "joints", "locs", "scales", "together", "field"):
             if name in self._modules:
                 delattr(self, name)
-        self.core, self.from_draws = Core(), ()
+        self.core = Core()

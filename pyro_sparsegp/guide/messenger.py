@@ -38,11 +38,8 @@ if TYPE_CHECKING:
     from .runs import Run
 
 
-def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Callable[[str, Any], Any]) -> Any:
-    """The posterior of a latent, given its prior under the values drawn upstream.
-
-    :param mean_field: gives Pyro's.
-    """
+def _latent_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
+    """The posterior of a latent, given its prior under the values drawn upstream; ``None`` is Pyro's."""
     facts = guide.core.facts
     if facts.gps and (name not in facts.latents or _is_new(guide, name, facts)):
         return prior
@@ -57,7 +54,7 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Call
         return guide.run.latent_of_field(name, prior)
     if guide._computing_median or guide.is_point(name):
         return guide._get_posterior_median(name, prior)
-    return coupled_posterior(guide, name, prior) if name in facts.coupled else mean_field(name, prior)
+    return coupled_posterior(guide, name, prior) if name in facts.coupled else None
 
 
 def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
@@ -115,7 +112,8 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
         transform = biject_to(prior.support)
         event_dim = transform.domain.event_dim
         # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
-        init_loc_fn: Callable = init_to_sample if name in guide.from_draws else guide.init_loc_fn
+        from_draws = getattr(guide.run, "from_draws", ())
+        init_loc_fn: Callable = init_to_sample if name in from_draws else guide.init_loc_fn
         start = init_loc_fn({"name": name, "fn": prior}).detach().to(guide.like).clone()  # the user's may be held
         # test_field.py::test_the_search_can_be_left_out
         if not start.isfinite().all() or not (prior.event_shape or prior.support.check(start).all()):
@@ -143,7 +141,8 @@ class SiteMessenger(KnownGuide):
         """
         process, event_dim = as_process(prior)
         if process is None:
-            return _latent_posterior(self, name, prior, super().get_posterior)
+            answer = _latent_posterior(self, name, prior)
+            return super().get_posterior(name, prior) if answer is None else answer
         process.require_place(name)
         if self.core.calls is not None:
             process.origin = self.core.calls.origin(process.x)
@@ -209,7 +208,7 @@ class SiteMessenger(KnownGuide):
         facts = self.core.facts
         # Else draws would be joint in other groups than the layer above takes: test_patches.py::test_groups_must_stay.
         for below, (size, above) in facts.groups.items():
-            met = self.run.processes.get(below) if self.run is not None and above == name else None
+            met = self.run.processes.get(below) if above == name else None
             if met is not None and met.event_shape[0] != process.event_shape[0] * size:
                 raise ValueError(
                     f"GP site {below!r} has {met.event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; at "
@@ -227,35 +226,32 @@ class SiteMessenger(KnownGuide):
 
     # Traces.
 
-    def get_traces(self) -> tuple[poutine.Trace, poutine.Trace]:
+    def get_traces(self, at_nodes: bool = False) -> tuple[poutine.Trace, poutine.Trace]:
         """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.
 
         A GP site's density is 1 in the model's and log dq/dp in the guide's: after :meth:`eval` the difference of
         the traces' log densities is a log importance weight; in training it is right in expectation only.
 
+        :param at_nodes: whether the objective takes expectations itself.
         :raises ValueError: if a density is piecewise constant in f, so that draws give it no gradient. In training an
             objective that is not linear in log densities, such as RenyiELBO, raises one.
         """
+        model_trace, guide_trace = super().get_traces()
         if self.run is not None:  # Pyro's end of a run, which takes the values only
-            return super().get_traces()
+            return model_trace, guide_trace
         # Its gradient would be 0: test_robust_max.py::test_refused_where_it_needs_a_gradient.
-        flat = piecewise_constant(self.trace) if torch.is_grad_enabled() else []
+        flat = piecewise_constant(self.trace) if torch.is_grad_enabled() and not at_nodes else []
         if flat:
             raise ValueError(
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
                 "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
                 "another objective use torch.no_grad()."
             )
-        return self.traces()
-
-    def traces(self) -> tuple[poutine.Trace, poutine.Trace]:
-        """As :meth:`get_traces`, for objectives that know what these densities are."""
         if self.by_expectation and self.training and torch.is_grad_enabled():
             raise ValueError(
                 "the guide has a family of expectation propagation, whose sites no gradient trains: take "
                 "ExpectationPropagation(model, guide, optim) instead of SVI, or a family such as SVGP."
             )
-        model_trace, guide_trace = super().get_traces()
         site: Any
         for site in guide_trace.nodes.values():
             fn, event_dim = without_event(site["fn"])

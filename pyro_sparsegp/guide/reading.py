@@ -73,7 +73,7 @@ class SiteReading:
         """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
         if self._last is None or self._last[0] is not self.sites:
             self._last = None  # before the next is made: of projections of data each holds a Φ of its own
-            self._last = (self.sites, *self.posterior(None if self.unread else _detached(self.sites)))
+            self._last = (self.sites, *self.posterior(None if self.unread else self.sites.detached()))
         return self._last[1:]
 
     def move(self, sites: Sites, found: Optional[tuple[SparsePosterior, Marginal]] = None) -> None:
@@ -188,7 +188,8 @@ def _update(reader: Reader, reading: SiteReading, marginals: dict[str, Marginal]
     :returns: whether marginals move.
     """
     found, target, reading.change = _expect(reader, reading, marginals)
-    reading.truncated = negative(found)
+    # Negative curvatures, beyond rounding, of which sites cut to 0 are made.
+    reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
     if reading.direct:
         reading.move(target)
         return not reading.alone
@@ -207,7 +208,7 @@ def _update(reader: Reader, reading: SiteReading, marginals: dict[str, Marginal]
 def _proposed(reading: SiteReading, found: Expectation, marginal: Marginal, rate: float) -> Sites:
     """The damped update; projections of data take no sites whose z is far from the marginal."""
     relative = marginal[0] - reading.process.mean, marginal[1]
-    old = _detached(reading.sites)
+    old = reading.sites.detached()
     sites = update(old, found.first, (-found.second).clamp(min=0), relative, rate * reading.pace)
     return within_reach(sites, old, relative) if isinstance(reading.module, ProjectedGP) else sites
 
@@ -228,7 +229,7 @@ def _search(
     lost = not bound > -_WIDE * now[0].numel()
     for _ in range(_ATTEMPTS):
         sites = _at_modes(reader, reading, marginals) if lost else _proposed(reading, found, marginals[name], rate)
-        moved = reading.posterior(_detached(sites))
+        moved = reading.posterior(sites.detached())
         with torch.no_grad():
             value = float(_expect(reader, reading, {**marginals, name: moved[1]})[0].value - moved[0].kl.sum())
         if value >= (0.9 * bound if lost else bound - slack) or not math.isfinite(bound):
@@ -282,11 +283,6 @@ def _at_modes(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marg
     return reading.expanded(found, f - prior_mean, tiny)
 
 
-def negative(found: Expectation) -> Tensor:
-    """How many curvatures are negative, of which sites cut to 0 are made."""
-    return (found.second > 1e-6 * found.second.abs().amax()).sum()  # beyond rounding
-
-
 @torch.no_grad()
 def _distance(reading: SiteReading, target: Sites, marginal: Marginal) -> float:
     """How far sites are from others: in standard deviations of the marginals, and as a share of their precisions."""
@@ -295,7 +291,3 @@ def _distance(reading: SiteReading, target: Sites, marginal: Marginal) -> float:
     pull = (target.linear - target.precision * away) - (sites.linear - sites.precision * away)
     tighter = (target.precision - sites.precision).abs() * variance
     return float(torch.maximum(pull.abs() * variance.clamp(min=0).sqrt(), tighter).nan_to_num(math.inf).max())
-
-
-def _detached(sites: Sites) -> Sites:
-    return Sites(sites.inputs, sites.precision.detach(), sites.linear.detach())

@@ -178,16 +178,15 @@ def note_rows(guide: KnownGuide, run: Run) -> None:
     diagonal is relative to a part of them.
     """
     for name, process in run.processes.items():
-        if not process.kernel.depends_on_rows or name not in guide.corrected_modules():
-            continue
-        module, x, sites = guide.corrected_modules()[name], process.x, dict(all_sites(run.trace))
-        if not run.rows.new and guide.is_training:
+        module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
+        if module is not None and not run.rows.new and guide.is_training:
+            x, sites = process.x, dict(all_sites(run.trace))
             module.see(x)
             frames = [frame for n in guide.facts.rows if n in sites for frame in sites[n]["cond_indep_stack"]]
             sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]
             module.num_rows = max(sizes, default=module.num_rows)
         # test_deep_basis.py::test_unseen_rows_are_told_of_and_one_call_mends_it
-        elif run.rows.new and module.num_seen < module.num_rows:
+        elif module is not None and run.rows.new and module.num_seen < module.num_rows:
             warn_once(
                 guide.warned,
                 "rows unseen",

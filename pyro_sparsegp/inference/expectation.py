@@ -99,7 +99,7 @@ class ExpectationPropagation:
         require_choice(gradient, "ExpectationPropagation's gradient", "matched", "exact")
         require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
         require_count(max_sweeps, "ExpectationPropagation's max_sweeps")
-        if not all(isinstance(family, ExpectationFamily) for family in guide.declared_families()):
+        if not all(isinstance(family, ExpectationFamily) for family in guide.declared):
             raise ValueError(
                 "ExpectationPropagation trains GP sites of the family SparseEP; the guide's families are "
                 f"{guide.families!r}. Give AutoSparseGP(model, SparseEP(...)), or take SVI."
