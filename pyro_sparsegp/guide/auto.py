@@ -145,7 +145,7 @@ class AutoSparseGP(SavedGuide):
         :param conditions: of a run before; by default latents are drawn anew.
         """
         self.prepare(*args, **kwargs)
-        rows, conditions = (rows_of(self, args, kwargs), conditions) if conditions else self._known(args, kwargs)
+        rows, conditions = (rows_of(self, args, kwargs), conditions) if conditions else self._given(args, kwargs)
         asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
         has_data = not asks or observes(self.model, self.facts.rows, self.like, args, kwargs)
         require_refined(self.modules_by_site(), not has_data)
@@ -157,7 +157,7 @@ class AutoSparseGP(SavedGuide):
         self._perform(run, args, kwargs)
         return run
 
-    def _known(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
+    def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
         rows = rows_of(self, args, kwargs)
         return rows, condition(self, rows, args, kwargs) if self.on_sites else Conditions()
 
@@ -354,7 +354,7 @@ class AutoSparseGP(SavedGuide):
 
     def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
         """What runs at quadrature nodes are conditioned on: read before them, as they may be under vmap."""
-        return self._within(wrapped, args, kwargs, self._known)
+        return self._within(wrapped, args, kwargs, self._given)
 
     def at_nodes(
         self,
@@ -362,19 +362,19 @@ class AutoSparseGP(SavedGuide):
         wrapped: Callable,
         args: tuple,
         kwargs: dict[str, Any],
-        known: Optional[tuple[Rows, Conditions]] = None,
+        given: Optional[tuple[Rows, Conditions]] = None,
         ahead: Optional[Priors] = None,
     ) -> tuple[Any, Any, Any]:
         """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
 
         :param wrapped: this guide, or this guide inside handlers such as ``poutine.scale``.
-        :param known: what :meth:`conditioned` has read before.
+        :param given: what :meth:`conditioned` has read before.
         :param ahead: a run to make instead, with u at its prior mean.
         :returns: the model's trace, the guide's trace, and a trace of all sites, with the plates' row numbers.
         """
 
         def perform(args: tuple, kwargs: dict[str, Any]) -> None:
-            rows, conditions = known or self._known(args, kwargs)
+            rows, conditions = given or self._given(args, kwargs)
             run: Run = ahead or Posteriors(self, conditions, joint_up_to=0 if self.training else torch.inf)
             run.rows, run.nodes = rows, nodes
             self._perform(run, args, kwargs)

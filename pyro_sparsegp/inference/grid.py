@@ -44,7 +44,7 @@ class Grid:
 
     :param wrapped: the guide, or what handlers made of it.
     :param closed: the sites whose expectation is in closed form, and how all others depend on GP sites.
-    :param known: what the guide's runs are conditioned on, where that is read ahead.
+    :param given: what the guide's runs are conditioned on, where that is read ahead.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Grid:
         wrapped: Callable,
         call: tuple[tuple, dict[str, Any]],
         closed: ClosedForms,
-        known: Any = None,
+        given: Any = None,
     ) -> None:
         self.guide, self.wrapped, self.call, self.closed = guide, wrapped, call, closed
-        self.known = known
+        self.given = given
         self.structure = closed.rest
         self.axes = quadrature_axes(self.structure)
         self.num_axes = 1 + max((axis for used in self.axes.values() for axis in used), default=-1)
@@ -64,7 +64,7 @@ class Grid:
     def run(self, *node: Tensor) -> Ran:
         """The model's and the guide's run with GP sites at a node, by default at their means."""
         places = self._at(node) if node else dict.fromkeys([*self.axes, *self.closed.gps])
-        return self.guide.at_nodes(places, self.wrapped, *self.call, self.known)
+        return self.guide.at_nodes(places, self.wrapped, *self.call, self.given)
 
     def once(self, *node: Tensor) -> Tensor:
         """The bound's terms of one run at a node."""

@@ -242,8 +242,8 @@ class TraceQuadrature_ELBO(ELBO):
             self._expectations[guide] = closed = find_expectations(guide, args, kwargs, warn)
             warn_of_draws(guide, closed.rest)
         closed = self._expectations[guide]
-        known = guide.conditioned(wrapped, args, kwargs) if guide.on_sites else None
-        grid = Grid(guide, wrapped, (args, kwargs), closed, known)
+        given = guide.conditioned(wrapped, args, kwargs) if guide.on_sites else None
+        grid = Grid(guide, wrapped, (args, kwargs), closed, given)
         if not closed.sites:
             return self._integrated(grid)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
