@@ -175,7 +175,7 @@ class AutoSparseGP(SavedGuide):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
-        core = self.core if self.core.known else initialise(self, args, kwargs)
+        core = self.core if self.core.facts.gps else initialise(self, args, kwargs)
         if core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
             drop_stored(self._pyro_name)
         # Parameters are checked at the first step, and at the first call after a state was loaded, whatever that is

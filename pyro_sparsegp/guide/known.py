@@ -238,7 +238,7 @@ class KnownGuide(AutoNormalMessenger):
 
     def is_given(self, name: str, site: Any) -> bool:
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""
-        known = self.facts.downstream
+        known = self.core.facts.downstream
         return bool(known) and not site["cond_indep_stack"] and name not in known
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:

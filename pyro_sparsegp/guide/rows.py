@@ -37,8 +37,7 @@ def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) 
     :returns: their share of all rows, as plates tell; 0 where there are none.
     :raises ValueError: if an objective's step, which is at nodes, brings no data.
     """
-    core, sites = guide.core, dict(all_sites(run.trace))
-    facts = core.facts
+    core, facts, sites = guide.core, guide.core.facts, dict[str, Any](run.trace.nodes)
     seen = [name for name in facts.rows if name in sites and sites[name]["is_observed"]]
     observed = [name for name in seen if not guide.is_given(name, sites[name])]
     if not observed:
@@ -61,7 +60,7 @@ def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) 
     # After guide.forget_data() the numbers are 0: test_data.py::test_other_data_after_the_first_are_forgotten.
     if 0 in facts.rows.values():
         facts.rows.update({name: sites[name]["value"].numel() for name in observed})
-    return share_of_rows(guide, run.rows)
+    return share_of_rows(guide, run)
 
 
 def _is_prior(site: Any) -> bool:
@@ -111,12 +110,12 @@ def _refuse_other_data(guide: KnownGuide, run: Run, observed: str) -> None:
             )
 
 
-def share_of_rows(guide: KnownGuide, rows: Rows) -> float:
+def share_of_rows(guide: KnownGuide, run: Run) -> float:
     """The share of all rows that a step of training has, the least of all sites that hold data; 0 if it is not known.
 
     Warns of a mini-batch that no plate scales up.
     """
-    facts, sites = guide.facts, dict(all_sites(guide.trace))
+    facts, sites = guide.core.facts, dict[str, Any](run.trace.nodes)
     data = {name: sites[name] for name in facts.rows if name in sites and sites[name]["is_observed"]}
     # A plate that scales rows up does so whatever handlers' scales are.
     shares = [share_of(site) for site in data.values()]
@@ -133,7 +132,7 @@ def share_of_rows(guide: KnownGuide, rows: Rows) -> float:
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
         asked = num == before and least == 1 and not (guide.by_expectation or told in guide.warned)
-        if asked and rows.others and not guide.is_given(name, site):
+        if asked and run.rows.others and not guide.is_given(name, site):
             what = f"other {num} rows than before"
         if what:
             warn_once(

@@ -125,7 +125,7 @@ class Run(ABC):
         """The posterior of a free family: by rows beside those it meets, in groups of the inputs that a layer above
         couples.
         """
-        facts, share = self.guide.facts, []
+        facts, share = self.guide.core.facts, []
         own = getattr(module, "coefficients", None)
         if isinstance(own, Part):
             if own.shared not in self._wholes:

@@ -177,12 +177,11 @@ class ExpectationPropagation:
         with torch.set_grad_enabled(train), poutine.trace(param_only=True) as capture:
             guide.prepare(*args, **kwargs)
             self._check_fit()
-            rows = rows_of(guide, args, kwargs)
-            run = Priors(guide, rows=rows, at_medians=True).perform(args, kwargs)
+            run = Priors(guide, rows=rows_of(guide, args, kwargs), at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
             require_sizes(trace)
             if train:
-                share_of_rows(guide, rows)
+                share_of_rows(guide, run)
             if sweeps:
                 require_data(guide)
             terms = Terms(held_runs(guide.model, trace, args, kwargs), guide.facts, processes, self._known)
