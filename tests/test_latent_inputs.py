@@ -57,7 +57,6 @@ def test_latent_inputs_start_at_draws_and_train(family):
     assert abs(start.std() - 1) < 0.2
     losses += [svi.step(y) for _ in range(30)]
     assert losses[-1] < losses[0] - 100
-    assert not guide.from_draws
 
 
 def test_layers_of_weights_start_at_draws():
