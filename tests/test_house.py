@@ -113,25 +113,25 @@ LINES = {
     "root": 873,
     "numerics": 1152,
     "kernels": 2453,
-    "gaussians": 3443,
+    "gaussians": 3447,
     "bases": 2217,
     "posterior": 792,
     "approximations": 702,
     "families": 993,
     "distributions": 248,
     "program": 2512,
-    "guide": 4822,
-    "inference": 2766,
+    "guide": 4806,
+    "inference": 2765,
     "diagnostics": 2167,
     "interop": 333,
 }
-ALL_LINES = 25473
-STATEMENTS = 15156
+ALL_LINES = 25460
+STATEMENTS = 15144
 BRANCHES_PER_1000_LINES = 115
 COMMENTS = 0.0256  # at least
 FILE_LINES = 419
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23969
+TEST_LINES = 23968
 
 
 @functools.cache

@@ -223,7 +223,7 @@ class AboutValues(Natural):
         if record is None:
             return self._made(seat, level, False)[0]
         # The step starts from what is given here, under the L of this run.
-        held = None if seat is None else seat.detach(), None if level is None else level.detach()
+        held = None if seat is None else seat.detached, None if level is None else level.detach()
         self._level_out(*held)
         q, seen = self._made(seat, level, self._is_known and (seat is None or seat.has_turn))
         base = Seen(side_by_side(q.loc).detach(), None, tuple(part.detach() for part in seen.parts), *held)
@@ -234,14 +234,14 @@ class AboutValues(Natural):
         if not known:
             seen = self._seen_from(seat, level)
             return self._given(seen), seen
-        seen = self._seen_from(None if seat is None else seat.detach(), None if level is None else level.detach())
+        seen = self._seen_from(None if seat is None else seat.detached, None if level is None else level.detach())
         turn = stays = None
         if seat is not None and self.seat.numel():
             turn, stays = seat.turn(), self._stays
         loc, covariance, trace, log_det = _Known.apply(*self._inverse(seen), stays, turn, self._stack)
         if seat is not None and level is not None and level.requires_grad and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
-            along = seat.detach().coefficients(level - level.detach())
+            along = seat.detached.coefficients(level - level.detach())
             loc = loc - along + covariance.detach() @ along
 
         # Draws alone want a root, through a graph of its own.

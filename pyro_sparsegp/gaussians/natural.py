@@ -134,9 +134,9 @@ class NaturalGaussian(AboutValues):
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """As of others, or what outputs of a network that moved ask for."""
         rate, seat = super().rate_of(passes, share), passes[-1].base.seat
-        drawn = any(one.by_draws or one.draws for one in passes)
-        if isinstance(seat, AtOutputs) and self.seat.numel() and isinstance(self.rate, Falling) and not drawn:
-            rate = seat.lost(self.seat).clamp(rate, 1.0)
+        if isinstance(seat, AtOutputs) and self.seat.numel() and isinstance(self.rate, Falling):
+            drawn = any(one.by_draws or one.draws for one in passes)
+            rate = rate if drawn else seat.lost(self.seat).clamp(rate, 1.0)
         return rate
 
     def _made(self, seat: Optional[Seat], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Optional, Self
 
 import torch
@@ -47,7 +48,8 @@ class Seat:
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
 
-    def detach(self) -> Self:
+    @cached_property
+    def detached(self) -> Self:
         """This without its graph."""
         other = copy.copy(self)
         other.kept = self.kept.detach()

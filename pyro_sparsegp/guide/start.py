@@ -330,7 +330,7 @@ class Search:
         self._put(q, anchor, index, best)
         facts.intercepts = list(intercepts)
         if intercepts:
-            keep_slopes(guide, anchor.detach().values(torch.cat(list(intercepts.values()), -1)[index]))
+            keep_slopes(guide, anchor.detached.values(torch.cat(list(intercepts.values()), -1)[index]))
             q.level = level_of(guide, sites).detach()  # type: ignore[union-attr]
 
     def _factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, dict[str, list[float]]]:

@@ -306,7 +306,7 @@ class SparsePosterior(TorchDistribution):
 
     def under(self, process: GaussianProcess) -> SparsePosterior:
         """The same posterior at another process's inputs, with its mean."""
-        process = process.with_kernel(self.process.kernel)
+        process = process.with_kernel(self.process.kernel)  # whose diagonal may be that beside rows of training
         return SparsePosterior(process, self.basis, self.coefficients, self.name, self.sites)
 
     def paths(self, num: int, num_features: int = 2048) -> Callable[[Tensor], Tensor]:
