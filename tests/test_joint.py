@@ -512,7 +512,7 @@ def test_what_takes_sites_to_be_independent_refuses_them():
             pyro.sample("y", RobustMax(torch.stack([f, g], -1)), obs=y)
 
     guide = AutoSparseGP(classes, {("f", "g"): families.SVGP(4)})
-    with pytest.raises(ValueError, match=r"'y' .*RobustMax.* they share functions, or these a posterior"):
+    with pytest.raises(ValueError, match=r"'y' .*RobustMax.* share functions, or these a posterior"):
         TraceQuadrature_ELBO().loss(classes, guide, x, (y > 0.5).long())
 
 

@@ -427,8 +427,10 @@ def test_likelihoods_that_do_not_fit_are_refused():
 
     with pytest.raises(ValueError, match=r"GP site 'f' has the family SGPR.*does not factorise"):
         AutoSparseGP(coupled, SGPR(5), independent=True)(x, y)
-    with pytest.raises(ValueError, match=r"GP site 'inner' has the family ComputationAware.*enter another GP site"):
-        AutoSparseGP(deep, {"inner": ComputationAware(5), "f": SVGP(5)}, independent=True)(x, y)
+    for on_sites in ("inner", "f"):
+        families = {"inner": SVGP(5), "f": SVGP(5), on_sites: ComputationAware(5)}
+        message = f"GP site '{on_sites}' has the family ComputationAware.*enter another GP site"
+        refused(message, prepared, deep, families, x, y, independent=True)
     prepared(deep, {"inner": SVGP(5), "f": SVGP(5)}, x, y, independent=True)
     white = gaussian(KERNEL + kernels.White(0.1))
     refused("diagonal term, such as White", lambda: AutoSparseGP(white, ComputationAware(5), independent=True)(x, y))
@@ -662,19 +664,6 @@ def test_training_in_eval_mode_reads_sites():
     guides[1].eval()
     first, second = ([TraceQuadrature_ELBO(20).loss(model, g, x, y) for _ in range(12)] for g in guides)
     assert abs(first[-1] - second[-1]) < 1e-6
-
-
-def test_deep_gps_with_projections():
-    x, y = data(num=40)
-
-    def deep(x, y=None):
-        inner = pyro.sample("inner", GaussianProcess(KERNEL, x, mean=lambda x: x[..., 0]))
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), inner[:, None]))
-        return observed(dist.Normal(f, 0.3), y)
-
-    guide = AutoSparseGP(deep, {"inner": SVGP(8), "f": ComputationAware(12, "cg")}, independent=True)
-    losses = train(deep, guide, x, y, steps=18, lr=0.15)
-    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
 
 
 def test_messages_for_data_that_do_not_fit():

@@ -19,7 +19,7 @@ from ..program.data import TrainingData
 from ..program.explore import explore
 from ..program.handlers import held_runs, unrecorded
 from ..program.reader import Expectation, Reader, total_after
-from ..program.traces import all_sites, bare, free_values, repeatable
+from ..program.traces import free_values, repeatable
 from ..warned import warn_once
 from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, settle
@@ -55,18 +55,16 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
         )
     # Sites that are kept must serve training, too: no tensors of inference mode.
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
-        return condition(guide, Rows(same=known and not guide.facts.inner), data.args, data.kwargs, median)
+        return condition(guide, Rows(same=known), data.args, data.kwargs, median)
 
 
 @dataclass(eq=False)
 class _UnderLatents(Priors):
     """The latents are drawn, for what families on sites are conditioned on.
 
-    :param draws_layers: whether inner layers are drawn, too, being at the rows of training.
     :param reads: the GP sites by whose values, ``moves`` off the prior's mean, its densities are to be derived.
     """
 
-    draws_layers: bool = False
     reads: Collection[str] = ()
     moves: dict[str, Tensor] = field(init=False, default_factory=dict)
 
@@ -76,9 +74,8 @@ class _UnderLatents(Priors):
             return process.mean + self.moves[name]
         if _is_read(module):
             return process.mean
-        draws = self.draws_layers and name in self.guide.facts.inner and not self.at_medians
         posterior = self.posteriors[name] = self.free(name, process, module, self.guide.kind_of_draws(name))
-        return posterior if draws else posterior.mean
+        return posterior.mean
 
 
 def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any], median: bool = False) -> Conditions:
@@ -96,7 +93,7 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     # Not under vmap, by which predict draws: it has no torch.autograd.grad.
     kept = [name for name, module in guide.modules_by_site().items() if _is_read(module)]
     reads = [] if MAPPED.get() else list(filter(core.facts.is_alone, kept))
-    run = _UnderLatents(guide, at_medians=median, draws_layers=same, reads=reads)
+    run = _UnderLatents(guide, at_medians=median, reads=reads)
     with unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
         run.perform(args, kwargs)
     if same and guide.takes_batches and core.data is not None and holds_part(run.trace):
@@ -109,13 +106,11 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     reader = Reader(held_runs(guide.model, run.trace, args, kwargs), core.facts, _closed(core, run))
     with torch.set_grad_enabled(learns):
         readings = _read(guide, reader, kept, run, rows)
-    # What other runs are to have of latents and inner layers: all of it at the same rows.
-    free, inner = free_values(run.trace), core.facts.inner
-    shared = free.keys() if same else core.facts.latents.keys() - set(guide.local_latents)
-    held = {name: free[name] for name in free if name in shared and (name in inner or name not in run.processes)}
-    held = held if learns else {name: value.detach() for name, value in held.items()}
-    draws = {name: run.posteriors[name] for name in inner if name in run.posteriors}
-    return Conditions(held, draws, readings, run.drawn)
+    # What other runs are to have of latents: all of it at the same rows.
+    free = free_values(run.trace)
+    shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(guide.local_latents)
+    held = {name: value if learns else value.detach() for name, value in free.items() if name in shared}
+    return Conditions(held, readings, run.drawn)
 
 
 def _is_read(module: Any) -> bool:
@@ -171,13 +166,9 @@ def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
 
 
 def _look_again(core: Core, reader: Reader, run: _UnderLatents) -> None:
-    """Densities that were normal around f at the first call may not stay so: at some steps, and where distributions are
-    of other kinds than before, it is asked again.
-    """
-    kinds = {name: type(bare(site["fn"])) for name, site in all_sites(run.trace) if site["is_observed"]}
-    are_others = core.kinds not in (None, kinds)
-    core.kinds, core.looks, found = kinds, core.looks + 1, reader.found
-    if found.quadratic and (are_others or core.looks in _LOOKS):
+    """Densities that were normal around f at the first call may not stay so: at some steps it is asked again."""
+    found, core.looks = reader.found, core.looks + 1
+    if found.quadratic and core.looks in _LOOKS:
         again = replace(found)
         explore(again, reader.run, run.processes, found.quadratic)
         found.quadratic[:] = again.quadratic

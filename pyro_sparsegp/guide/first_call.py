@@ -309,10 +309,10 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
     :param reads: what reads Gaussian sites there, for the error.
     """
     kind = found.dependence[name]
-    if name in found.inner or kind == COUPLED:
+    if found.inner or kind == COUPLED:
         why = (
-            "its values enter another GP site"
-            if name in found.inner
+            f"values of GP site {found.inner[0]!r} enter another GP site"
+            if found.inner
             else "its likelihood does not factorise: one term of a density depends on values at several inputs"
         )
         raise ValueError(

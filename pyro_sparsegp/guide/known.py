@@ -37,7 +37,7 @@ class Core:
     :param calls: the networks that a run calls, where they are to be known.
     :param checked: whether all parameters were seen to train; ``registered`` are the model's.
     :param loaded: whether it is from a state, and was not called since.
-    :param kinds: of the distributions at sites that hold data, as they were last read; ``looks`` are how often.
+    :param looks: how often sites were read in training.
     """
 
     facts: Structure = field(default_factory=Structure)
@@ -47,7 +47,6 @@ class Core:
     checked: bool = False
     registered: list[Tensor] = field(default_factory=list)
     loaded: bool = False
-    kinds: Optional[dict[str, Any]] = None
     looks: int = 0
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
 

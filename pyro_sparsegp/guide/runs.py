@@ -37,14 +37,12 @@ LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be to
 class Conditions:
     """What a run's posteriors are conditioned on, of families on sites: drawn and read before it.
 
-    :param values: of the latents, and of GP sites that enter others.
-    :param draws: of these GP sites, the posteriors they were drawn from.
+    :param values: of the latents.
     :param readings: of the sites of such families, by GP site.
     :param drawn: the latents that are coupled.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
-    draws: dict[str, SparsePosterior] = field(default_factory=dict)
     readings: dict[str, SiteReading] = field(default_factory=dict)
     drawn: Optional[Drawn] = None
 
@@ -94,7 +92,7 @@ class Run(ABC):
         try:
             with (
                 nullcontext() if core.calls is None else core.calls.noted(),
-                Held(held.values, held.draws) if held.values else nullcontext(),
+                Held(held.values) if held.values else nullcontext(),
             ):
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:

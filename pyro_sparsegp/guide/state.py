@@ -17,13 +17,10 @@ from ..program.facts import Structure
 from .conditions import conditions_now
 from .coupled import couple
 from .field import keep_rows, keep_slopes, make_field
-from .joint import join, require_by_rows
+from .joint import join
 from .known import Core, KnownGuide
 from .messenger import SiteMessenger
 from .networks import Calls
-
-# The facts; of earlier releases, "memory" of rows that absorb kept, "network" of programs that ran once, "meeting".
-_BESIDE = ("name", "data", "memory", "network", "meeting")
 
 
 def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
@@ -35,20 +32,14 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     if not saved:
         return
     tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-    facts = Structure(**{key: value for key, value in saved.items() if key not in _BESIDE})
+    # Earlier releases had facts of their own.
+    facts = Structure(**{key: value for key, value in saved.items() if key in Structure.__dataclass_fields__})
     if sorted(facts.joint) != sorted(guide.groups):  # test_joint.py::test_states_and_copies
         raise ValueError(
             f"the saved guide has one posterior for each of the groups of GP sites {facts.joint}, this guide "
             f"declares {guide.groups}; make the guide with the saved families."
         )
-    require_by_rows(facts)
     held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
-    slopes = state_dict.pop(prefix + "field.coefficients.slopes", torch.empty(0))
-    if slopes.numel() + len({*held.values()} - tensors.keys()):
-        raise ValueError(
-            f"the saved posterior of {', '.join(map(repr, facts.field))} is of a development version before 81864b9, "
-            "which had it another way; train the guide anew, or load it with that version."
-        )
     now = guide.core.facts
     # A guide that was called keeps its parameters, which an optimiser may have:
     # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters

@@ -41,10 +41,11 @@ def find_expectations(
     :raises ValueError: naming the site, if such a one is piecewise constant, so that draws would give no gradient.
     """
     found = closed_forms_of(guide, args, kwargs)
-    for name, (kind, why) in found.unused.items():
+    for name, kind in found.unused.items():
         complaint = (
             f"site {name!r} has the distribution {kind.__name__}, which brings its own expectation over normal "
-            f"{kind.normal_parameter}, but here {why}"
+            f"{kind.normal_parameter}, but here this is not an affine function of function values, another parameter, "
+            "the scale or the mask depends on them, too, or entries of one term share functions, or these a posterior"
         )
         if getattr(kind, "piecewise_constant", False):
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 from weakref import WeakKeyDictionary, WeakSet
@@ -257,7 +258,7 @@ class TraceQuadrature_ELBO(ELBO):
         if total is None:
             start.restore()
             if is_alike:  # a second run was of rows of its own, say
-                self._expectations[guide] = closed.without()
+                self._expectations[guide] = replace(closed, rows=(), functions=(), gps=(), rest=guide.facts)
             else:  # a density is of another kind now: it is learned anew
                 guide.core.forms = None
                 del self._expectations[guide]

@@ -237,11 +237,6 @@ class SparsePosterior(TorchDistribution):
         mean, variance = by_rows(at, x)
         return self.process.mean_at(x) + mean, variance
 
-    def repeat(self, other: SparsePosterior) -> None:
-        """Take the last joint draw of another posterior of the same q(w), if there is one, for this one's."""
-        if "draw" in other._cache:
-            self._cache["draw"] = other._cache["draw"]
-
     def residual(self, like: Tensor) -> Tensor:
         """A joint draw of r ~ N(0, ρ) at the inputs, of the shape of ``like``, ``(..., N)``, in O(N³)."""
         return times(self.residual_tril, torch.randn_like(like))

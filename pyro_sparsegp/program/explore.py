@@ -60,7 +60,8 @@ def explore(
     _couple_below(found, above)
     found.downstream = [site for _, site in terms if program.touching(site, names)]
     found.summed = _summed(found, program)
-    closed, unused = program.closed(outer, found.group)
+    closed = [site for site in program.kinds if program.is_closed(site, outer, found.group)]
+    brought = [site for site, kind in program.kinds.items() if isinstance(kind, ExpectedLogProb)]
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
@@ -68,7 +69,7 @@ def explore(
     found.quadratic = []
     for name in on_sites:
         own = [site for site in found.downstream if program.touching(site, [name])]
-        if own and all(is_normal(program.kinds.get(s)) and program.why_not(s, [name]) is None for s in own):
+        if own and all(is_normal(program.kinds.get(site)) and program.is_affine(site, [name]) for site in own):
             found.quadratic.append(name)
 
     def left(keys: Collection[Key]) -> Structure:
@@ -82,9 +83,8 @@ def explore(
         left([made_of[site] for site in by_rows]),
         tuple(name for name in outer if any(program.touching(site, [name]) for site in closed)),
         left([key for key in terms if key[1] not in closed]),
-        found,
         {site: type(program.kinds[site]) for site in closed},
-        unused,
+        {site: type(program.kinds[site]) for site in brought if site not in closed and program.touching(site, outer)},
     )
     return forms, {site: part for (kind, site), part in program.first.items() if kind == LOG}
 
@@ -158,17 +158,18 @@ class Program:
 
     # Declared densities.
 
-    def why_not(self, site: str, names: Collection[str]) -> Optional[str]:
-        """Why a site's density is not declared around an affine function of these GP sites' values; or ``None``."""
-        slopes = self._slopes_at_nan(tuple(names)).get(site)
-        for name in self.touching(site, names):
-            at = self.moved[name][_THETA, site]
-            # θ = f + bf² has slopes 1 + 2bf, which NaN shows at b = 0, too; what .detach() hides they leave out.
-            if slopes is None or not (is_affine(at) and _has_slope(at, (slopes[name] * self.steps[name]).sum())):
-                return "this is not an affine function of function values"
-            if self.owners[name][_REST, site].touched.any():
-                return "another of its parameters, or its scale or mask, depends on function values too"
-        return None
+    def is_affine(self, site: str, names: Collection[str]) -> bool:
+        """Whether a declared density is around an affine function of these GP sites' values, and nothing else of it
+        depends on them.
+        """
+        slopes, touching = self._slopes_at_nan(tuple(names)).get(site, {}), self.touching(site, names)
+        # θ = f + bf² has slopes 1 + 2bf, which NaN shows at b = 0, too; what .detach() hides they leave out.
+        return slopes.keys() >= {*touching} and all(
+            is_affine(self.moved[name][_THETA, site])
+            and _has_slope(self.moved[name][_THETA, site], (slopes[name] * self.steps[name]).sum())
+            and not self.owners[name][_REST, site].touched.any()
+            for name in touching
+        )
 
     def _slopes_at_nan(self, names: tuple[str, ...]) -> dict[str, Values]:
         """The slopes of declared parameters, weighted and summed, by values that are NaN: none of an affine function's
@@ -193,7 +194,7 @@ class Program:
     def is_mean(self, name: str, site: str) -> bool:
         """Whether a density is that of a Normal, whose mean is affine in a GP site's values and has one an entry."""
         is_own = type(self.kinds.get(site)) is dist.Normal and self.owners[name][_THETA, site].kind == ELEMENTWISE
-        return is_own and self.why_not(site, [name]) is None
+        return is_own and self.is_affine(site, [name])
 
     def _of_own_functions(self, site: str, names: Iterable[str]) -> bool:
         """Whether each entry of a term of a parameter has one function, and no other entry of that term has it."""
@@ -209,29 +210,18 @@ class Program:
         twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
         return not (twice.any() or ((owner >= 0).sum(0) > 1).any())
 
-    def closed(
-        self, outer: list[str], group: Callable[[str], Collection[str]]
-    ) -> tuple[list[str], dict[str, tuple[Any, str]]]:
-        """The sites whose expectation is in closed form; and those that bring one in vain, with the reason.
+    def is_closed(self, site: str, outer: list[str], group: Callable[[str], Collection[str]]) -> bool:
+        """Whether a declared density depends on function values, and its expectation over them is in closed form.
 
         :param outer: the GP sites that enter no other; ``group``: those of one posterior with it.
         """
-        closed: list[str] = []
-        unused: dict[str, tuple[Any, str]] = {}
-        for site, kind in self.kinds.items():
-            touching = self.touching(site, outer)
-            if not touching:
-                continue
-            why = self.why_not(site, outer)
-            if why is None and not is_normal(kind) and self.first[_THETA, site].dim() > len(kind.batch_shape):
-                shared = any(len(group(name)) > 1 for name in touching)
-                if shared or not self._of_own_functions(site, touching):
-                    why = "entries of one term are not independent: they share functions, or these a posterior"
-            if why is None:
-                closed.append(site)
-            elif isinstance(kind, ExpectedLogProb):
-                unused[site] = type(kind), why
-        return closed, unused
+        kind, touching = self.kinds[site], self.touching(site, outer)
+        if not touching or not self.is_affine(site, outer):
+            return False
+        # Entries of one term have to be independent, but for a normal's.
+        if is_normal(kind) or self.first[_THETA, site].dim() == len(kind.batch_shape):
+            return True
+        return all(len(group(name)) == 1 for name in touching) and self._of_own_functions(site, touching)
 
 
 def _by_term(part: Tensor, fn: Any) -> Tensor:
@@ -257,15 +247,12 @@ def is_affine(at: Tensor) -> bool:
 
     :param at: it at 0 and after so many moves, of :data:`MOVES`, ``(1 + moves, ...)``.
     """
-    middle, one = at[0], at[1] - at[0]
+    middle, one, there = at[0], at[1] - at[0], at[1:]
     relative, eps = 1e-7 if middle.dtype == torch.float64 else 1e-3, torch.finfo(middle.dtype).eps
-    for size, there in zip(MOVES, at[1:]):
-        tolerance = abs(size) * relative * one.abs() + eps * (
-            100 * (middle.abs() + there.abs()) + 30 * abs(size) * one.abs().mean()
-        )
-        if not ((there - middle - size * one).abs() <= tolerance).all():
-            return False
-    return True
+    sizes = at.new_tensor(MOVES).reshape(-1, *[1] * middle.dim())
+    tolerance = relative * one.abs() + 30 * eps * one.abs().mean()
+    tolerance = sizes.abs() * tolerance + 100 * eps * (middle.abs() + there.abs())
+    return bool(((there - middle - sizes * one).abs() <= tolerance).all())
 
 
 def _combined(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import field as _field
 from functools import cached_property
 from typing import Any
@@ -101,9 +101,9 @@ class ClosedForms:
     :param functions: those over a parameter that is an affine function of values at several inputs.
     :param of_rows: how the parameters of ``rows`` depend on GP sites' values.
     :param gps: the GP sites that these sites' densities depend on.
-    :param rest: how all other densities do; ``whole``: how all densities do.
+    :param rest: how all other densities do.
     :param kinds: the types of the distributions of sites in closed form.
-    :param unused: sites whose distribution brings an expectation of its own that can't be used: it, and why.
+    :param unused: those of sites whose distribution brings an expectation of its own that can't be used.
     """
 
     rows: tuple[str, ...]
@@ -111,9 +111,8 @@ class ClosedForms:
     of_rows: Structure
     gps: tuple[str, ...]
     rest: Structure
-    whole: Structure
     kinds: dict[str, type]
-    unused: dict[str, tuple[Any, str]]
+    unused: dict[str, Any]
 
     @cached_property
     def sites(self) -> tuple[str, ...]:
@@ -128,7 +127,3 @@ class ClosedForms:
     def hold(self, nodes: Mapping[str, Any]) -> bool:
         """Whether a run's sites have distributions of the kinds that were found."""
         return all(name in nodes and type(bare(nodes[name]["fn"])) is kind for name, kind in self.kinds.items())
-
-    def without(self) -> ClosedForms:
-        """The same program with nothing in closed form."""
-        return replace(self, rows=(), functions=(), gps=(), rest=self.whole)

@@ -17,7 +17,6 @@ from pyro.poutine.scale_messenger import ScaleMessenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
-from ..posterior.sparse_posterior import SparsePosterior
 from .enumeration import Enumeration
 from .traces import (
     all_sites,
@@ -28,29 +27,19 @@ from .traces import (
     repeatable,
     sample_sites,
     settle_left_out,
-    without_event,
 )
 
 
 class Held(Messenger):
-    """Holds sites of a guide's run at values drawn before.
+    """Holds sites of a guide's run at values drawn before."""
 
-    :param draws: of GP sites, the posteriors that were drawn from: they know the draw's coefficients.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor], draws: Mapping[str, SparsePosterior] = {}) -> None:
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.values, self.draws = values, draws
+        self.values = values
 
     def _pyro_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        if msg["is_observed"] or name not in self.values:
-            return
-        msg["value"] = self.values[name]
-        posterior, _ = without_event(msg["fn"])
-        # Layers above ask for other values of the same function: its coefficients are those of the draw.
-        if name in self.draws and isinstance(posterior, SparsePosterior):
-            posterior.repeat(self.draws[name])
+        if not msg["is_observed"] and msg["name"] in self.values:
+            msg["value"] = self.values[msg["name"]]
 
 
 class _Holding(Messenger):
