@@ -266,7 +266,7 @@ class TestBound:
         ):
             wrong = multiclass(parameter=write)
             warnings.filterwarnings("ignore", "The model couples values")
-            with pytest.raises(ValueError, match="site 'y' has the distribution RobustMax.*not an affine function"):
+            with pytest.raises(ValueError, match=r"site 'y' has the distribution RobustMax.*not an affine function"):
                 TraceQuadrature_ELBO().loss(wrong, AutoSparseGP(wrong, SVGP(8)), x, y)
         wrong = AutoSparseGP(model, SparseEP(8))
         with pytest.raises(ValueError, match="one term of a density depends on several of its values"):
