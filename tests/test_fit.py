@@ -15,6 +15,7 @@ from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess,
 from pyro_sparsegp.families import SGPR, SVGP, FreeSites, SparseEP, WeightSpace
 from pyro_sparsegp.inference import checkpoint
 from pyro_sparsegp.inference.batches import as_batches
+from pyro_sparsegp.inference.fit import fell
 from pyro_sparsegp.inference.recipe import FallingAdam, falling
 
 from . import fit_worker
@@ -133,6 +134,11 @@ def test_every_row_once_an_epoch_in_an_order_of_its_own():
     assert not torch.equal(torch.cat([first.indices, second.indices]), torch.cat([third.indices, fourth.indices]))
     (again,) = as_batches((x[:, None], x, 3), 5, None, None, seed=1).epoch(1, 1)
     assert torch.equal(again.indices, fourth.indices)
+
+
+@pytest.mark.parametrize(("fall", "rows", "told"), [(1, 100, 1), (1, 40_000, 0), (60, 40_000, 1), (0.4, 100, 0)])
+def test_a_loss_that_falls_is_told_by_what_a_row_gains(fall, rows, told):
+    assert len(fell(np.array([[fall], [0.0]]) + np.random.default_rng(0).normal(size=(2, 50)), rows)) == told
 
 
 class Drawing:

@@ -32,7 +32,8 @@ from .expectation import ExpectationPropagation
 from .quadrature import TraceQuadrature_ELBO
 from .recipe import FallingAdam, falling
 
-_FELL = 0.5  # nats in the last tenth of the steps, which are told
+# Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
+_FELL, _FELL_A_ROW = 0.5, 1e-3
 _CHECKED = 100  # steps, from which latents are checked at the end
 _FIRST = 8192  # rows of the guide's first call, by which it places inducing inputs, where batches have fewer
 _WHERE = ("losses", "seconds", "epoch", "place")  # a fit has got to
@@ -318,10 +319,7 @@ class _Loop:
         """What still moves, a line each."""
         last, found = self.total // 10, list[str]()
         if len(self.losses) >= 2 * last > 2:
-            first, end = np.array(self.losses[-2 * last :]).reshape(2, last)
-            fell, error = first.mean() - end.mean(), math.hypot(first.std(), end.std()) / math.sqrt(last)
-            if fell > max(_FELL, 2 * error):
-                found.append(f"the loss fell by {fell:.1f} nats in the last tenth of the steps. Train longer.")
+            found += fell(np.array(self.losses[-2 * last :]).reshape(2, last), self.size or 0)
         call = self.call(self.batch or self._first())
         found += moved(self.before, moments(self.guide, *call)) if self.before else []
         if self.batches.whole and self.workers.num == 1 and self.total >= _CHECKED:
@@ -374,6 +372,15 @@ class _Loop:
         reason = "interrupted" if interrupts else reason
         stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(reason)))))
         return reason or "another process stopped" * stops
+
+
+def fell(losses: np.ndarray, rows: int) -> list[str]:
+    """A line if losses fell from one half, ``(2, steps)``, to the next, by more than chance and more than matters."""
+    (first, end), steps = losses, losses.shape[1]
+    fall, error = first.mean() - end.mean(), math.hypot(first.std(), end.std()) / math.sqrt(steps)
+    if fall <= max(_FELL, _FELL_A_ROW * rows, 2 * error):
+        return []
+    return [f"the loss fell by {fall:.1f} nats in the last tenth of the steps. Train longer."]
 
 
 @contextmanager
