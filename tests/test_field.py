@@ -29,6 +29,8 @@ from pyro_sparsegp.guide.field import Layout
 from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.start import init_to_centre
 
+from .models import observed
+
 N, GROUPS, NOISE = 24, 3, 0.4
 
 
@@ -52,8 +54,7 @@ def _linear(after=False):
         f = pyro.sample("f", GaussianProcess(kernels.RBF(lengthscale=0.4), x, jitter=1e-8))
         if after:
             c, g = levels()
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f + c + g[group], NOISE), obs=y)
+        observed(dist.Normal(f + c + g[group], NOISE), y)
 
     return model
 
@@ -119,8 +120,7 @@ def _counts(x, group, y=None):
     with pyro.plate("groups", GROUPS):
         a = pyro.sample("a", dist.Normal(0.0, tau))
     f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.4), x, jitter=1e-8))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Poisson((mu + a[group] + f).exp()), obs=y)
+    observed(dist.Poisson((mu + a[group] + f).exp()), y)
 
 
 def _count_data():
@@ -193,8 +193,7 @@ def _mean_and_noise(x, y=None):
     c = pyro.sample("c", dist.Normal(-1.0, 1.0))
     f = pyro.sample("f", GaussianProcess(s * kernels.Matern52(0.5), x))
     g = pyro.sample("g", GaussianProcess(0.5 * kernels.Matern52(0.5), x, mean=c))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+    observed(dist.Normal(f, g.exp()), y)
 
 
 def _noisy_data():
@@ -296,8 +295,7 @@ def test_q_follows_what_hyperparameters_and_inducing_inputs_move():
     def model(x, y):
         mu, length = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("length", dist.LogNormal(-1.0, 1.0))
         f = pyro.sample("f", GaussianProcess(2 * kernels.RBF(length), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mu + f, 0.5), obs=y)
+        observed(dist.Normal(mu + f, 0.5), y)
 
     guide, _ = _step(model, families.SVGP(12), data, 0)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
@@ -318,8 +316,7 @@ def test_rows_of_a_first_batch_count_once():
     def model(x, y, size):
         s, noise = pyro.sample("s", dist.LogNormal(0.0, 1.0)), pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
         f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.4), x))
-        with pyro.plate("data", size, subsample=x):
-            pyro.sample("y", dist.Normal(1.0 + f, noise), obs=y)
+        observed(dist.Normal(1.0 + f, noise), y, x, size)
 
     guides = [AutoSparseGP(model, families.SVGP(6)) for _ in range(2)]
     for guide, size in zip(guides, (N, 100 * N)):
@@ -398,8 +395,7 @@ def test_heavy_priors_start_everywhere(prior):
     def model(x, y):
         scale = pyro.sample("scale", prior)
         f = pyro.sample("f", GaussianProcess((0.01 + scale.abs()) * kernels.RBF(0.4), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(1.0 + f, NOISE), obs=y)
+        observed(dist.Normal(1.0 + f, NOISE), y)
 
     start = init_to_centre({"name": "scale", "fn": prior, "infer": {}})
     draws = prior.sample(torch.Size([999])).sort().values
@@ -419,8 +415,7 @@ def test_a_length_far_from_the_data_is_no_plateau(num):
         noise = pyro.sample("noise", dist.HalfNormal(1.0))
         scale = pyro.sample("scale", dist.HalfNormal(2.0)) if num == 150 else 1.0
         f = pyro.sample("f", GaussianProcess(scale**2 * kernels.RBF(length), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, noise), obs=y)
+        observed(dist.Normal(f, noise), y)
 
     guide, _ = _step(model, families.SVGP(20), (x, y))
     assert 0.1 < guide.median(x, y)["length"] < 0.3 > guide.median(x, y)["noise"]
@@ -434,8 +429,7 @@ def _wide(x, y=None):
     mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
     s = pyro.sample("s", dist.HalfNormal(2.0))
     f = pyro.sample("f", GaussianProcess(s**2 * kernels.RBF(0.4), x))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(mu + f, NOISE), obs=y)
+    observed(dist.Normal(mu + f, NOISE), y)
 
 
 def test_a_check_names_the_latents_that_have_not_converged():
@@ -502,8 +496,7 @@ def test_a_check_of_points_constant_entries_and_another_dtype():
         prior = dist.MultivariateNormal(torch.zeros(2).float(), torch.eye(2).float())
         b = (root @ pyro.sample("b", prior).double())[group % 2]
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mu + a * x[:, 0] + f + b, NOISE), obs=y)
+        observed(dist.Normal(mu + a * x[:, 0] + f + b, NOISE), y)
 
     guide, _ = _step(model, families.SVGP(8), (x, group, y), 30, point_estimates=["mu"])
     lines = "".join(guide.check())
@@ -517,8 +510,7 @@ def test_a_check_finds_a_second_mode_and_missing_inducing_points():
     def model(x, y=None):
         b = pyro.sample("b", dist.StudentT(5.0, 0.3, 2.0))
         f = pyro.sample("f", GaussianProcess(0.1 * kernels.RBF(0.2), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(b**2 + 3 * f, 0.1), obs=y)
+        observed(dist.Normal(b**2 + 3 * f, 0.1), y)
 
     guide, _ = _step(model, families.SVGP(3, trainable=False), (x, y), 5)
     lines = "".join(guide.check(x, y))
@@ -564,8 +556,7 @@ def test_f_follows_an_intercept_of_another_prior(prior):
     def model(x, y=None):
         mu = pyro.sample("mu", prior)
         f = pyro.sample("f", GaussianProcess(4.0 * kernels.RBF(0.4), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mu + f, NOISE), obs=y)
+        observed(dist.Normal(mu + f, NOISE), y)
 
     grid, covariance = torch.linspace(-12, 22, 3400), 4.0 * kernels.RBF(0.4)(x) + NOISE**2 * torch.eye(N)
     grid = grid[prior.support.check(grid)]
@@ -593,8 +584,7 @@ def test_a_followed_intercept_stands_large_rates(prior, dtype):
         mu, s = pyro.sample("mu", prior()), pyro.sample("s", dist.HalfNormal(2.0))
         f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.3), x))
         g = pyro.sample("g", GaussianProcess(0.3 * kernels.Matern32(0.1), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mu + f + g, NOISE), obs=y)
+        observed(dist.Normal(mu + f + g, NOISE), y)
 
     _, losses = _step(model, families.SVGP(12), (x, y), 150, lr=0.1)
     assert max(losses[-20:]) < losses[0] + 10  # it was 10⁴ and more, or an error of dtypes
@@ -611,8 +601,7 @@ def test_non_centred_latents_have_the_posterior_of_centred_ones(name):
         with pyro.plate("groups", GROUPS):
             z = pyro.sample("z", dist.Normal(0.0, of_z))
         f = pyro.sample("f", GaussianProcess(of_f**2 * kernels.RBF(0.4), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(by_f * f + by_z * z[group], NOISE), obs=y)
+        observed(dist.Normal(by_f * f + by_z * z[group], NOISE), y)
 
     found = [_step(model, families.SVGP(8, trainable=False), (centred, y), 20) for centred in (True, False)]
     torch.testing.assert_close(torch.tensor(found[1][1]), torch.tensor(found[0][1]), rtol=1e-5, atol=1e-4)
@@ -627,8 +616,7 @@ def test_a_density_with_kinks_has_the_curvature_of_its_expectation():
         scale = pyro.sample("scale", dist.LogNormal(-1.0, 1.0))
         mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Laplace(mu + f, scale), obs=y)
+        observed(dist.Laplace(mu + f, scale), y)
 
     guide, _ = _step(model, families.SVGP(6, trainable=False), (x, y))
     nested = Nested(
@@ -680,8 +668,7 @@ def test_exact_starts_at_the_noise_of_all_rows(monkeypatch):
         lengths = pyro.sample("lengths", dist.LogNormal(0.0, 2.0).expand([3]).to_event(1))
         noise = pyro.sample("noise", dist.LogNormal(-1.0, 3.0))
         f = pyro.sample("f", GaussianProcess(kernels.RBF(lengths), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, noise), obs=y)
+        observed(dist.Normal(f, noise), y)
 
     (guide := AutoSparseGP(model, families.Exact()))(x, y)
     assert 0.2 < guide.median(x, y)["noise"] < 0.5
@@ -694,8 +681,7 @@ def test_exact_is_no_field_of_a_batch_or_of_inputs_that_move(moves):
     def model(x, y=None, size=None):
         mu, length = pyro.sample("mu", dist.Normal(0.0, 2.0)), pyro.sample("length", dist.LogNormal(0.0, 0.3))
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x / length if moves else x))
-        with pyro.plate("data", size or len(x), subsample=x):
-            pyro.sample("y", dist.Normal(mu + f, NOISE), obs=y)
+        observed(dist.Normal(mu + f, NOISE), y, x, size)
 
     guide, loss = AutoSparseGP(model, families.Exact()), TraceQuadrature_ELBO().loss_and_grads
     if moves:
