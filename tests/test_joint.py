@@ -456,10 +456,10 @@ def test_draws_of_a_run_are_shared_and_new_for_who_has_had_them():
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({("f", "f"): families.SVGP(4)}, "name GP site 'f' twice"),
-        ({("f", "g"): families.SVGP(4), "g": families.SVGP(4)}, "name GP site 'g' twice"),
+        ({("f", "f"): families.SVGP(4)}, "each name once. Got"),
+        ({("f", "g"): families.SVGP(4), "g": families.SVGP(4)}, "each name once. Got 'g'"),
         ({("f",): families.SVGP(4)}, "two names or more"),
-        ({("f", 3): families.SVGP(4)}, "must have names"),
+        ({("f", 3): families.SVGP(4)}, "tuples of names"),
         ({("f", "g"): families.MeanFieldAdditive(4)}, "does not couple.*CoupledPrecision"),
         ({("f", "g"): families.OrthogonalInducing(4, 4)}, "does not couple"),
         ({("f", "g"): families.OrthogonallyDecoupled(4, 4, num_columns=2)}, "does not couple"),
@@ -480,7 +480,7 @@ def test_families_that_can_not_be_shared(given, match):
         (("f", "g", "k"), _model(), "'k', which is no site"),
         (("f", "g", "y"), _model(), "'y', which is a site that is no Gaussian process"),
         (("f", "g"), "shapes", r"'f': \(2,\), 'g': \(\).*as many outputs"),
-        (("f", "g"), "deep", "'f' has one posterior with.*layers of a deep GP"),
+        (("f", "g"), "deep", "can't have one posterior.*layers of a deep GP"),
     ],
 )
 def test_sites_that_can_not_have_one_posterior(names, model, match):

@@ -672,14 +672,14 @@ def test_messages_for_data_that_do_not_fit():
     with pytest.raises(ValueError, match="log density of site 'y' is not finite at 1 of 30"):
         AutoSparseGP(gaussian(KERNEL), SGPR(5), independent=True)(x, y)
     guide = AutoSparseGP(gaussian(KERNEL), ComputationAware(5, "cg"), independent=True)
-    with pytest.raises(ValueError, match="has read no sites yet"):
+    with pytest.raises(ValueError, match="has not been called"):
         _ = guide.site_status
     y[3] = 0.0
     guide(x, y)
     guide.float()
     refused(r"call guide\.double\(\)", guide.posterior, x)
     counts = with_likelihood(LIKELIHOODS["poisson"])
-    refused("seen no data", lambda: AutoSparseGP(counts, SGPR(5), independent=True).posterior(x))
+    refused("first call needs them", lambda: AutoSparseGP(counts, SGPR(5), independent=True).posterior(x))
     with pytest.raises(ValueError, match="vectorize_particles"):
         pyro.infer.Trace_ELBO(num_particles=2, vectorize_particles=True).loss(
             counts, AutoSparseGP(counts, SGPR(5), independent=True), x, torch.ones(30)

@@ -116,20 +116,15 @@ def _require_sums(guide: KnownGuide) -> None:
     facts = guide.facts
     together = {*facts.field, *facts.intercepts, *guide.local_latents}
     beside = [name for name in facts.latents if name in together]
-    if beside:
-        raise ValueError(
-            f"absorb updates GP sites alone, and latent site {beside[0]!r} has a value for each row, or one posterior "
-            f"with them. {_TOGETHER}."
-        )
-    joint = [*facts.joint, list(facts.field)][0]
-    if joint:
-        raise ValueError(f"absorb: GP sites {joint} have one posterior. {_TOGETHER}.")
+    why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
+    why += [f"GP sites {group} have one posterior" for group in (*facts.joint, list(facts.field)) if group]
     for name, module in guide.modules_by_site().items():
         known = getattr(module, "coefficients", None)
-        if not isinstance(known, NaturalGaussian) and not (isinstance(known, NaturalLowRank) and not known.rank):
-            raise ValueError(
-                f"absorb: GP site {name!r} has the family {module.family['name']}, and absorb adds to the sums that "
-                "natural steps keep. On sites, by expectation propagation, of a low-rank precision or with "
-                "natural=False: train on old and new rows together, after guide.forget_data() and then guide(x, y); or "
-                "take SVGP, OrthogonalInducing or CoupledCovariance with natural=True."
-            )
+        if not isinstance(known, (NaturalGaussian, NaturalLowRank)) or vars(known).get("rank"):
+            why.append(f"GP site {name!r} has the family {module.family['name']}")
+    if why:
+        raise ValueError(
+            f"absorb adds to the sums over rows that natural steps keep of each GP site alone, and {why[0]}. "
+            f"{_TOGETHER}, under SGPR and its kind after guide.forget_data(); or take SVGP, OrthogonalInducing or "
+            "CoupledCovariance with natural=True."
+        )

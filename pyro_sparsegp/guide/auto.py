@@ -100,7 +100,8 @@ class AutoSparseGP(SavedGuide):
         independent: Union[bool, Collection[str]] = (),
         start: Optional[str] = "mode",
     ) -> None:
-        require_arguments(model, families, independent_draws, independent, start)
+        names = {"independent_draws": independent_draws, "independent": independent}
+        require_arguments(model, families, start, **names, point_estimates=point_estimates or ())
         options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
         search = start is not None
         super().__init__(model, families, point_estimates, independent_draws, independent, search, **options)
@@ -304,12 +305,6 @@ class AutoSparseGP(SavedGuide):
         return (args, kwargs) if args or kwargs else (data.args, data.kwargs)  # type: ignore[union-attr]
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        # test_messages.py::test_a_guide_that_saw_no_data
-        if not self.core.known and not observes(self.model, None, self.like, args, kwargs):
-            raise ValueError(
-                "this guide has seen no data, so it has no posterior yet: train it first, svi.step(x, y) or "
-                "fit(model, guide, (x, y), steps=500), or load a saved state."
-            )
         with torch.no_grad():
             self.prepare(*args, **kwargs)
         require_refined(self.modules_by_site())
@@ -346,8 +341,6 @@ class AutoSparseGP(SavedGuide):
         updates in training were halved because they lowered the bound; and whether the sites have converged: another
         update moves no marginal by over 0.001 standard deviations (other latents at their medians).
         """
-        if not self.core.known:  # test_sites.py::test_messages_for_data_that_do_not_fit
-            raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
         return {name: reading.status for name, reading in conditions_now(self, median=True).readings.items()}
 
     # For objectives, and what else runs it.

@@ -30,7 +30,6 @@ from ..program.facts import ClosedForms, Structure
 from ..program.handlers import held_runs, is_blocked
 from ..program.traces import (
     all_sites,
-    as_process,
     grouped,
     is_free,
     is_observation,
@@ -52,9 +51,10 @@ _WAVES = 16  # of a function that stands for a prior's draw at many rows
 _MANY = 4096  # rows, of which means are computed at some only where they show what depends on what
 
 
-def require_arguments(model: Any, families: Any, independent_draws: Any, independent: Any, start: Any) -> None:
+def require_arguments(model: Any, families: Any, start: Any, **named: Any) -> None:
     """Raise if a guide's arguments are none.
 
+    :param named: names of sites.
     :raises ValueError: naming the argument.
     """
     if not callable(model):
@@ -66,10 +66,9 @@ def require_arguments(model: Any, families: Any, independent_draws: Any, indepen
             f"model, and SVI this guide alone; {OTHER_LATENTS}."
         )
     require_families(families)
-    if isinstance(independent_draws, str):
-        raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
-    if isinstance(independent, str) or not isinstance(independent, (bool, Collection)):
-        raise ValueError(f"independent must be True or a collection of names, such as ({independent!r},)")
+    for what, names in named.items():
+        if isinstance(names, str) or not isinstance(names, (bool, Collection)):
+            raise ValueError(f"{what} must be a collection of names, such as ({names!r},)")
     if start not in ("mode", None):
         raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
 
@@ -187,20 +186,17 @@ def _require_sites(run: Run) -> None:
         if name not in posteriors:
             kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
             raise ValueError(f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(posteriors)}")
-    observed = [(name, site) for name, site in all_sites(trace) if is_observation(site)]
-    fixed = [name for name, site in observed if as_process(site["fn"])[0]]
     if not posteriors:
         raise ValueError(
-            f"GP site {fixed[0]!r} is observed: it has no posterior to approximate. Add a likelihood, such as "
-            "Normal(f, noise), and leave obs= out of the GP site; or train hyperparameters with the exact density, "
-            "by a guide without AutoSparseGP."
-            if fixed
-            else "the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached"
+            "the model has no GP site to approximate: no pyro.sample(..., GaussianProcess(kernel, x)) without obs= was "
+            "reached. Data need a likelihood, such as Normal(f, noise); hyperparameters alone train with the exact "
+            "density, by a guide without AutoSparseGP."
         )
-    if not observed:
+    if not any(is_observation(site) for _, site in all_sites(trace)):
         raise ValueError(
-            "the guide's first call observes nothing, so it cannot tell which sites are latent: call it, or take the "
-            "first SVI step, with the data, guide(x, y)."
+            "the guide's first call observes nothing, so that it cannot tell which sites are latent, and has no "
+            "posterior yet: call it with the data, guide(x, y), train it first, svi.step(x, y) or "
+            "fit(model, guide, (x, y), steps=500), or load a saved state."
         )
     gps, latents = sorted(posteriors), [name for name, site in sample_sites(trace).items() if is_free(site)]
     others = [name for name in latents if name not in gps]
@@ -309,20 +305,15 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
     :param reads: what reads Gaussian sites there, for the error.
     """
     kind = found.dependence[name]
-    if found.inner or kind == COUPLED:
-        why = (
-            f"values of GP site {found.inner[0]!r} enter another GP site"
-            if found.inner
-            else "its likelihood does not factorise: one term of a density depends on values at several inputs"
-        )
+    why = [f"values of GP site {layer!r} enter another GP site" for layer in found.inner]
+    if kind == COUPLED:
+        why.append("its likelihood does not factorise: one term of a density depends on values at several inputs")
+    if kind != NONE:
+        why += [f"the distribution of site {flat!r} is piecewise constant" for flat in piecewise_constant(trace)]
+    if why:
         raise ValueError(
-            f"GP site {name!r} has {reads} reads Gaussian sites off the likelihood of each value, but {why}. {remedy}."
-        )
-    flat = piecewise_constant(trace)
-    if flat and kind != NONE:
-        raise ValueError(
-            f"GP site {name!r} has {reads} reads Gaussian sites off the likelihood's derivatives; the distribution of "
-            f"site {flat[0]!r} is piecewise constant. {remedy}, or Categorical(logits=...)."
+            f"GP site {name!r} has {reads} reads Gaussian sites off the derivatives of the likelihood of each value, "
+            f"but {why[0]}. {remedy}."
         )
 
 

@@ -23,26 +23,16 @@ def require_families(families: Any) -> None:
     names: list[str] = []
     # test_guide.py::test_refusals; test_joint.py::test_families_that_can_not_be_shared
     for key, family in named.items():
-        if not isinstance(family, Family):
+        group = key if isinstance(key, tuple) else (key,)
+        names += group
+        if not isinstance(family, Family) or not all(isinstance(n, str) and names.count(n) == 1 for n in group):
             raise ValueError(
                 "AutoSparseGP's families must be a family, such as SVGP(64) (of a class make an instance, SVGP(...)), "
-                f"or a mapping from GP site names to families, got {family!r}"
-            )
-        group = key if isinstance(key, tuple) else (key,)
-        if not all(isinstance(name, str) for name in group):
-            raise ValueError(
-                "AutoSparseGP's families must have names of GP sites for keys, or tuples of names, whose sites have "
-                f"one posterior, got {key!r}"
+                "or a mapping to families from GP site names, or tuples of names, whose sites have one posterior; each "
+                f"name once. Got {key!r}: {family!r}"
             )
         if group is key:
             _require_shareable(group, family, named.values())
-        names += group
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"AutoSparseGP's families name GP site {twice[0]!r} twice; give each site one family, or one place in a "
-            "group of sites that have one posterior."
-        )
 
 
 def _require_shareable(group: tuple[str, ...], family: Family, others: Any) -> None:
@@ -65,16 +55,12 @@ def require_joint(found: Structure, priors: Mapping[str, GaussianProcess]) -> No
     """Raise if sites of one posterior have different outputs, or if one is an inner layer of a deep GP."""
     for group in found.joint:
         shapes = {name: tuple(priors[name].batch_shape) for name in group}
-        if len(set(shapes.values())) > 1:  # test_joint.py::test_sites_that_can_not_have_one_posterior
+        # test_joint.py::test_sites_that_can_not_have_one_posterior
+        if len({*shapes.values()}) > 1 or {*group}.intersection(found.inner):
             raise ValueError(
-                f"GP sites {group} have one posterior, and different outputs, {shapes}: give each as many outputs, "
-                "GaussianProcess(...).expand([P]).to_event(1), or a family each."
-            )
-        inner = [name for name in group if name in found.inner]
-        if inner:
-            raise ValueError(
-                f"GP site {inner[0]!r} has one posterior with {[name for name in group if name != inner[0]]}, and its "
-                "values enter another GP site: layers of a deep GP take a family each."
+                f"GP sites {group}, of outputs {shapes}, can't have one posterior. Give each as many outputs, "
+                "GaussianProcess(...).expand([P]).to_event(1); and layers of a deep GP, whose values enter another GP "
+                "site, take a family each."
             )
 
 

@@ -90,24 +90,22 @@ def require_data(guide: KnownGuide) -> None:
 def _refuse_other_data(guide: KnownGuide, run: Run, observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
     # test_data.py::test_a_loss_at_other_data_leaves_the_posterior_alone
+    about: list[str] = []
     for name, module in () if guide.takes_batches else guide.site_modules().items():
         require_full_batch(name, module.family["name"], run.trace)
-        raise ValueError(
-            f"GP site {name!r} has the family {module.family['name']}, whose posterior is that of all its training "
-            f"data, and this call with gradients brings other rows at site {observed!r}: it would be taken for a "
-            "step of training on them. To evaluate the trained guide on other data use torch.no_grad(); to train "
-            "it on the same rows, keep their order; on other data, make a new guide or call guide.forget_data() first; "
-            "for mini-batches take a family such as SVGP, and pyro.plate('data', size=N, subsample=x)."
-        )
+        about.append(f"GP site {name!r} has the family {module.family['name']}, whose posterior")
     # test_data.py::test_latents_of_single_rows_are_new_at_new_rows
     sites: Any = run.trace.nodes
-    for name in guide.local_latents:
-        if name in sites and _is_prior(sites[name]):
-            raise ValueError(
-                f"this step brings other rows at site {observed!r}; site {name!r} has a value for each row, which "
-                "belongs to the row's number. Keep the rows and their order, or write plate = pyro.plate('data', N, "
-                "subsample_size=B) and index the data by plate.indices."
-            )
+    local = [name for name in guide.local_latents if name in sites and _is_prior(sites[name])]
+    about += [f"latent site {name!r} has a value for each row, which" for name in local]
+    if about:
+        raise ValueError(
+            f"{about[0]} belongs to the training data, and this call with gradients brings other rows at site "
+            f"{observed!r}. To evaluate the trained guide on other data use torch.no_grad(); to train it on the same "
+            "rows, keep their order; on other data, make a new guide or call guide.forget_data() first; for "
+            "mini-batches take a family such as SVGP, plate = pyro.plate('data', size=N, subsample_size=B), and index "
+            "the data by plate.indices."
+        )
 
 
 def share_of_rows(guide: KnownGuide, run: Run) -> float:

@@ -70,16 +70,11 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
         loc = tensors.get(f"locs.{name}_unconstrained")  # none, where its posterior is joint with others'
         is_point = loc is not None and f"scales.{name}_unconstrained" not in tensors
         # test_guide.py::test_states_of_other_point_estimates_are_refused
-        if latent["shape"] is not None and is_point != guide.is_point(name):
-            kinds = ("a point", "a distribution") if is_point else ("a distribution", "a point")
+        is_other = is_point != guide.is_point(name) or (loc is None and guide.is_independent(name))
+        if latent["shape"] is not None and is_other:
             raise ValueError(
-                f"the saved posterior of latent site {name!r} is {kinds[0]}, this guide declares {kinds[1]}; "
-                "make the guide with the point_estimates that it was saved with."
-            )
-        if loc is None and latent["shape"] is not None and guide.is_independent(name):
-            raise ValueError(
-                f"the saved posterior of latent site {name!r} is joint with others', this guide has it independent; "
-                "make the guide with the independent= that it was saved with."
+                f"the saved posterior of latent site {name!r} is a point, joint with others' or independent, and this "
+                "guide has another: make the guide with the point_estimates= and independent= that it was saved with."
             )
         if loc is not None:
             guide.set_latent(name, loc.new_zeros(latent["shape"]), latent["event_dim"])
