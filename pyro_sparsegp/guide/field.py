@@ -329,7 +329,8 @@ def keep_slopes(guide: KnownGuide, slopes: Tensor) -> None:
 
 def level_of(guide: KnownGuide, sites: Mapping[str, Any]) -> Optional[Tensor]:
     """What intercepts add to the values Ax: sites are about the sum, of which f is what they leave."""
-    values = [sites[name]["value"].reshape(-1) for name in guide.facts.intercepts]
+    facts, sites = guide.facts, {name: sites[name] for name in guide.facts.intercepts}
+    values = [_unconstrained(s) if n in facts.unconstrained else s["value"].reshape(-1) for n, s in sites.items()]
     return guide.field.slopes @ torch.cat(values).to(guide.like) if values else None
 
 

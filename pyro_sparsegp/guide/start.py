@@ -44,7 +44,7 @@ from .field import (
 )
 from .known import KnownGuide
 from .nested import Nested, Optimum
-from .predictors import find_links, jacobian
+from .predictors import Predictors, find_links, jacobian
 from .runs import Run
 
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances
@@ -278,7 +278,7 @@ class Search:
         sites, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
         loc = nested.theta_of(mode.detach()) | {name: handler.values[name].detach() for name in self.normal}
         facts.coupled = joint = [name for name in self.hyper if name in free]
-        intercepts = self._intercepts(nested, mode)
+        intercepts = self._intercepts(nested, mode, covariance)
         is_field = self._wants_field(field, intercepts, handler)
         rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})
         for name in self.able:
@@ -370,22 +370,35 @@ class Search:
         # An intercept of another prior; on sites f follows it by itself.
         return bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
 
-    def _intercepts(self, nested: Nested, mode: Tensor) -> dict[str, Tensor]:
+    def _intercepts(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, Tensor]:
         """By hyperparameters that linear predictors move with where f is 0, the moves of x, ``(num, V)``, that do to
-        predictors what their values do.
+        predictors what their values do, or θ: what they are affine in, which the facts then have.
         """
         if not self.guide.facts.coupled:
             return {}
-        found, sites, _ = nested.predictors(mode)
-        by_theta = jacobian(torch.cat(list(found.eta.values())) + 0 * mode.sum(), mode)
-        slopes = nested.theta_of(by_theta.abs().amax(-1))
-        values = {n: sites[n]["value"].reshape(-1) for n in self.guide.facts.coupled if slopes[n].any()}
-        if not values:
+        sd = covariance.diagonal().sqrt()
+        (found, here), (_, there) = self._slopes(nested, mode), self._slopes(nested, mode + sd)
+        bent = {n: [(a - b).abs().amax() / a.abs().amax() for a, b in zip(here[n], there[n])] for n in here}
+        ways = {name: int(by_theta < by_value) for name, (by_value, by_theta) in bent.items()}
+        self.guide.facts.unconstrained = [name for name, way in ways.items() if way]
+        if not ways:
             return {}
-        # Predictors are affine in values v, not in θ: ∂η/∂v = ∂η/∂θ (∂v/∂θ)⁺
-        by_value = by_theta.mT @ torch.linalg.pinv(jacobian(torch.cat(list(values.values())), mode).mT)
-        moves = towards(torch.cat([found.dense(place) for place in found.eta]), by_value, _LEAST).to(mode)
-        return dict(zip(values, moves.detach().split([len(value) for value in values.values()], -1)))
+        slopes = [here[name][way] for name, way in ways.items()]
+        moves = towards(torch.cat([found.dense(p) for p in found.eta]), torch.cat(slopes, -1), _LEAST).to(mode)
+        return dict(zip(ways, moves.detach().split([slope.shape[-1] for slope in slopes], -1)))
+
+    def _slopes(self, nested: Nested, theta: Tensor) -> tuple[Predictors, dict[str, tuple[Tensor, Tensor]]]:
+        """Predictors at θ; by hyperparameter that moves them, their slopes by its value and by θ, ``(N, V)``."""
+        theta = theta.detach().requires_grad_()
+        found, sites, _ = nested.predictors(theta)
+        every = jacobian(torch.cat(list(found.eta.values())) + 0 * theta.sum(), theta).detach()
+        slopes = {}
+        for name, rows in slices({n: shape.numel() for n, shape in nested.hyper.items()}).items():
+            if name in self.guide.facts.coupled and every[rows].any():
+                # ∂η/∂v = ∂η/∂θ (∂v/∂θ)⁺
+                by_theta = jacobian(sites[name]["value"].reshape(-1), theta).detach()[rows]
+                slopes[name] = (torch.linalg.pinv(by_theta) @ every[rows]).mT, every[rows].mT
+        return found, slopes
 
 
 def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

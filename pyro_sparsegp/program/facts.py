@@ -34,7 +34,8 @@ class Structure:
     :param field: of each GP site and latent of the field, in order, the sizes of its blocks of coefficients.
     :param owned: latents of the field of which each datum has one value.
     :param factors: of members of a field whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
-    :param intercepts: hyperparameters whose values move linear predictors where the field is 0.
+    :param intercepts: hyperparameters that move linear predictors where the field is 0.
+    :param unconstrained: those in which, unconstrained, predictors are affine; in others' values.
     :param links: of each likelihood of a field, by parameter, the link under which it is affine in it.
     :param enumerated: discrete latents, which are summed out.
     :param joint: groups of GP sites that have one posterior.
@@ -62,6 +63,7 @@ class Structure:
     field: dict[str, list[int]] = _field(default_factory=dict)
     links: dict[str, dict[str, str]] = _field(default_factory=dict)
     intercepts: list[str] = _field(default_factory=list)
+    unconstrained: list[str] = _field(default_factory=list)
     owned: list[str] = _field(default_factory=list)
     factors: dict[str, dict[str, list[float]]] = _field(default_factory=dict)
     enumerated: list[str] = _field(default_factory=list)
