@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Optional
 
 import torch
@@ -298,38 +299,36 @@ class _Compared:
             return []
         ends = [self._end_of(nested.mode, starts) for starts in ([[draw] for draw in draws] if whole else [draws])]
         if not self.search.is_informed(nested, self.best.root):
-            ends.append(self._end_of(self.search.beyond, nested, self.loc))
-        if not self._far(ends, self.loc):
+            ends.append(self._end_of(self.search.beyond, nested, self.best))
+        if not self._far(ends, self.loc) or (here := self._end_of(nested.mode, [self.loc])) is None:
             return []
-        here, first = self._end_of(nested.mode, [self.loc]) or (self.loc, math.inf)
-        there, value = max(self._far(ends, here), key=lambda end: end[1], default=(here, -math.inf))
-        if value < (first - _NATS if whole else first + _NATS):
+        there = max(self._far(ends, here.theta), key=lambda end: float(end.value), default=here)
+        higher = float(there.value - here.value)
+        if there is here or higher < (-_NATS if whole else _NATS):
             return []
-        sites, _ = self.nested.run(there, there.new_zeros(self.nested.layout.extended))
+        sites, _ = self.nested.run(there.theta, self.loc.new_zeros(self.nested.layout.extended))
         single = [name for name, rows in self.rows.items() if rows.stop - rows.start == 1]
         place = ", ".join(f"{name} = {float(sites[name]['value']):.3g}" for name in single)
-        if value > first:
+        if higher > 0:
             return [
-                f"a second start ended elsewhere, {value - first:.1f} nats higher, at {place}. Make a new guide with "
+                f"a second start ended elsewhere, {higher:.1f} nats higher, at {place}. Make a new guide with "
                 "init_loc_fn=init_to_value(values={...}) of these."
             ]
-        return [f"there is a second mode, {first - value:.1f} nats lower, at {place}. Intervals are about one of them."]
+        return [f"there is a second mode, {-higher:.1f} nats lower, at {place}. Intervals are about one of them."]
 
-    def _end_of(self, search: Callable[..., Tensor], *starts: Any) -> Optional[tuple[Tensor, float]]:
-        """The mode that a search ends at, and F."""
-        try:
-            theta = search(*starts)
-        except ValueError:  # no density there
-            return None
-        return theta, float(self.nested.tried(theta).value)  # type: ignore[union-attr]
+    def _end_of(self, search: Callable[..., Optimum], *starts: Any) -> Optional[Optimum]:
+        """F at the mode that a search ends at."""
+        with suppress(ValueError):  # no density there
+            return search(*starts)
+        return None
 
-    def _far(self, ends: list[Any], here: Tensor) -> list[tuple[Tensor, float]]:
+    def _far(self, ends: list[Optional[Optimum]], here: Tensor) -> list[Optimum]:
         """Ends that are apart from here."""
 
         def distance(theta: Tensor) -> Tensor:
             return torch.linalg.solve_triangular(self.own, (theta - here)[self.free, None], upper=False).norm()
 
-        return [end for end in ends if end is not None and distance(end[0]) > _APART]
+        return [end for end in ends if end is not None and distance(end.theta) > _APART]
 
 
 @torch.no_grad()

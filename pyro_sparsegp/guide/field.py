@@ -30,26 +30,6 @@ from ..program.traces import all_sites, as_process, bare, fill_masked, is_left_o
 from .known import KnownGuide
 from .networks import rows_kept
 
-__all__ = [
-    "LARGEST",
-    "Layout",
-    "Standardised",
-    "anchor_of",
-    "at_zero",
-    "basis_of",
-    "field_given",
-    "hyperparameters_among",
-    "is_normal_prior",
-    "keep_rows",
-    "keep_slopes",
-    "level_of",
-    "make_field",
-    "residuals_of",
-    "run_standardised",
-    "slices",
-    "standardised",
-]
-
 LARGEST = 2000  # entries of a field, whose covariance is dense
 
 
@@ -320,11 +300,6 @@ def anchor_of(
 
 def _unconstrained(site: Any) -> Tensor:
     return biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"]).reshape(-1)
-
-
-def keep_slopes(guide: KnownGuide, slopes: Tensor) -> None:
-    """Keep what intercepts add to the values that q(x) is about, ``(K, V)``, by each of theirs."""
-    guide.field.register_buffer("slopes", slopes)
 
 
 def level_of(guide: KnownGuide, sites: Mapping[str, Any]) -> Optional[Tensor]:

@@ -31,14 +31,15 @@ from .known import KnownGuide
 from .predictors import Pair, Place, Predictors
 from .rows import share_of
 
-__all__ = ["Nested", "Optimum"]
-
 Slopes = dict[Any, Tensor]  # by places, or pairs of them
 
 _NEWTON = 50  # steps of x, at most
 _NEAR = 1e-10  # nats that a step of x may still gain; an error of x̂ is one of F in its first order
 _EVALUATIONS = 60  # of F, at most
-_DIFFERENCE = 0.02  # of θ, by which curvature is a difference of gradients
+# Nats that a step of θ may still gain, and steps of θ by which curvature is a difference of gradients: in float32 F may
+# be known to 1e-3 and its gradient to 0.1, test_float32.py::test_a_start_is_as_wide_as_that_of_float64.
+_GAIN = {torch.float64: 1e-5, torch.float32: 1e-3}
+_DIFFERENCE = {torch.float64: 0.005, torch.float32: 0.06}
 _WIDEST = 5.0  # a standard deviation of a hyperparameter in unconstrained space, where F is flat
 
 
@@ -46,6 +47,7 @@ _WIDEST = 5.0  # a standard deviation of a hyperparameter in unconstrained space
 class Optimum:
     """F at some θ.
 
+    :param theta: θ.
     :param value: F.
     :param slope: ∇F.
     :param x: x̂.
@@ -53,6 +55,7 @@ class Optimum:
     :param left: ½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats.
     """
 
+    theta: Tensor
     value: Tensor
     slope: Tensor
     x: Tensor
@@ -106,18 +109,19 @@ class Nested:
             site["scale"] = self.weight * site["scale"] * share_of(site) / scale
         return sites, handler
 
-    def predictors(self, theta: Tensor) -> tuple[Predictors, dict[str, Any], Standardised]:
-        """The linear predictors at θ, with the sites of their run and its handler."""
+    def predictors(self, theta: Tensor) -> tuple[Predictors, Standardised]:
+        """The linear predictors at θ, and the handler of their run."""
         zero = theta.new_zeros(self.layout.extended, requires_grad=True)
         sites, handler = self.run(theta, zero)
-        return Predictors(sites, self.links, zero, self.layout), sites, handler
+        return Predictors(sites, self.links, zero, self.layout), handler
 
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
         self.tell()
         theta = theta.detach().requires_grad_()
-        found, sites, handler = self.predictors(theta)
-        apart = [s for n, s in sites.items() if is_observation(s) and n not in self.links and s["mask"] is not False]
+        found, handler = self.predictors(theta)
+        others = [site for name, site in found.sites.items() if is_observation(site) and name not in self.links]
+        apart = [site for site in others if site["mask"] is not False]
         constant = sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in apart)
         x, root = self._newton(found)
         x, covariance = x.clone().requires_grad_(), torch.cholesky_inverse(root)
@@ -136,7 +140,8 @@ class Nested:
             along = torch.cholesky_solve(by_x[:, None], root)[:, 0].detach()
             up = sum(_turned(found, place, part) for place, part in slope.items()) - x
             (by_theta,) = torch.autograd.grad(total + along @ up, theta)
-        return Optimum(total.detach(), by_theta, x.detach(), root, {name: n.detach() for name, n in left.items()})
+        left = {name: part.detach() for name, part in left.items()}
+        return Optimum(theta.detach(), total.detach(), by_theta, x.detach(), root, left)
 
     def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
         """x̂ and the root of P there."""
@@ -193,33 +198,35 @@ class Nested:
             return _by_derivatives(found, eta)
         return _by_expectation(found, eta, found.covariances(root), self.guide.facts.num_nodes)
 
-    def mode(self, starts: list[Tensor], preferred: Callable[[Optimum], bool] = lambda found: True) -> Tensor:
-        """θ̂, by L-BFGS from the best of some starts, of those that are preferred if there are any."""
-        tried = [(start, found) for start in starts if (found := self.tried(start)) is not None]
+    def mode(self, starts: list[Tensor], preferred: Callable[[Optimum], bool] = lambda found: True) -> Optimum:
+        """F at θ̂, by L-BFGS from the best of some starts, of those that are preferred if there are any."""
+        tried = [found for start in starts if (found := self.tried(start)) is not None]
         if not tried:
             raise ValueError("no start has a finite density")
-        theta, known = max(tried, key=lambda pair: (preferred(pair[1]), float(pair[1].value)))
-        theta, highest = theta.clone().requires_grad_(), known.value
-        ahead = [known]  # what L-BFGS asks first
+        best = max(tried, key=lambda found: (preferred(found), float(found.value)))
+        theta, nowhere = best.theta.clone().requires_grad_(), 1e4 - best.value
+        ahead = [best]  # what L-BFGS asks first
         optimiser = torch.optim.LBFGS(
             [theta],
             max_iter=_EVALUATIONS,
             max_eval=_EVALUATIONS,
             tolerance_grad=1e-3,
-            tolerance_change=1e-6,
+            tolerance_change=_GAIN[theta.dtype],
             line_search_fn="strong_wolfe",
         )
 
         def loss() -> Tensor:
+            nonlocal best
             found = ahead.pop() if ahead else self.tried(theta)
             if found is None:  # a step went to where the program has no density
                 theta.grad = torch.zeros_like(theta)
-                return -highest + 1e4
+                return nowhere
+            best = max(best, found, key=lambda one: float(one.value))
             theta.grad = -found.slope
             return -found.value
 
         optimiser.step(loss)
-        return theta.detach()
+        return best
 
     def tried(self, theta: Tensor) -> Optional[Optimum]:
         """As :meth:`at`; ``None`` where the program has no density."""
@@ -231,11 +238,11 @@ class Nested:
                 self.last = self._nowhere
         return None
 
-    def covariance(self, theta: Tensor) -> Tensor:
-        """H⁻¹ at the mode, by differences of gradients around it."""
-        precision = torch.zeros(self.size, self.size).to(theta)
-        for row, move in zip(precision, _DIFFERENCE * torch.eye(self.size).to(theta)):
-            row += (self.at(theta - move).slope - self.at(theta + move).slope) / (2 * _DIFFERENCE)
+    def covariance(self, mode: Optimum) -> Tensor:
+        """H⁻¹ at the mode, by differences of gradients."""
+        far, precision = _DIFFERENCE[mode.theta.dtype], torch.zeros(self.size, self.size).to(mode.theta)
+        for row, move in zip(precision, far * torch.eye(self.size).to(mode.theta)):
+            row += (mode.slope - self.at(mode.theta + move).slope) / far
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
 

@@ -97,7 +97,7 @@ class Predictors:
     """
 
     def __init__(self, sites: Any, links: Mapping[str, Mapping[str, str]], x: Tensor, layout: Layout) -> None:
-        self.sites, self.links = sites, links
+        self.sites, self.links, self.x = sites, links, x
         self.eta: dict[tuple[str, str], Tensor] = {}
         for name, of_site in links.items():
             fn, made_of = bare(sites[name]["fn"]), parameters(sites[name]["fn"])

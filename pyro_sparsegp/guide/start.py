@@ -35,7 +35,6 @@ from .field import (
     hyperparameters_among,
     is_normal_prior,
     keep_rows,
-    keep_slopes,
     level_of,
     make_field,
     residuals_of,
@@ -118,14 +117,13 @@ def _find(search: Search) -> None:
     moves = search.guide.search and bool(search.hyper)
     with tqdm(desc="the mode of latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
         nested.tell = bar.update
-        if moves:
-            theta = nested.mode([theta, *search.draws()])
-            if not search.is_informed(nested, nested.last[1]):
-                theta = search.beyond(nested, theta)
+        best = nested.mode([theta, *search.draws()]) if moves else nested.at(theta)
+        if moves and not search.is_informed(nested, best.root):
+            best = search.beyond(nested, best)
         some, nested = nested, search.at_rows(nested, search.most[1])
-        if moves and nested is not some:
-            theta = nested.mode([theta])
-        search.settle(nested, theta)
+        if nested is not some:
+            best = nested.mode([best.theta]) if moves else nested.at(theta)
+        search.settle(nested, best)
 
 
 class Search:
@@ -226,17 +224,17 @@ class Search:
         index = index_of(nested.layout.rows, self.gps)
         return len(index) - float(torch.cholesky_inverse(root).diagonal()[index].sum()) > _PLATEAU
 
-    def beyond(self, nested: Nested, theta: Tensor) -> Tensor:
-        """The mode beyond a plateau, or θ if that is lower: from θ with one positive hyperparameter times a factor that
+    def beyond(self, nested: Nested, best: Optimum) -> Optimum:
+        """The mode beyond a plateau, if F is higher there: from θ with one positive hyperparameter times a factor that
         its prior allows. Where the others stay F is no higher: test_a_length_far_from_the_data_is_no_plateau.
         """
-        found, every = [theta], nested.theta_of(theta)
+        found, every = [best.theta], nested.theta_of(best.theta)
         values = {name: biject_to(self.priors[name].support)(part) for name, part in every.items()}
         for name, value in values.items():
             moved = [value * factor for factor in _FACTORS if (value > 0).all()]
             found += [self.theta({**values, name: one}) for one in moved if self.priors[name].support.check(one).all()]
         end = nested.mode(found, lambda other: self.is_informed(nested, other.root))
-        return max(theta, end, key=lambda other: float(nested.at(other).value))
+        return max(best, end, key=lambda other: float(other.value))
 
     def _has_fewer(self) -> bool:
         """Whether the program has as many rows as it was given."""
@@ -266,19 +264,22 @@ class Search:
     def _unconstrained(self, name: str, value: Tensor) -> Tensor:
         return biject_to(self.priors[name].support).inv(value).to(self.guide.like)
 
-    def settle(self, nested: Nested, mode: Tensor) -> None:
+    def settle(self, nested: Nested, best: Optimum) -> None:
         """Start q at the mode."""
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
-        best, covariance = nested.at(mode), nested.covariance(mode)
+        covariance = nested.covariance(best)
         free = {name for name in self.able if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
         # An independent posterior is that given all others.
         precision = torch.block_diag(torch.linalg.inv(covariance), best.root @ best.root.mT)
-        mode = mode.detach().requires_grad_()  # which shows whether inputs move with θ
-        sites, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
-        loc = nested.theta_of(mode.detach()) | {name: handler.values[name].detach() for name in self.normal}
+        mode = best.theta.clone().requires_grad_()  # which shows whether inputs move with θ
+        found, handler = nested.predictors(mode)
+        values = [(name, handler.values[name]) for name in self.normal]
+        along = torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)])[None]  # latents are affine in x
+        moved = {n: value + jacobian(value.reshape(-1), found.x, along).reshape(value.shape) for n, value in values}
+        loc = nested.theta_of(best.theta) | moved
         facts.coupled = joint = [name for name in self.hyper if name in free]
-        intercepts = self._intercepts(nested, mode, covariance)
+        intercepts = self._intercepts(nested, found, mode, covariance)
         is_field = self._wants_field(field, intercepts, handler)
         rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})
         for name in self.able:
@@ -293,8 +294,8 @@ class Search:
             root = torch.linalg.cholesky(covariance[index][:, index])
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
         if is_field:
-            facts.factors = self._factors(nested, mode, covariance)
-            self._start_field(field, nested, best, intercepts, sites, handler)
+            facts.factors = self._factors(nested, found, handler, mode, covariance)
+            self._start_field(field, nested, best, intercepts, found.sites, handler)
         for name, module in () if is_field else guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
@@ -330,17 +331,19 @@ class Search:
         self._put(q, anchor, index, best)
         facts.intercepts = list(intercepts)
         if intercepts:
-            keep_slopes(guide, anchor.detached.values(torch.cat(list(intercepts.values()), -1)[index]))
+            slopes = anchor.detached.values(torch.cat(list(intercepts.values()), -1)[index])
+            guide.field.register_buffer("slopes", slopes)  # what they add to the values that q(x) is about, (K, V)
             q.level = level_of(guide, sites).detach()  # type: ignore[union-attr]
 
-    def _factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, dict[str, list[float]]]:
+    def _factors(
+        self, nested: Nested, predictors: Predictors, handler: Standardised, mode: Tensor, covariance: Tensor
+    ) -> dict[str, dict[str, list[float]]]:
         """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
         hyperparameters b: what q(x | θ) is about (test_non_centred_latents_have_the_posterior_of_centred_ones).
         """
         found = dict[str, dict[str, list[float]]]()
         if not len(mode):
             return found
-        predictors, _, handler = nested.predictors(mode)
         squares = torch.stack([predictors.dense(place).square().sum(0) for place in predictors.eta]).sum(0)
         for name, own in nested.layout.rows.items():
             gain = 0.5 * (squares[own].sum() / handler.size_of(name)).log() + 0 * mode.sum()
@@ -370,35 +373,32 @@ class Search:
         # An intercept of another prior; on sites f follows it by itself.
         return bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
 
-    def _intercepts(self, nested: Nested, mode: Tensor, covariance: Tensor) -> dict[str, Tensor]:
+    def _intercepts(self, nested: Nested, found: Predictors, mode: Tensor, covariance: Tensor) -> dict[str, Tensor]:
         """By hyperparameters that linear predictors move with where f is 0, the moves of x, ``(num, V)``, that do to
         predictors what their values do, or θ: what they are affine in, which the facts then have.
         """
-        if not self.guide.facts.coupled:
+        here = self._slopes(nested, found, mode) if self.guide.facts.coupled else {}
+        if not here:
             return {}
-        sd = covariance.diagonal().sqrt()
-        (found, here), (_, there) = self._slopes(nested, mode), self._slopes(nested, mode + sd)
+        away = (mode.detach() + covariance.diagonal().sqrt()).requires_grad_()
+        there = self._slopes(nested, nested.predictors(away)[0], away)
         bent = {n: [(a - b).abs().amax() / a.abs().amax() for a, b in zip(here[n], there[n])] for n in here}
         ways = {name: int(by_theta < by_value) for name, (by_value, by_theta) in bent.items()}
         self.guide.facts.unconstrained = [name for name, way in ways.items() if way]
-        if not ways:
-            return {}
         slopes = [here[name][way] for name, way in ways.items()]
         moves = towards(torch.cat([found.dense(p) for p in found.eta]), torch.cat(slopes, -1), _LEAST).to(mode)
         return dict(zip(ways, moves.detach().split([slope.shape[-1] for slope in slopes], -1)))
 
-    def _slopes(self, nested: Nested, theta: Tensor) -> tuple[Predictors, dict[str, tuple[Tensor, Tensor]]]:
-        """Predictors at θ; by hyperparameter that moves them, their slopes by its value and by θ, ``(N, V)``."""
-        theta = theta.detach().requires_grad_()
-        found, sites, _ = nested.predictors(theta)
+    def _slopes(self, nested: Nested, found: Predictors, theta: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """By hyperparameter that moves the predictors at θ, their slopes by its value and by θ, ``(N, V)``."""
         every = jacobian(torch.cat(list(found.eta.values())) + 0 * theta.sum(), theta).detach()
         slopes = {}
         for name, rows in slices({n: shape.numel() for n, shape in nested.hyper.items()}).items():
             if name in self.guide.facts.coupled and every[rows].any():
                 # ∂η/∂v = ∂η/∂θ (∂v/∂θ)⁺
-                by_theta = jacobian(sites[name]["value"].reshape(-1), theta).detach()[rows]
+                by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
                 slopes[name] = (torch.linalg.pinv(by_theta) @ every[rows]).mT, every[rows].mT
-        return found, slopes
+        return slopes
 
 
 def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..program.data import TrainingData
 from ..program.facts import Structure
 from .conditions import conditions_now
 from .coupled import couple
-from .field import keep_rows, keep_slopes, make_field
+from .field import keep_rows, make_field
 from .joint import join
 from .known import Core, KnownGuide
 from .messenger import SiteMessenger
@@ -56,7 +56,7 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     if fresh and facts.field:
         make_field(guide, facts.field)
     if fresh and facts.intercepts:
-        keep_slopes(guide, torch.zeros_like(tensors["field.slopes"]))
+        guide.field.register_buffer("slopes", torch.zeros_like(tensors["field.slopes"]))
     keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
     if "data" in saved:
         data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
