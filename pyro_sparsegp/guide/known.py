@@ -139,7 +139,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def on_sites(self) -> bool:
         """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
-        return self.by_sites and not self.facts.field
+        return self.by_sites and not self.core.facts.field
 
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""
