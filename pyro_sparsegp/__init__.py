@@ -28,7 +28,6 @@ __all__ = [
     "Whitening",
     "__version__",
     "class_probabilities",
-    "diagnostics",
     "families",
     "fit",
     "kernels",

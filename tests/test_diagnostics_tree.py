@@ -305,7 +305,6 @@ def test_densities_that_are_not_finite_are_named():
     refused(r"rows \[2, 4\]", diagnostics.predictive_scores, model, guide, x, y, num_samples=1)
 
 
-@pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # ArviZ's, of the few draws
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_finite_features_leave_no_residual(dtype):
     """Under a kernel of finite features the value given w is known: the log likelihood is p(y | f) itself, never −∞."""
@@ -319,7 +318,6 @@ def test_finite_features_leave_no_residual(dtype):
     tree = to_datatree(model, guide, x, y, num_samples=25, include_f=True, posterior_predictive=False)
     expected = dist.Poisson(torch.as_tensor(tree.posterior["f"].values).double().exp()).log_prob(y.double())
     np.testing.assert_allclose(tree.log_likelihood["y"], expected, atol=2e-3 if dtype == torch.float32 else 1e-5)
-    assert diagnostics.loo(tree, target="none").elpd > -100
 
 
 def test_integrated_densities_of_two_processes():
@@ -416,7 +414,7 @@ def test_predictions_share_the_draws_and_are_predict(family):
 
 
 def test_mcmc_draws():
-    """NUTS' tree has the same groups; lp is the joint density, the log likelihood is given all other values."""
+    """NUTS' tree has the same groups; the log likelihood is given all other values."""
     x, y = data(num=15)
     kernel = NUTS(poutine.reparam(regression, config=Whitening()))
     mcmc = MCMC(kernel, num_samples=8, warmup_steps=8, disable_progbar=True)
@@ -427,7 +425,6 @@ def test_mcmc_draws():
     assert "log_q" not in tree.sample_stats
     values = {name: torch.as_tensor(tree.posterior[name].values[0, 5]) for name in ("scale", "length", "noise", "f")}
     trace = poutine.trace(poutine.condition(regression, values)).get_trace(x, y)
-    assert abs(trace.log_prob_sum() - tree.sample_stats["lp"].values[0, 5]) < 1e-6
     process, rest = trace.nodes["f"]["fn"], torch.arange(15) != 4
     alone = GaussianProcess(process.kernel, x[4:5]).given(x[rest], values["f"][rest])
     expected = dist.Normal(alone.mean, (alone.variance + values["noise"] ** 2).sqrt()).log_prob(y[4])

@@ -131,8 +131,6 @@ for name, family in {
 
 # %% [markdown]
 # ## One tree for each posterior
-#
-# `exact=True` adds what takes O(N³): weights towards the exact model.
 
 # %%
 trees = {}
@@ -144,7 +142,6 @@ for name, guide in guides.items():
         y,
         num_samples=options.draws,
         predict=new,
-        exact=True,
         include_f=False,
         seed=0,
         name=name,
@@ -212,16 +209,14 @@ for name, tree in compared.items():
 # ## k-hat: how far from its target?
 #
 # The weights p/q of a posterior's draws have a tail; its shape k-hat says whether they are of use (up to `good_k`). It
-# depends on what p is. Towards the bound's own target, "vfe", it judges the family and the optimiser; towards "exact"
-# it sees too few inducing points as well. Expectation propagation has a target of its own, "fitc". The guides of SVI
+# depends on what p is. Towards the bound's own target, "vfe", it judges the family and the optimiser, and is blind to
+# too few inducing points. Expectation propagation has a target of its own, "fitc". The guides of SVI
 # have a mean-field posterior of hyperparameters, which costs them; SVGP's q(w) moreover does not follow them. Points
 # are not judged at all: the k-hat of EP is that of q(w), which may still be on its way when hyperparameters stop.
 
 # %%
 for name in guides:
-    print(name)
-    for target in (trees[name].sample_stats.attrs["target"], "exact"):
-        print("   ", diagnostics.psis(trees[name], target=target))
+    print(f"{name:8}", diagnostics.psis(trees[name]))
 
 # %% [markdown]
 # ## Draws by their weights, and overconfidence
@@ -232,9 +227,11 @@ for name in guides:
 
 # %%
 def draw_anew(tree):
-    weights = diagnostics.psis(tree, target="exact")
+    weights = diagnostics.psis(tree)
     if weights.khat > weights.good_k:
-        print(weights, "is too far from the target: take more points or train longer")
+        print(
+            weights, "is too far from the target: train longer, or take a richer family"
+        )
         return
     draws = arviz_base.extract(
         tree,
@@ -259,19 +256,18 @@ with torch.no_grad():
         )
     confident.locs.noise_unconstrained.sub_(0.7)  # and half the noise
 tree = diagnostics.to_datatree(
-    model, confident, x, y, num_samples=options.draws, predict=new, exact=True, seed=0
+    model, confident, x, y, num_samples=options.draws, predict=new, seed=0
 )
 draw_anew(tree)
 
 # %% [markdown]
 # ## Leave-one-out, and comparison in one call
 #
-# The log likelihood in the trees is integrated over what the coefficients leave open, and its weights are corrected by
-# p/q where k-hat allows it; `target="none"` judges the posteriors as they are. The table is that of
-# `arviz_stats.compare`.
+# The log likelihood in the trees is integrated over what the coefficients leave open, so that stock ArviZ judges the
+# posteriors as they are.
 
 # %%
-table = diagnostics.compare(compared, target="none")
+table = arviz_stats.compare(compared)
 table.round(2)
 
 # %%
@@ -365,9 +361,7 @@ print(f"The pictures and the tree are in {options.out}")
 # %%
 if options.full:
     assert diagnostics.psis(trees["SGPR 15"]).khat < 0.7  # close to its own target,
-    assert (
-        diagnostics.psis(tree, target="exact").khat > 0.7
-    )  # and a tenth of the spread is flagged,
+    assert diagnostics.psis(tree).khat > 0.7  # and a tenth of the spread is flagged,
     assert surer.coverage(0.95) < 0.85 < scores.coverage(0.95)  # by held-out data, too
 
 # %% [markdown]

@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from .calibration import sbc
-from .effects import plot_effects
-from .leave_one_out import compare, loo
-from .scores import PredictiveScores, predictive_scores
-from .tree import prior_predictive, to_datatree
-from .weights import PSIS, psis
+try:
+    from .calibration import sbc
+    from .effects import plot_effects
+    from .scores import PredictiveScores, predictive_scores
+    from .tree import prior_predictive, to_datatree
+    from .weights import PSIS, psis
+except ModuleNotFoundError as error:
+    remedy = 'pip install "pyro-sparsegp[diagnostics]"'
+    raise ImportError(f"pyro_sparsegp.diagnostics needs {error.name}: {remedy}") from error
 
 __all__ = [
     "PSIS",
     "PredictiveScores",
-    "compare",
-    "loo",
     "plot_effects",
     "predictive_scores",
     "prior_predictive",
@@ -29,7 +30,10 @@ _LEFT = {
     "NUTS": "pyro.infer.NUTS, whose draws to_datatree and arviz_stats take",
     "StoppingRule": "fit(stopping=...) takes any function of the losses; arviz_stats.rhat looks at iterates",
     "add_history": f'{_LOSSES}["vi_history"] is a group for tree["vi_history"]',
-    "loo_large": "loo(model, guide, x, y, num_samples=100), whose memory is draws times rows, or predictive_scores",
+    "compare": "arviz_stats.compare({name: to_datatree(...)})",
+    "loo": "arviz_stats.loo(to_datatree(model, guide, x, y)), or arviz_stats.loo_approximate_posterior(tree, "
+    "tree.sample_stats.lp, tree.sample_stats.log_q) towards the target of psis",
+    "loo_large": "arviz_stats.loo(to_datatree(model, guide, x, y, num_samples=100)), or predictive_scores",
     "plot_ribbon": 'arviz_plots.plot_lm(tree, group="predictions", ...), or guide.posterior(x_new)["f"] and matplotlib',
     "resample": "arviz_base.extract(tree, num_samples=..., weights=np.exp(psis(tree).log_weights))",
 }

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+import arviz_base
 import numpy as np
 import pyro
 import torch
+import xarray
 from torch import Tensor
 from tqdm import tqdm
 
 from ..numerics.codes import require_count
 from ..predict import predict
-from .backend import arviz_base, xarray
 from .given import guide_of, require_call
 from .groups import attributes, name_of
 from .sources import PriorSource

@@ -41,13 +41,18 @@ class Densities:
     """The densities of S draws.
 
     :param integrated: log ∫ p(y | f) N(f | h, d) df of each site read, ``(S, ...)``, a value a datum.
-    :param expected: Σ E_{N(h, d)}[log p] of all of them, scaled, ``(S,)``.
-    :param log_evidence: Σ log ∫ p(y | f) N(f | h, d) df of all of them, scaled, ``(S,)``.
+    :param weighted: these times the rows' weights, which scales are, as all plates are whole.
+    :param expected: Σ E_{N(h, d)}[log p] of all sites, weighted, ``(S,)``.
     """
 
     integrated: dict[str, Tensor]
+    weighted: dict[str, Tensor]
     expected: Tensor
-    log_evidence: Tensor
+
+    @property
+    def log_evidence(self) -> Tensor:
+        """Σ log ∫ p(y | f) N(f | h, d) df of all sites, weighted, ``(S,)``."""
+        return _total(self.weighted)
 
 
 @dataclass
@@ -91,20 +96,11 @@ class DensityReader:
                 first = {gp: (mean[0], variance[0]) for gp, (mean, variance) in functions.items()}
                 self._learn({name: value[0] for name, value in held.items()}, first)
             found = {name: self._site(name, held, functions) for name in self.plans}
-        for name, (log_density, _) in found.items():
+        integrated = {name: log_density for name, (log_density, _) in found.items()}
+        for name, log_density in integrated.items():
             _require_finite(name, log_density)
-
-        def total(kind: int) -> Tensor:
-            parts = [(self.scales[name] * pair[kind]).double() for name, pair in found.items()]
-            return sum((part.reshape(len(part), -1).sum(-1) for part in parts), torch.zeros(()))
-
-        return Densities({name: log_density for name, (log_density, _) in found.items()}, total(1), total(0))
-
-    def total(self, values: Values) -> Tensor:
-        """The sum of all log densities read, scaled, at one value of each latent site."""
-        with whole_plates():
-            terms = self._terms(values, self.sites)
-        return sum(((self.scales[name] * term).sum() for name, term in terms.items()), torch.zeros(()))
+        expected = _total({name: self.scales[name] * expected for name, (_, expected) in found.items()})
+        return Densities(integrated, {name: self.scales[name] * part for name, part in integrated.items()}, expected)
 
     def normal(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Moments:
         """The mean and variance of a site's values at each draw, of a Normal whose mean is integrated."""
@@ -218,6 +214,11 @@ class DensityReader:
         # log Z of p(y | f) N(f | h, d) as expectation propagation takes it; E[log p] by the bound's nodes.
         integrated = tilted(log_density, h, d, h, d.sqrt(), num_nodes=_NODES).log_z
         return integrated, (weights * log_density(h + d.sqrt() * columns)).sum(0)
+
+
+def _total(parts: Values) -> Tensor:
+    """The sums of what sites have, ``(S,)``."""
+    return sum((part.double().reshape(len(part), -1).sum(-1) for part in parts.values()), torch.zeros(()))
 
 
 def _log_density(site: Any) -> Tensor:

@@ -28,7 +28,6 @@ from ..program.dependence import COUPLED
 from ..program.mapping import in_blocks
 from ..program.traces import bare, is_observation, sample_sites, whole_plates, without_event
 from .densities import Densities, DensityReader, Moments
-from .marginal import log_marginal
 
 _ROWS = 8192  # whose features are held in memory at once
 
@@ -89,7 +88,6 @@ class Source(ABC):
     target = "exact"  # what the draws are towards; of a guide it is known after the first draw
     joint = False  # whether draws take the covariance of function values
     apart = True  # whether each has features and covariances of its own
-    most = 100  # draws made at a time
     model: Callable
     data: list[str]
     observed: list[str]
@@ -123,7 +121,7 @@ class Source(ABC):
         def one(item: dict[Any, Tensor]) -> dict[str, Any]:
             return vars(self.make(item, new, simulates))
 
-        return (Draws(**parts) for parts in in_blocks(one, self.items(num), numbers, self.most))
+        return (Draws(**parts) for parts in in_blocks(one, self.items(num), numbers))
 
     def densities(self, draws: Draws) -> Densities:
         """The draws' pointwise densities, function values integrated given the rest."""
@@ -164,16 +162,13 @@ class Source(ABC):
 class GuideSource(Source):
     """Draws from a guide: hyperparameters and coefficients, function values given those.
 
-    :param exact: whether costs of O(N³) are allowed.
     :param marginal: leave the coefficients integrated out: the moments are those of the posterior's marginals. Those of
         GP sites with one posterior are drawn all the same.
     """
 
     name = "variational"
 
-    def __init__(
-        self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], exact: bool = False, marginal: bool = False
-    ) -> None:
+    def __init__(self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> None:
         structure = guide.structure
         if structure is None:
             raise ValueError("the guide has not been initialised: train it, or call it once with the data, guide(x, y)")
@@ -185,7 +180,7 @@ class GuideSource(Source):
             )
         self.guide, self.structure, self.args, self.kwargs = guide, structure, args, kwargs
         self.model = guide.model
-        self.exact, self.most, self.apart = exact, 1 if exact else 100, guide.has_random_latents
+        self.apart = guide.has_random_latents
         self.sites: dict[str, Any] = {}
         self._conditions: Optional[Conditions] = None  # of a draw before, where no latent is drawn
         self.families = {name: spec["family"] for name, spec in structure.gps.items()}
@@ -285,14 +280,8 @@ class GuideSource(Source):
         return self.predictions(trace, draw.values)
 
     def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
-        # "vfe": log p(θ) p(w) + Σ E[log p(y | f) | w]; "fitc": the logarithm of the expectation for each datum;
-        # "exact": log p(y | w) of all data together.
-        found = {"lp": draws.log_prior + densities.expected, "lp_fitc": draws.log_prior + densities.log_evidence}
-        if self.exact:
-            held = {name: value[0] for name, value in draws.held.items()}
-            moments = {name: (mean[0], variance[0]) for name, (mean, variance) in draws.moments.items()}
-            found["lp_exact"] = draws.log_prior + log_marginal(self.reader, held, self.posteriors, moments)
-        return found
+        # "vfe": log p(θ) p(w) + Σ E[log p(y | f) | w]; "fitc": the logarithm of the expectation for each datum.
+        return {"lp": draws.log_prior + densities.expected, "lp_fitc": draws.log_prior + densities.log_evidence}
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
+import matplotlib.pyplot
 import torch
 from torch import Tensor
 
 from ..posterior.sparse_posterior import SparsePosterior
 from ..warned import without
-from .backend import matplotlib
 
 _CURVE, _MAP = 200, 40  # points of a curve, and along each side of a map
 _SIDE = 3  # plots side by side

@@ -40,11 +40,3 @@ def require_call(function: str, order: str, model: Any, args: tuple, kwargs: dic
         _ = signature and signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ValueError(f"{function} cannot call the model: {error}. It takes {order}") from error
-
-
-def nothing_unmasked(site: str) -> ValueError:
-    """The error of scores of an observed site of which there are none."""
-    return ValueError(
-        f"site {site!r} has no observations: its masks leave out all rows. Name another site, var_name=..., or give "
-        "the data that it is to be scored by."
-    )

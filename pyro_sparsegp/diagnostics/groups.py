@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import arviz_base
 import numpy as np
 import pyro
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from .._version import __version__
 from ..program.traces import unmasked_rows
-from .backend import arviz_base
 from .given import signature_of
 
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
@@ -59,7 +59,6 @@ class Table:
         self.rows: dict[int, str] = {}  # the data plates, by size
         self.discrete: set[tuple[str, str]] = set()  # groups and sites of whole numbers: torch holds counts as floats
         self.left: dict[tuple[str, str], np.ndarray] = {}  # the rows that masks leave of log likelihoods
-        self.weights: dict[str, np.ndarray] = {}  # of the rows of log likelihoods, by site
 
     def learn(self, sites: Mapping[str, Any], functions: Mapping[str, Tensor]) -> None:
         """Learn names and kinds from one draw's observed sites and function values."""
@@ -77,19 +76,15 @@ class Table:
             self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
 
     def _learn_rows(self, name: str, site: Any) -> None:
-        """Which log densities of a site masks leave, and their weights, which scales are, as all plates are whole."""
-        rows, shape = unmasked_rows(site["fn"], site["value"], site["mask"]), site["fn"].batch_shape
-        rows = torch.ones(shape, dtype=torch.bool) if rows is None else rows
-        left = rows.cpu().numpy()
-        weights = torch.as_tensor(site["scale"]).detach().cpu().expand(shape).numpy()
-        if not left.all():
+        """Which log densities of a site masks leave."""
+        rows = unmasked_rows(site["fn"], site["value"], site["mask"])
+        if rows is not None and not rows.all():
+            left = rows.cpu().numpy()
             # The first such site has the plate's name: another's mask may leave other rows
             # (test_sites_of_one_plate_keep_rows_of_their_own).
             first = left.ndim == 1 and not self.left
             self.names["log_likelihood", name] = self.names[name][:1] if first else [f"{name}_dim_0"]
-            self.left["log_likelihood", name], weights = np.flatnonzero(left), weights[left]
-        if (weights != 1).any():
-            self.weights[name] = weights
+            self.left["log_likelihood", name] = np.flatnonzero(left)
 
     def put(self, group: str, variable: str, values: Tensor) -> None:
         """Write a block of draws, ``(B, ...)``, from the row ``start`` on."""
@@ -125,7 +120,7 @@ class Table:
         return {group: dataset.assign_attrs(attributes(**attrs)) for group, dataset in found.items()}
 
     def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str]) -> Any:
-        sizes, names, coords = dict(zip(front, self.shape)), dict[str, list[str]](), dict(self.coords)
+        sizes, names, coords = dict(zip(front, self.shape)), dict[Any, Any](), dict(self.coords)
         for name, array in arrays.items():
             shape = array.shape[len(front) :]
             # A plate's name that a variable has, or that is of other rows, gives way.
@@ -139,10 +134,7 @@ class Table:
         coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim, len(values))}
         dataset = arviz_base.dict_to_dataset(arrays, dims=names, coords=coords, sample_dims=front)
         # An empty group, of function values that are left out, has its draws all the same.
-        dataset = dataset.assign_coords({dim: np.arange(num) for dim, num in zip(front, self.shape)})
-        for name, values in self.weights.items() if group == "log_likelihood" else ():
-            dataset.coords[f"{name}_weight"] = names[name], values
-        return dataset
+        return dataset.assign_coords({dim: np.arange(num) for dim, num in zip(front, self.shape)})
 
     def _names(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
         """Names of a variable's dimensions, chain and draw apart."""

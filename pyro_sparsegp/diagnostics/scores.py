@@ -7,18 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+import arviz_base
 import numpy as np
+import pandas
 import pyro.distributions as dist
 import torch
+import xarray
 from torch import Tensor
 
 from ..distributions.probit import Probit
 from ..numerics.codes import require_count
 from ..program.traces import bare, unmasked, unmasked_rows
-from .backend import arviz_base, pandas, xarray
 from .densities import DensityReader
 from .draws import seeded
-from .given import nothing_unmasked
 from .groups import attributes, plate_names
 from .sources import as_source, observed_site
 
@@ -124,11 +125,14 @@ def predictive_scores(
     of = node["fn"], node["value"], node["mask"]
     seen = {mask.shape: mask for mask in (unmasked(*of), unmasked_rows(*of)) if mask is not None}
     if not all(mask.any() for mask in seen.values()):
-        raise nothing_unmasked(site)
+        raise ValueError(
+            f"site {site!r} has no observations: its masks leave out all rows. Name another site, var_name=..., or "
+            "give the data that it is to be scored by."
+        )
     scores = {name: score.where(seen[score.shape], torch.nan) if seen else score for name, score in scores.items()}
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
     arrays, known = {name: value.cpu().numpy() for name, value in scores.items()}, plate_names(site, node)
-    dims = {name: known[: array.ndim] for name, array in arrays.items()}
+    dims: Any = {name: known[: array.ndim] for name, array in arrays.items()}
     dataset = arviz_base.dict_to_dataset(arrays, dims=dims, sample_dims=[])
     if log_score.dim() == 1:  # an observation each, of which the masked ones are left out
         dataset = dataset.isel({known[0]: np.flatnonzero(dataset["log_score"].notnull())})

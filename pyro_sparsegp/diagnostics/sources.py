@@ -15,16 +15,13 @@ from torch import Tensor
 from ..predict import Call, Trained, bare_model, sampled
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
-from ..program.mapping import mapped
 from ..program.traces import as_process, is_observation, sample_sites, whole_plates, without_event
-from .densities import Densities, DensityReader, Moments
+from .densities import DensityReader, Moments
 from .draws import Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
 from .given import guide_of, require_call
 
 
-def as_source(
-    model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], exact: bool = False, marginal: bool = False
-) -> Source:
+def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> Source:
     """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
 
     :raises ValueError: where ``result`` is none of these, or belongs to another model.
@@ -39,7 +36,7 @@ def as_source(
             raise ValueError(
                 "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
             )
-        return GuideSource(guide, args, kwargs, exact, marginal)
+        return GuideSource(guide, args, kwargs, marginal)
     samples, old, diverging = sampled(result, None if has_run else now)
     return SampleSource(model, samples, diverging, now, old if marginal else now, marginal and has_run)
 
@@ -125,10 +122,6 @@ class SampleSource(Source):
         # f itself is known: a value is integrated given all others.
         for name, f in draw.functions.items():
             trained.moments[name] = _given_others(without_event(sites[name]["fn"])[0], f)
-
-    def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
-        stack = {**draws.held, **draws.functions}
-        return {"lp": draws.log_prior + mapped(lambda values: (self.reader.total(values),), stack)[0]}
 
 
 def _given_others(process: GaussianProcess, f: Tensor) -> Moments:

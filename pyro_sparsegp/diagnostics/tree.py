@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional, Union
 
+import xarray
 from torch import Tensor
 
 from ..numerics.codes import require_count
 from ..predict import Call, bare_model
 from ..program.traces import is_observation
-from .backend import xarray
+from ..warned import without
 from .draws import Draws, Source, seeded
 from .given import require_call
 from .groups import Table, constant_data, name_of
@@ -19,6 +20,7 @@ from .sources import PriorSource, as_source
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
 
+@without(exact="guide.check(x, y) says where inducing points are too few; families.Exact() has none")
 def to_datatree(
     model: Callable,
     guide: Any,
@@ -27,7 +29,6 @@ def to_datatree(
     predict: Optional[Arguments] = None,
     prior: int = 0,
     include_f: bool = False,
-    exact: bool = False,
     log_likelihood: bool = True,
     posterior_predictive: bool = True,
     coords: Optional[Mapping[str, Any]] = None,
@@ -47,13 +48,12 @@ def to_datatree(
     is one chain, and ``xarray.concat`` joins trees of several.
 
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
-    log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Row weights (``poutine.scale``) are the coordinate ``{site}_weight`` of
-    ``log_likelihood``: :func:`loo` uses the weights, stock ArviZ does not. For MCMC ``sample_stats`` has ``diverging``;
-    for a guide, ``log_q`` (log density of (θ, w) under q) and the targets of importance weights, in float64:
+    log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Either is times the row's weight (``poutine.scale``): leave-one-out leaves a
+    row out with all of its weight. For MCMC ``sample_stats`` has ``diverging``; for a guide, ``log_q`` (log density of
+    (θ, w) under q) and the targets of importance weights, in float64:
 
     * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe", which belongs to the evidence lower bound;
-    * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, the target of expectation propagation;
-    * ``lp_exact``, with ``exact=True``: log p(θ) p(w) + log p(y | w, θ) under the exact prior, in O(N³).
+    * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, the target of expectation propagation.
 
     The draws are of the posterior that the guide predicts with. :class:`~pyro_sparsegp.families.ExactWeightSpace`
     predicts with another q(w) if the kernel has a variance correction. Draws are of that one; the target is "fitc".
@@ -68,7 +68,6 @@ def to_datatree(
     :param predict: the model's arguments at new inputs, observations left out: a tensor, a tuple or a mapping.
     :param prior: how many draws of the prior and of its predictions to add (:func:`prior_predictive`); 0 adds none.
     :param include_f: keep function values at the training inputs, ``(chain, draw, N)``.
-    :param exact: whether to compute ``lp_exact``, in O(N³) a draw.
     :param log_likelihood: whether to compute the log likelihood, and ``lp``.
     :param posterior_predictive: whether to draw posterior predictions.
     :param coords: coordinate values by dimension.
@@ -81,7 +80,7 @@ def to_datatree(
     """
     require_count(num_samples, "num_samples")
     require_count(prior, "prior", 0)
-    source = as_source(model, guide, args, kwargs, exact)
+    source = as_source(model, guide, args, kwargs)
     shape, new = source.shape or (1, num_samples), None if predict is None else _arguments(predict)
     attrs = {"model": name_of(model), "posterior": source.name, "family": source.families, "name": name}
     table = Table(shape, dtype, dims, coords)
@@ -91,8 +90,7 @@ def to_datatree(
             groups = draws.groups(include_f)
             if log_likelihood:
                 densities = source.densities(draws)
-                pointwise = {site: densities.integrated[site] for site in source.data if _pointwise}
-                groups["log_likelihood"] = pointwise
+                groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data if _pointwise}
                 groups["sample_stats"] |= source.log_joints(draws, densities)
             _put(table, source, draws, groups)
     if new is not None:
