@@ -460,7 +460,6 @@ class Configuration(SimpleNamespace):
                 "damping": r.choice((0.5, 0.5, 0.9, 1.0)),
                 "power": r.choice((1.0, 1.0, 0.5)),
                 "schedule": r.choice(("inner", "inner", "outer")),
-                "gradient": r.choice(("matched", "matched", "exact")),
                 "max_sweeps": 20,
             },
             "coupled": r.random() < 0.3,  # other latents with each other and with the coefficients

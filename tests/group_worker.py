@@ -54,8 +54,7 @@ def by_propagation(mode, data, z, group):
     """Two passes, by all data or in two mini-batches."""
     x, y = data
     guide = AutoSparseGP(probit, SparseEP(z, trainable=True), independent=True)
-    options = {"gradient": "exact"} if mode == "exact" else {}
-    ep = ExpectationPropagation(probit, guide, pyro.optim.Adam({"lr": 0.05}), group=group, **options)
+    ep = ExpectationPropagation(probit, guide, pyro.optim.Adam({"lr": 0.05}), group=group)
     losses = []
     for _ in range(2):
         if mode == "batches":

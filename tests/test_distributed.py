@@ -8,7 +8,7 @@ import torch
 from . import group_worker
 
 FORK = multiprocessing.get_context("fork")  # processes that have imported what they need
-EP = ("matched", "exact", "batches")
+EP = ("all", "batches")
 SVI = ("batches", "whole", "loop", "low rank", "gradients")
 JOBS = [*(f"ep-{mode}" for mode in EP), *(f"svi-{mode}" for mode in SVI)]
 

@@ -153,9 +153,6 @@ class TestProbit:
         converge(ep, x, y)
         found = gradients(ep, x, y)
         assert len(found) == 4
-        ep.gradient = "exact"
-        for p, other in gradients(ep, x, y).items():
-            torch.testing.assert_close(other, found[p], atol=1e-6, rtol=1e-6)
 
         def log_z():
             return -converge(ep, x, y)
@@ -174,27 +171,6 @@ class TestProbit:
             expected = (above - below) / (2 * epsilon)
             slope = sum((found[p] * way).sum().item() for p, way in zip(parts, ways))
             assert abs(slope + expected) < 1e-5 * max(1, abs(expected))
-
-    def test_the_exact_gradient_is_that_of_log_z_with_sites_held(self):
-        x, y = classes(25)
-        _, ep = start(probit, x, gradient="exact")
-        for _ in range(2):
-            ep.sweep(x, y)
-        found = gradients(ep, x, y)
-        for p, gradient_of_p in found.items():
-            place = p.numel() - 1
-            values = []
-            for epsilon in (1e-5, -1e-5):
-                with torch.no_grad():
-                    p.view(-1)[place] += epsilon
-                    values.append(ep.evaluate_loss(x, y))
-                    p.view(-1)[place] -= epsilon
-            expected = (values[0] - values[1]) / 2e-5
-            assert abs(gradient_of_p.view(-1)[place].item() - expected) < 1e-5 * max(1, abs(expected))
-        # and the other one is another, away from convergence.
-        ep.gradient = "matched"
-        other = gradients(ep, x, y)
-        assert any((other[p] - found[p]).abs().max() > 1e-3 for p in found)
 
 
 def gradients(ep, *args, **kwargs):
@@ -433,9 +409,6 @@ class TestMiniBatches:
         refused("no plate holds a part", ep.step, x, y, indices=torch.arange(59))
         ep.step(x, y)
         refused("has sites of 60 data, this call brings 50", ep.step, x[:50], y[:50])
-        _, exact = start(probit, x, gradient="exact")
-        rows = torch.arange(10)
-        refused("needs all data in each step", exact.step, x[:10], y[:10], size=60, indices=rows)
 
 
 @pytest.mark.parametrize(
@@ -866,7 +839,7 @@ class TestErrors:
             ({"damping": 0}, "damping must be a number in"),
             ({"power": 1.5}, "power must be a number in"),
             ({"schedule": "both"}, 'schedule must be "inner" or'),
-            ({"gradient": "none"}, 'gradient must be "matched" or'),
+            ({"gradient": "exact"}, "gradient= was removed from ExpectationPropagation: the default"),
             ({"num_nodes": 2}, "num_nodes must be a whole number of at least 4"),
             ({"group": object()}, "torch.distributed"),
         ):

@@ -50,11 +50,8 @@ def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc:
     left = 1 - precision * spread
     valid = is_valid(left, spread, rows)
     left = torch.where(valid, left, 1.0)
-    if phi is rows:
-        across, cov, spread_here, centre_here = spread, solved, spread, centre
-    else:
-        cov = over_lower(over_upper(phi, factor), factor)
-        across, spread_here, centre_here = (solved * phi).sum(-1), (cov * phi).sum(-1), (phi @ loc[..., None])[..., 0]
+    cov = over_lower(over_upper(phi, factor), factor)
+    across, spread_here, centre_here = (solved * phi).sum(-1), (cov * phi).sum(-1), (phi @ loc[..., None])[..., 0]
     # μ⁻ = m + (ν(φ̂ᵀm − bφ̂ᵀSφ̂)/e − b)Sφ̂
     shift = precision * (centre - linear * spread) / left - linear
     # Eq. 29

@@ -24,6 +24,7 @@ from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
 from ..program.handlers import held_runs
 from ..program.terms import Owners, Terms
+from ..warned import without
 from .quadrature import own_guide
 from .refinement import Progress, SiteRun
 from .site_runs import site_run
@@ -40,7 +41,7 @@ class ExpectationPropagation:
     All of this needs only one-dimensional integrals of the model's own likelihood. The objective is
     log Z_EP = G(q) − G(p) + Σₙ (log Zₙ + G(cavity) − G(q))/α, with G the log normaliser of a Gaussian.
 
-    Other parameters (hyperparameters, inducing inputs, the likelihood's) climb log Z_EP with the sites held.
+    Other parameters (hyperparameters, inducing inputs, the likelihood's) climb log Z_EP with sites and cavities held.
     Other latents are points: the log density of their priors is added. A step on part of the data (a plate that
     subsamples) refines only their sites, and scales their terms up (eq. 6).
 
@@ -57,9 +58,6 @@ class ExpectationPropagation:
         only as far as q and the cavities stay proper.
     :param power: α in (0, 1]: 1 is expectation propagation, near 0 it is variational inference.
     :param schedule: "inner" updates the parameters after each sweep, "outer" only at convergence.
-    :param gradient: "matched" holds the cavities, as if q already had the tilted moments: cavities over w for all data
-        at once (eq. 4 with w instead of inducing values), over inducing values u = Lw for mini-batches (eq. 6).
-        "exact", for all data at once, is the derivative of log Z_EP with sites held. They agree at convergence.
     :param num_nodes: the number of quadrature nodes of each integral.
     :param tolerance: convergence, as the largest move of a marginal in its standard deviations.
     :param max_sweeps: the largest number of sweeps to convergence.
@@ -69,6 +67,7 @@ class ExpectationPropagation:
     :raises ValueError: for arguments that do not fit, naming them.
     """
 
+    @without(gradient="the default is the only one: at convergence both were log Z_EP's")
     def __init__(
         self,
         model: Callable,
@@ -78,7 +77,6 @@ class ExpectationPropagation:
         power: float = 1.0,
         *,
         schedule: str = "inner",
-        gradient: str = "matched",
         num_nodes: int = 48,
         tolerance: float = 1e-4,
         max_sweeps: int = 100,
@@ -96,7 +94,6 @@ class ExpectationPropagation:
         if not isinstance(tolerance, (int, float)) or tolerance < 0:
             raise ValueError(f"ExpectationPropagation's tolerance must be a number of at least 0, got {tolerance!r}")
         require_choice(schedule, "ExpectationPropagation's schedule", "inner", "outer")
-        require_choice(gradient, "ExpectationPropagation's gradient", "matched", "exact")
         require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
         require_count(max_sweeps, "ExpectationPropagation's max_sweeps")
         if not all(isinstance(family, ExpectationFamily) for family in guide.declared):
@@ -105,7 +102,7 @@ class ExpectationPropagation:
                 f"{guide.families!r}. Give AutoSparseGP(model, SparseEP(...)), or take SVI."
             )
         self.model, self.guide, self.optim = model, guide, optim
-        self.damping, self.power, self.schedule, self.gradient = float(damping), float(power), schedule, gradient
+        self.damping, self.power, self.schedule = float(damping), float(power), schedule
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
         self.workers = Workers(group)
         self._agreed = self._checked = False
@@ -188,11 +185,6 @@ class ExpectationPropagation:
             self._known = terms.owners, terms.rowwise
             runs = [site_run(self, *one, terms, trace, call, indices) for one in processes.items()]
         part = next((run.index for run in runs if run.index is not None), None)
-        if part is not None and self.gradient == "exact":
-            raise ValueError(
-                'ExpectationPropagation\'s gradient="exact" needs all data in each step; this one brings '
-                f'{len(part)} of {runs[0].num}. Take gradient="matched" for mini-batches.'
-            )
         sites: Any = capture.trace.nodes
         parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))
         if self.workers.num > 1 and not self._agreed:
@@ -280,7 +272,7 @@ class ExpectationPropagation:
         with torch.set_grad_enabled(train):
             common, own = -terms.priors, -terms.rest
             for run in runs:
-                normaliser, expected = run.log_z(terms, self.gradient if train else None)
+                normaliser, expected = run.log_z(terms, train)
                 common, own = common - normaliser, own - expected
         (total,) = self.workers.sum(own.detach())
         return own + common / self.workers.num, total + common.detach()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP
 from ..gaussians.sites import Sites, update
-from ..numerics.linalg import NumericalWarning, cholesky, over_upper, row_squares, solve_lower
+from ..numerics.linalg import NumericalWarning, over_upper, row_squares, solve_lower
 from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..program.terms import Terms
 from ..warned import warn_once
@@ -280,14 +280,16 @@ class SiteRun:
 
     # The objective.
 
-    def log_z(self, terms: Terms, gradient: Optional[str]) -> tuple[Tensor, Tensor]:
+    def log_z(self, terms: Terms, train: bool) -> tuple[Tensor, Tensor]:
         """G(q) − G(p), and the sum of (log Z + G(cavity) − G(q))/α of the data given, scaled up to all.
 
-        :param gradient: "matched" or "exact", or ``None`` for none.
+        :param train: whether with the gradient that holds the cavities, as if q already had the tilted moments: over w
+            for all data at once (eq. 4 with w instead of inducing values), over inducing values u = Lw for mini-batches
+            (eq. 6). At convergence it is that of log Z_EP.
         """
         cavity, normaliser, at, power = self.cavity, self.log_normaliser, self.at, self.method.power
-        mean, variance, log_ratio, values = cavity.mean, cavity.variance, cavity.log_ratio, None
-        if gradient == "matched":
+        mean, variance, values = cavity.mean, cavity.variance, None
+        if train:
             # Eq. 4: where moments match, ∂log Z_EP/∂ξ is that of Σ log Zₙ with the cavities over w held.
             # Only φ moves: of m⁻ = φᵀμ⁻ and v⁻ = φᵀV⁻φ.
             phi = self.phi
@@ -298,20 +300,11 @@ class SiteRun:
                 normaliser = normaliser + prior_of(turn, self.loc, self.factor)
             mean = (phi * cavity.loc).sum(-1)
             variance = 2 * (phi * cavity.cov).sum(-1) - cavity.variance
-        elif gradient == "exact":
-            # Eq. 28 as it is, with the sites (ν, b) held.
-            sites = self.sites
-            gram, pull = self._sums(Sites(self.phi, sites.precision, sites.linear))
-            factor = cholesky(gram, 0.0, f"q's precision at site {self.name!r}")
-            loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
-            moving = cavity_of(self.phi, self.phi, power * sites.precision, power * sites.linear, loc, factor)
-            mean, variance, log_ratio = moving.mean, moving.variance, moving.log_ratio
-            normaliser = log_normaliser_of(factor, loc, pull)
-        if gradient is not None and terms.differentiable and self.name in terms:
-            values = terms.log_density(self.name, at.nodes)
+            if terms.differentiable and self.name in terms:
+                values = terms.log_density(self.name, at.nodes)
         # log Z̃ₙ = log Zₙ + G(cavity) − G(q), eq. 26, over α; eq. 6 scales those of a mini-batch up.
         log_z = log_normaliser(at, mean + self.prior_mean, variance + self.residual, values, power)
-        each = torch.where(cavity.valid, log_z + log_ratio, 0.0) / power
+        each = torch.where(cavity.valid, log_z + cavity.log_ratio, 0.0) / power
         return normaliser.sum(), self.num / self.phi.shape[-2] * each.sum()
 
 
