@@ -44,7 +44,6 @@ WAYS = "SVGP SVGPGradients OrthogonalInducing MeanFieldAdditive CoupledPrecision
 WAYS += "SemiCollapsedOrthogonal ConditionalSGPR FreeSites ComputationAwareCG"
 
 
-@pytest.mark.filterwarnings("ignore:the loss has risen")  # Adam, not whitened
 @pytest.mark.parametrize(("family", "likelihood"), zip(WAYS.split(), 6 * list(LIKELIHOODS)))
 def test_obs_mask_is_the_mask(family, likelihood):
     """What it leaves out has no parameters, costs nothing and teaches nothing."""

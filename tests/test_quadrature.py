@@ -1,7 +1,6 @@
 """The quadrature bound: values, axes, what is drawn, and agreement with Pyro's ELBOs."""
 
 import copy
-import dataclasses
 import math
 import warnings
 
@@ -349,24 +348,6 @@ def test_the_loss_as_a_module_has_no_parameters_before_the_guide_has():
     loss(x, y)
     names = {name for name, _ in loss.named_parameters()}
     assert names == {"model.noise_unconstrained", *(f"guide.{name}" for name, _ in guide.named_parameters())}
-
-
-@pytest.mark.parametrize(
-    "family", [SVGP(15, whiten=False, natural=False), OrthogonalInducing(8, 8, whiten=False, natural=False)]
-)
-def test_a_loss_that_rises_a_hundredfold_where_q_is_not_whitened_is_told_of_once(family):
-    x = torch.rand(40, 1)
-    y = torch.sin(6 * x[:, 0])
-    model = gaussian(RBF)
-    guide = AutoSparseGP(model, family)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        losses = train(model, guide, x, y, steps=6, lr=0.1, loss=TraceQuadrature_ELBO(2))
-    assert max(losses) > 100 * losses[0]
-    (told,) = [str(w.message) for w in caught if "has risen from" in str(w.message)]
-    assert "GP site 'f' (whiten=False) is not whitened" in told
-    whitened = AutoSparseGP(model, dataclasses.replace(family, whiten=True))
-    train(model, whitened, x, y, steps=6, lr=0.1, loss=TraceQuadrature_ELBO(2))  # warnings are errors here
 
 
 def test_bad_arguments():

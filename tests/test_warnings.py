@@ -23,8 +23,6 @@ WARNINGS = {
     "no plate scales them up": "The guide takes poutine.scale for the rows' weights.",
     "refuses what this model does": "Write it without .item() and if.",
     "was not found (": "Give init_loc_fn a nearer start.",
-    "the loss has risen": "a far smaller rate, or a whitened family.",
-    "the weights p/q of the draws": "Train longer, or take a richer family.",
     "transitions of this MCMC diverged": "or a larger target_accept_prob.",
     "was trained with site": "give predict the guide's own model.",
     "were changed in place after training": "or change copies.",

@@ -32,9 +32,8 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[bool,
     :param evaluate: gives minus the bound, as a tensor and as a number, and the record of its evaluation.
     :returns: whether that is done; what was evaluated where the passes led, if that is known.
     """
-    assert guide.structure is not None
     modules = steppers(guide)
-    natural = all(spec["family"].get("natural") for spec in guide.structure.gps.values())
+    natural = all(spec["family"].get("natural") for spec in guide.facts.gps.values())
     if not natural or any(module.steps for module in modules):
         return True, None
     losses: list[float] = []

@@ -37,8 +37,6 @@ from .field import bound_of_field
 from .first_steps import Evaluation, meet
 from .grid import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, warn_of_draws
 
-_RISE = 100  # of a loss, over its lowest or what it has come down by, that is told of
-
 
 class TraceQuadrature_ELBO(ELBO):
     """The evidence lower bound with KL terms in closed form and function values integrated by quadrature.
@@ -78,7 +76,6 @@ class TraceQuadrature_ELBO(ELBO):
         self.num_nodes = num_nodes
         self._doubt = Doubt()
         self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
-        self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
         self._expectations: WeakKeyDictionary[AutoSparseGP, ClosedForms] = WeakKeyDictionary()
 
@@ -97,8 +94,6 @@ class TraceQuadrature_ELBO(ELBO):
         Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, on the
         same arguments: see :func:`~pyro_sparsegp.inference.first_steps.meet`.
 
-        Warns once if the loss has risen a hundredfold under a q that is not whitened.
-
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
         unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
@@ -116,7 +111,6 @@ class TraceQuadrature_ELBO(ELBO):
             self._check_gradients(unwrapped, record)
             if unwrapped in self._met:  # else a mask leaves all of this batch out, which nothing is learned of
                 record.step(unwrapped.row_share)
-        self._watch(unwrapped, value)
 
         def bound(nodes: int) -> Tensor:
             return TraceQuadrature_ELBO(nodes, self.num_particles).differentiable_loss(model, guide, *args, **kwargs)
@@ -153,27 +147,6 @@ class TraceQuadrature_ELBO(ELBO):
         with recording(unwrapped.like) as record:
             loss = self._minus_bound(unwrapped, guide, args, kwargs)
         return loss, self._value(loss, guide, args, kwargs), record
-
-    def _watch(self, guide: Any, value: float) -> None:
-        """Warn once if the loss has risen a hundredfold where q is in coordinates in which Adam's steps overshoot."""
-        first, lowest = self._levels.get(guide, (value, value))
-        self._levels[guide] = first, min(lowest, value)
-        if value - lowest <= _RISE * max(abs(lowest), first - lowest, 1.0):
-            return
-        families = {name: spec["family"] for name, spec in guide.structure.gps.items()}
-        families = {name: family for name, family in families.items() if not family.get("natural")}
-        found = {name: "whiten=False" for name, family in families.items() if family.get("whiten") is False}
-        found |= {name: "num_columns=" for name, family in families.items() if family.get("num_columns") is not None}
-        if found:
-            which = ", ".join(f"{name!r} ({how})" for name, how in found.items())
-            warn_once(
-                guide.warned,
-                "risen",
-                next(iter(found)),
-                f"the loss has risen from {lowest:.4g} to {value:.4g}. The posterior of GP site {which} is not "
-                "whitened, and Adam's steps overshoot. Take natural steps, a far smaller rate, or a whitened family.",
-                stacklevel=3,
-            )
 
     def _check_gradients(self, guide: Any, record: Record) -> None:
         """Raise if they are not finite. The signs of curvatures, which natural steps ask for, are read at one look."""
@@ -287,9 +260,12 @@ class TraceQuadrature_ELBO(ELBO):
         """
         guide, num_axes, is_known = grid.guide, grid.num_axes, grid.guide in self._ways
 
-        def direct() -> Optional[Tensor]:
+        def direct() -> Tensor:
             with dist.validation_enabled(False) if is_known else nullcontext():
-                return grid.direct(*(ran or grid.run())[:2], nodes) if torch.is_grad_enabled() else None
+                shown = grid.direct(*(ran or grid.run())[:2], nodes) if torch.is_grad_enabled() else None
+            if shown is None:
+                raise ValueError("the graph does not show what densities make of function values")
+            return shown
 
         def held(evaluate: Callable) -> Tensor:
             terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)
@@ -299,24 +275,22 @@ class TraceQuadrature_ELBO(ELBO):
             return values
 
         once = [] if ran else [lambda: on_grid(grid.once, nodes, num_axes)]
-        ways: list[Callable[[], Optional[Tensor]]] = [direct, *once, lambda: held(on_grid), lambda: held(one_by_one)]
-        refusal, values = "", None
+        ways: list[Callable[[], Tensor]] = [direct, *once, lambda: held(on_grid), lambda: held(one_by_one)]
+        refusal = ""
         for way in range(min(self._ways.get(guide, 0), len(ways) - 1), len(ways)):
             state = RandomState(guide.like)
             try:
                 values = ways[way]()
+                break
             except (RuntimeError, TypeError, ValueError) as error:
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
                 refusal = str(error).splitlines()[0]
-            if values is not None:
-                break
-            state.restore()
+                state.restore()
         if torch.is_grad_enabled():
             self._ways[guide] = way
         if refusal and way == len(ways) - 1:
             _warn_of_loops(guide, refusal, self.num_nodes**num_axes)
-        assert values is not None
         return values
 
 
