@@ -144,7 +144,8 @@ def _dense_laplace(x, group, y, s, tau):
 def _nested(guide, data, owned=("a",)):
     layout = Layout(guide.facts.field, {"f": 1}, owned)
     hyper = {name: torch.Size(()) for name in guide.facts.coupled}
-    return Nested(guide, layout, guide.facts.links, hyper, {}, data, {})
+    units = torch.ones(sum(shape.numel() for shape in hyper.values()))
+    return Nested(guide, layout, guide.facts.links, hyper, units, {}, data, {})
 
 
 def test_scores_of_a_field():
@@ -573,6 +574,20 @@ def test_f_follows_an_intercept_of_another_prior(prior):
     assert into(draws["mu"]).mean().item() == pytest.approx(mean.item(), abs=0.2 * sd.item())
 
 
+def test_an_intercept_may_have_any_unit():
+    x, _, y = _data()
+
+    def model(unit, y=None):
+        mu = pyro.sample("mu", dist.StudentT(3.0, 0.0, 10.0 * unit))
+        f = pyro.sample("f", GaussianProcess(4.0 * unit**2 * kernels.RBF(0.4), x))
+        observed(dist.Normal(mu + f, NOISE * unit), y)
+
+    q = [_step(model, families.SVGP(12), (unit, unit * (5 + y)), 1)[0].together for unit in (0.01, 1.0, 1e5)]
+    for each, unit in zip((q[0], q[2]), (0.01, 1e5)):  # of the second the width was 5
+        torch.testing.assert_close(each.root, unit * q[1].root, rtol=1e-3, atol=0)
+        torch.testing.assert_close(each.mean, unit * q[1].mean, rtol=0.02, atol=0)
+
+
 @pytest.mark.parametrize("prior", [lambda: dist.StudentT(3.0, 0.0, 10.0), lambda: dist.Normal(0.0, 10.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_followed_intercept_stands_large_rates(prior, dtype):
@@ -619,7 +634,14 @@ def test_a_density_with_kinks_has_the_curvature_of_its_expectation():
 
     guide, _ = _step(model, families.SVGP(6, trainable=False), (x, y))
     nested = Nested(
-        guide, Layout(guide.facts.field, {"f": 1}), guide.facts.links, {"scale": torch.Size(())}, {}, (x, y), {}
+        guide,
+        Layout(guide.facts.field, {"f": 1}),
+        guide.facts.links,
+        {"scale": torch.Size(())},
+        torch.ones(1),
+        {},
+        (x, y),
+        {},
     )
     theta = torch.tensor([-0.6])
     found, (predictors, _) = nested.at(theta), nested.predictors(theta)

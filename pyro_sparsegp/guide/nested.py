@@ -23,9 +23,10 @@ from typing import Any, Optional
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
+from torch.distributions import biject_to
 
 from ..numerics.linalg import lift_to
-from ..program.traces import all_sites, is_observation
+from ..program.traces import all_sites, is_observation, repeatable
 from .field import Layout, Standardised, run_standardised, slices
 from .known import KnownGuide
 from .predictors import Pair, Place, Predictors
@@ -40,7 +41,7 @@ _EVALUATIONS = 60  # of F, at most
 # be known to 1e-3 and its gradient to 0.1, test_float32.py::test_a_start_is_as_wide_as_that_of_float64.
 _GAIN = {torch.float64: 1e-5, torch.float32: 1e-3}
 _DIFFERENCE = {torch.float64: 0.005, torch.float32: 0.06}
-_WIDEST = 5.0  # a standard deviation of a hyperparameter in unconstrained space, where F is flat
+_WIDEST = 5.0  # a standard deviation of a hyperparameter in its units, where F is flat
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Nested:
     :param layout: of its field.
     :param links: of its likelihoods.
     :param hyper: of each hyperparameter the shape of its values in unconstrained space.
+    :param units: of θ, ``(D,)``, in which steps and differences are of the size of 1.
     :param values: of plates' row numbers.
     """
 
@@ -78,12 +80,13 @@ class Nested:
         layout: Layout,
         links: Mapping[str, Mapping[str, str]],
         hyper: Mapping[str, torch.Size],
+        units: Tensor,
         values: Mapping[str, Tensor],
         args: tuple,
         kwargs: dict[str, Any],
     ) -> None:
         self.guide, self.layout, self.hyper, self.values = guide, layout, dict(hyper), values
-        self.args, self.kwargs, self.links = args, kwargs, links
+        self.args, self.kwargs, self.links, self.units = args, kwargs, links, units
         self.size = sum(shape.numel() for shape in self.hyper.values())
         # x̂ and the root of P of the last θ
         self.last = self._nowhere = guide.like.new_zeros(layout.num), torch.eye(layout.num).to(guide.like)
@@ -204,25 +207,25 @@ class Nested:
         if not tried:
             raise ValueError("no start has a finite density")
         best = max(tried, key=lambda found: (preferred(found), float(found.value)))
-        theta, nowhere = best.theta.clone().requires_grad_(), 1e4 - best.value
+        t, nowhere = (best.theta / self.units).requires_grad_(), 1e4 - best.value
         ahead = [best]  # what L-BFGS asks first
         optimiser = torch.optim.LBFGS(
-            [theta],
+            [t],
             max_iter=_EVALUATIONS,
             max_eval=_EVALUATIONS,
             tolerance_grad=1e-3,
-            tolerance_change=_GAIN[theta.dtype],
+            tolerance_change=_GAIN[t.dtype],
             line_search_fn="strong_wolfe",
         )
 
         def loss() -> Tensor:
             nonlocal best
-            found = ahead.pop() if ahead else self.tried(theta)
+            found = ahead.pop() if ahead else self.tried(self.units * t)
             if found is None:  # a step went to where the program has no density
-                theta.grad = torch.zeros_like(theta)
+                t.grad = torch.zeros_like(t)
                 return nowhere
             best = max(best, found, key=lambda one: float(one.value))
-            theta.grad = -found.slope
+            t.grad = -found.slope * self.units
             return -found.value
 
         optimiser.step(loss)
@@ -241,10 +244,25 @@ class Nested:
     def covariance(self, mode: Optimum) -> Tensor:
         """H⁻¹ at the mode, by differences of gradients."""
         far, precision = _DIFFERENCE[mode.theta.dtype], torch.zeros(self.size, self.size).to(mode.theta)
-        for row, move in zip(precision, far * torch.eye(self.size).to(mode.theta)):
-            row += (mode.slope - self.at(mode.theta + move).slope) / far
+        for row, move in zip(precision, far * self.units.diag()):
+            row += (mode.slope - self.at(mode.theta + move).slope) * self.units / far
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
+        axes = self.units[:, None] * axes
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
+
+
+def units_of(priors: Mapping[str, Any], like: Tensor) -> Tensor:
+    """Of θ: 1, but half the width of two thirds of a prior whose values, θ itself, are of any size
+    (test_an_intercept_may_have_any_unit).
+    """
+    units = [like.new_ones(0)]
+    with repeatable(like):
+        for prior in priors.values():
+            value = prior.sample(torch.Size([199])).to(like)
+            theta = biject_to(prior.support).inv(value)
+            low, high = theta.reshape(199, -1).quantile(theta.new_tensor([1 / 6, 5 / 6]), 0)
+            units.append((high - low) / 2 if torch.equal(value, theta) else torch.ones_like(low))
+    return torch.cat(units)
 
 
 def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:

@@ -42,7 +42,7 @@ from .field import (
     slices,
 )
 from .known import KnownGuide
-from .nested import Nested, Optimum
+from .nested import Nested, Optimum, units_of
 from .predictors import Predictors, find_links, jacobian
 from .runs import Run
 
@@ -194,7 +194,8 @@ class Search:
             return None
         links, owned = linked
         layout, shapes = Layout(layout.field, layout.residuals, owned), {name: v.shape for name, v in first.items()}
-        return Nested(self.guide, layout, links, shapes, self.values, self.args, self.kwargs)
+        units = units_of({name: self.priors[name] for name in self.hyper}, self.guide.like)
+        return Nested(self.guide, layout, links, shapes, units, self.values, self.args, self.kwargs)
 
     def at_rows(self, nested: Nested, most: int) -> Nested:
         """F at more rows, or as it is."""
