@@ -246,7 +246,7 @@ def test_bad_arguments_leave_the_guide_as_it_is():
     refused(r"share of what was learned, in \[0, 1\], got 2", guide.absorb, x, y, forget=2)
     refused(r"observes 60 of the 100 rows of plate 'data': .* size=len", guide.absorb, x, y, size=100)
     refused("no observations", guide.absorb, x)
-    for bad in (y[:, None], torch.tensor(1.0), y[:1]):
+    for bad in (y[:, None], y[:1]):
         refused("site 'y' observes data of shape", guide.absorb, x, bad)
     with pytest.raises(ValueError):
         guide.absorb(x, torch.full_like(y, torch.inf))

@@ -17,7 +17,7 @@ from ..gaussians.sites import Sites
 from ..numerics.linalg import side_by_side
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import require_sizes, require_whole
+from ..program.checks import holds_part, require_sizes
 from ..program.explore import explore
 from ..program.facts import Structure
 from ..program.handlers import held_runs
@@ -78,8 +78,9 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         trace = run.trace
         if not any(is_observation(site) for _, site in all_sites(trace)):
             raise ValueError("absorb is given no observations: give it the new data, guide.absorb(x, y).")
-        require_whole(trace)
-        require_sizes(trace, each_row=True)
+        if part := holds_part(trace):
+            raise ValueError(f"absorb counts each row once, and {part}: give the plate their number, size=len(x).")
+        require_sizes(trace)
         # How the densities of the new rows depend on GP sites' values.
         found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated, num_nodes=guide.facts.num_nodes)
         reader = Reader(held_runs(guide.model, trace, args, kwargs), found)

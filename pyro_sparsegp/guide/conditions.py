@@ -35,8 +35,8 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
     :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
     """
-    data = guide.core.data
-    if not guide.on_sites or (data is None and not guide.has_random_latents):
+    data, facts = guide.core.data, guide.facts
+    if facts.field or not guide.by_sites or (data is None and not guide.has_random_latents):
         return Conditions()
     name = next(iter(guide.site_modules()))
     if data is None:  # test_conditioned.py::test_the_state_holds_the_data_and_says_when_it_cannot

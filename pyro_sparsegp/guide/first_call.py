@@ -20,6 +20,7 @@ from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
 from ..kernels.base import white_share
 from ..modules import at_path
+from ..numerics.chunks import by_rows
 from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks
@@ -47,8 +48,6 @@ from .start import start
 
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
-_WAVES = 16  # of a function that stands for a prior's draw at many rows
-_MANY = 4096  # rows, of which means are computed at some only where they show what depends on what
 
 
 def require_arguments(model: Any, families: Any, start: Any, **named: Any) -> None:
@@ -155,15 +154,12 @@ class _Setup(Run):
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
         """Not the mean, where a layer above would have all its inducing inputs in one place."""
         posterior = self.posteriors[name] = module(process, name, Site)
-        variance, x = process.variance, process.x
+        variance = process.variance
         if isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
             return process.mean + variance.sqrt() * torch.linspace(-1, 1, variance.shape[-1]).to(variance)
-        if x.shape[-2] > _MANY and x.dim() == 2 and not process.kernel.batch_shape:
-            waves = process.kernel.prior_functions(posterior.batch_shape.numel(), _WAVES, x[:1])
-            if waves is not None:
-                return process.mean + waves(x).reshape(*posterior.batch_shape, -1)
         draw = posterior.coefficients.rsample(posterior.batch_shape)
-        return process.mean + posterior.basis.function(x, draw)
+        (value,) = by_rows(lambda x: (posterior.basis.function(x, draw),), process.x)
+        return process.mean + value
 
 
 def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> _Setup:
@@ -219,7 +215,6 @@ def _require_density(name: str, site: Any) -> None:
         raise ValueError(
             f"site {name!r} has no density at its value: {checks.why_without_density(site, error)}"
         ) from error
-    checks.require_own_rows(name, site)
     check_site_shape(site, _NO_LIMIT)
 
 

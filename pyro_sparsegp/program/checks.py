@@ -20,17 +20,15 @@ from .handlers import Rerun
 from .traces import all_sites, bare, is_left_out, is_observation, log_densities, sample_sites
 
 
-def require_sizes(trace: poutine.Trace, each_row: bool = False) -> None:
+def require_sizes(trace: poutine.Trace) -> None:
     """Raise if a plate holds more of a run's data than it has: it would scale them down; if data do not fit their
     distribution, are a column, or one row beside many; or if a latent is under a mask of rows.
 
-    :param each_row: whether one number may not be the datum of all rows.
     :raises ValueError: naming the site and the plate.
     """
     for name, site in sample_sites(trace).items():
         shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
-        if site["is_observed"]:
-            require_own_rows(name, site, each_row)
+        _require_own_rows(name, site)
         # test_missing.py::test_a_mask_of_the_whole_model
         if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
             raise ValueError(
@@ -48,35 +46,23 @@ def require_sizes(trace: poutine.Trace, each_row: bool = False) -> None:
                 )
 
 
-def require_own_rows(name: str, site: Any, each_row: bool = False) -> None:
+def _require_own_rows(name: str, site: Any) -> None:
     """Raise if data and distribution are of different shapes, and do not fit, one row of data would be that of many, or
     they meet in more values than either has.
 
     :raises ValueError: naming the site, both shapes and what to write.
     """
     value, shape = site["value"], torch.Size(site["fn"].shape())
-    if not site["is_observed"] or value.shape == shape:
-        return
-    why = "give one value for each row." if each_row and is_observation(site) else ""
-    try:
-        together = broadcast_shapes(value.shape, shape)
-    except ValueError:
-        why = "give it a value for each of the distribution's."
-    else:
-        # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters.
-        if together.numel() > max(value.numel(), shape.numel()):
-            why = (
-                f"each value would meet every row, {tuple(together)} in all. Give one the shape of the other, such as "
-                "y[:, 0] instead of y; or for P outputs in P columns let the distribution have them too, .to_event(1)."
-            )
-        # (1,) beside (N,): one datum that counts N times. A number, of shape (), is taken for a constant:
-        # test_messages.py::test_one_level_for_all_rows_is_no_fault; but not by absorb, test_absorb.py.
-        elif any(one == 1 < many for one, many in zip(reversed(value.shape), reversed(shape))):
-            why = f"one value would be that of many rows. If it is, write y.expand({tuple(together)})."
-    if why:
+    pairs = list(zip(reversed(value.shape), reversed(shape)))
+    # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters. (1,) beside (N,): one datum
+    # that counts N times. A number, of shape (), is taken for a constant:
+    # test_messages.py::test_one_level_for_all_rows_is_no_fault
+    if site["is_observed"] and any(own != its and (its != 1 or value.dim() < len(shape)) for own, its in pairs):
         raise ValueError(
-            f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}: "
-            f"{why}"
+            f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}, "
+            "so that they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; "
+            f"if one value is that of many rows, y.expand({tuple(shape)}); for P outputs in P columns let the "
+            "distribution have them too, .to_event(1)."
         )
 
 
@@ -102,15 +88,6 @@ def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
             "take a family that trains by mini-batches, such as SVGP or OrthogonalInducing. With batches=True first "
             "call the guide on the rows of its actions alone, guide(x[rows], y[rows])."
         )
-
-
-def require_whole(trace: poutine.Trace) -> None:
-    """Raise if a run's observed sites hold a mini-batch of a plate's rows, where each row is to count once.
-
-    :raises ValueError: naming the site and the plate.
-    """
-    if part := holds_part(trace):
-        raise ValueError(f"absorb counts each row once, and {part}: give the plate the new rows' number, size=len(x).")
 
 
 def which(bad: Tensor, what: str = "values") -> str:
