@@ -19,7 +19,6 @@ from .numerics.codes import require_count
 from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
-from .program.data import rows_of, sized_plates
 from .program.mapping import Draw, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned
@@ -115,7 +114,6 @@ def _of_guide(
                 trace = poutine.trace(given).get_trace(*args, **kwargs)
             values = {name: site["value"] for name, site in sample_sites(trace).items()}
         require_own_rows({name: site for name, site in trace.nodes.items() if name not in latents})
-        require_every_row(trace, guide.facts.sized, rows_of(model, args, kwargs))
         return values
 
     return one
@@ -152,22 +150,6 @@ def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None
                 "inputs: the model must not hold the training data. Give it an argument for them, model(x, y=None), or "
                 "give predict a model without data, with the same latents."
             ) from error
-
-
-def require_every_row(trace: poutine.Trace, sized: Mapping[str, Mapping[str, int]], rows: Mapping[str, int]) -> None:
-    """Raise if a plate of data has its size of training, and all arguments that had as many rows have more.
-
-    :param sized: of training, :func:`sized_plates`.
-    :param rows: of the arguments now, :func:`rows_of`.
-    """
-    for frame in (frame for site in sample_sites(trace).values() for frame in site["cond_indep_stack"]):
-        before = sized.get(frame.name, {})
-        here = min((rows[path] for path in before.keys() & rows.keys()), default=0)
-        if frame.size in before.values() and frame.size < here:
-            raise ValueError(
-                f"pyro.plate({frame.name!r}) has {frame.size} rows, as in training, and the new inputs {here}: only "
-                f"the first would be predicted. Give the plate their number, pyro.plate({frame.name!r}, len(x))."
-            )
 
 
 def sampled(result: Any, data: Optional[Call]) -> tuple[dict[str, Tensor], Call, Tensor]:
@@ -226,12 +208,10 @@ class AtNewInputs(Messenger):
         self.local = {name for name in plates if data & plates[name].keys()}
         self.groups = {name: plates[name] for name in grouped(before)}
 
-    def run(self, model: Callable, sized: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
-        """The model's run at these arguments; ``sized`` are training's :func:`sized_plates`."""
+    def run(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
+        """The model's run at these arguments."""
         with whole_plates(), self:
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
-        require_every_row(trace, sized, rows_of(model, args, kwargs))
-        return trace
+            return poutine.trace(model).get_trace(*args, **kwargs)
 
     def _pyro_sample(self, msg: Any) -> None:
         name, process = msg["name"], as_process(msg["fn"])[0]
@@ -259,7 +239,6 @@ class Trained(Messenger):
         self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Optional[Warned] = None
     ) -> None:
         super().__init__()
-        self.rows = rows_of(model, args, kwargs)
         self.model, self.sample, self.warned = model, sample, Warned() if warned is None else warned
         self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -293,4 +272,4 @@ class Trained(Messenger):
                 msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
 
         new = AtNewInputs(self.trace, self.sample, self.warned, function)
-        return new.run(self.model, sized_plates(self.trace, self.rows), args, kwargs)
+        return new.run(self.model, args, kwargs)

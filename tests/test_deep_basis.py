@@ -604,10 +604,7 @@ def test_another_network_of_that_name_in_the_parameter_store_is_told_of(family):
     train(model, AutoSparseGP(model, family), x, y, steps=1)
     for outputs in (5, 3):
         model = deep(mlp(outputs=outputs, seed=1))
-        message = (
-            r"would not train: .*Sequential.0.weight.*Another network is registered as 'network'.*clear_param_store"
-        )
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"would not train: .*Sequential.0.weight.*another.*clear_param_store"):
             train(model, AutoSparseGP(model, family), x, y, steps=1)
 
     def updated(x, y=None):
@@ -639,10 +636,9 @@ def test_a_loaded_guide_checks_its_network_at_the_first_prediction(family, way):
                 return other.posterior(new)["f"].mean
             return predict(model, other, new, num_samples=2)["f"] if way == "predict" else other(new)["f"]
 
-    with pytest.raises(ValueError, match=r"would not train: .*Sequential.0.weight.*registered as 'network'"):
-        ask(deep(fresh), guide.state_dict())
-    with pytest.raises(ValueError, match=r"would not train: .*Sequential.0.weight.*pyro.module"):
-        ask(lambda x, y=None: deep(lambda x: fresh(x))(x, y), guide.state_dict())
+    for other in (deep(fresh), lambda x, y=None: deep(lambda x: fresh(x))(x, y)):
+        with pytest.raises(ValueError, match=r"would not train: .*Sequential.0.weight.*pyro.module"):
+            ask(other, guide.state_dict())
     found = ask(deep(network), guide.state_dict())
     if way == "posterior":
         torch.testing.assert_close(found, expected)

@@ -565,7 +565,7 @@ def test_a_mini_batch_without_size_warns_once():
     svi.step(x, y)
     svi.step(x[:10], y[:10], size=60)
     svi.evaluate_loss(x[:10], y[:10])
-    with pytest.warns(UserWarning, match="site 'y' observes 10 values in this step, 60 in the first.*size=N"):
+    with pytest.warns(UserWarning, match="site 'y' observes 10 values in this step, .* 60 before.*size=N"):
         svi.step(x[:10], y[:10])
     svi.step(x[:10], y[:10])
 

@@ -118,11 +118,6 @@ def test_a_prediction_at_other_rows_than_a_plate_has():
     x, y = data()
     guide = prepared(fixed, SVGP(5), x, y)
     refused(r"indexes what .* \(index 7 is out of bounds.*pyro.plate\('data', len\(x\)\)", predict, fixed, guide, x[:7])
-    more = torch.cat([x, x])  # of which the first 20 would be predicted
-    for result, also in ((guide, {}), ({"f": torch.zeros(2, 20)}, {"data": (x, y)})):
-        refused(
-            r"plate\('data'\) has 20 rows, as in training, and the new inputs 40", predict, fixed, result, more, **also
-        )
 
 
 def test_data_of_a_fit_without_rows():

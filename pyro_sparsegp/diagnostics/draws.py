@@ -274,9 +274,7 @@ class GuideSource(Source):
                 msg["value"] = mean + (q.residual(mean) if joint else variance.sqrt() * torch.randn_like(mean))
 
         with poutine.block():
-            trace = AtNewInputs(before, draw.values, self.guide.warned, function).run(
-                self.guide.model, self.structure.sized, *new
-            )
+            trace = AtNewInputs(before, draw.values, self.guide.warned, function).run(self.guide.model, *new)
         return self.predictions(trace, draw.values)
 
     def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:

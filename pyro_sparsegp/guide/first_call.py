@@ -24,7 +24,7 @@ from ..numerics.chunks import by_rows
 from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks
-from ..program.data import TrainingData, first_tensor, rows_of, sized_plates
+from ..program.data import TrainingData, first_tensor
 from ..program.dependence import COUPLED, NONE
 from ..program.explore import explore
 from ..program.facts import ClosedForms, Structure
@@ -89,7 +89,6 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         checks.require_sizes(trace)
         _require_sites(run)
         facts = _describe(run)
-        facts.sized = sized_plates(trace, rows_of(guide.model, args, kwargs))
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
         facts.joint = guide.groups
         guide.core = Core(facts)

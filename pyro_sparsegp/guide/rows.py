@@ -122,23 +122,21 @@ def share_of_rows(guide: KnownGuide, run: Run) -> float:
     for (name, site), share in zip(data.items(), shares):
         if share < 1:
             continue
-        num, before, told, what = site["value"].numel(), facts.rows[name], ("rows", name), ""
+        num, before, told = site["value"].numel(), facts.rows[name], ("rows", name)
         # A handler's number may scale a batch up to the first call's rows: others are weights
         # (test_data.py::test_a_weight_of_the_data_is_no_size).
-        if num < before and not _equal(site["scale"] * num, before):
-            what = f"{num} values in this step, {before} in the first"
+        fewer = num < before and not _equal(site["scale"] * num, before)
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
         asked = num == before and least == 1 and not (guide.by_expectation or told in guide.warned)
-        if asked and run.rows.others and not guide.is_given(name, site):
-            what = f"other {num} rows than before"
-        if what:
+        if fewer or (asked and run.rows.others and not guide.is_given(name, site)):
             warn_once(
                 guide.warned,
                 *told,
-                f"site {name!r} observes {what}, and no plate scales them up: if this is a mini-batch, give the plate "
-                "the full size, pyro.plate('data', size=N, subsample=x) or subsample_size=B; otherwise the KL "
-                "outweighs the data. The guide takes poutine.scale for the rows' weights.",
+                f"site {name!r} observes {num} values in this step, fewer or others than the {before} before, and no "
+                "plate scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', "
+                "size=N, subsample=x) or subsample_size=B; otherwise the KL outweighs the data. The guide takes "
+                "poutine.scale for the rows' weights.",
                 stacklevel=5,
             )
         # A handler's scale is of a batch; of other numbers of rows than at first it is not known what they are.

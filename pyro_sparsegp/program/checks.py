@@ -166,25 +166,17 @@ def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: 
         return [value for value in sites.values() if value.is_leaf]
     # Whatever holds them: a closure, a global, an object of the user's.
     modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module) and "_parameters" in vars(held)]
-    places = [(path, f"{type(m).__name__}.{path}", held) for m in modules for path, held in m.named_parameters()]
-    at = {id(held): (path, label) for path, label, held in sorted(places, key=lambda place: len(place[0]))}
-    found = [at.get(id(leaf), ("", f"a parameter of shape {tuple(leaf.shape)}")) for leaf in forgotten]
-    paths = {path for path, _ in found if path}
-    # The store's parameters are those of the first network of that name; SVI trains these, and the model runs others:
-    # test_deep_basis.py, "Another network is registered".
-    names = sorted({name for name, _, path in (site.partition("$$$") for site in sites) if path in paths})
+    places = [(f"{type(m).__name__}.{path}", held) for m in modules for path, held in m.named_parameters()]
+    at = {id(held): label for label, held in sorted(places, key=lambda place: place[0].count("."))}
+    found = [at.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}") for leaf in forgotten]
     raise ValueError(
-        f"these parameters would not train: {', '.join(label for _, label in found)}. SVI trains "
+        f"these parameters would not train: {', '.join(found)}. SVI trains "
         "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
         "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
-        "should stay as it is."
-        + (
-            f" Another network is registered as {', '.join(map(repr, names))} in Pyro's parameter store (a notebook's "
-            "cell run twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
-            f"pyro.module({names[0]!r}, network, update_module_params=True) to take the stored values."
-            if names
-            else ""
-        )
+        # test_deep_basis.py::test_another_network_of_that_name_in_the_parameter_store_is_told_of
+        "should stay as it is. If it is registered, Pyro's store has another of that name (a notebook's cell run "
+        "twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
+        "pyro.module('name', network, update_module_params=True) to take the stored values."
     )
 
 

@@ -9,11 +9,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from ..numerics.rows import fingerprints
-from .traces import is_observation, plate_sizes, sample_sites
 
 _PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -165,18 +163,6 @@ def map_tensors(function: Callable[..., Tensor], tree: Any, *alike: Any) -> Any:
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and mappings, such as a model's arguments."""
     return [leaf for _, leaf in _walk(tree) if isinstance(leaf, Tensor)]
-
-
-def rows_of(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, int]:
-    """How many rows the tensors among a call's arguments have, by their paths."""
-    return {str(path): len(tensor) for path, tensor in _with_rows(model, args, kwargs).items()}
-
-
-def sized_plates(trace: poutine.Trace, rows: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """For each plate of data, the arguments with as many rows, and their number."""
-    data = [plate_sizes(site) for site in sample_sites(trace).values() if is_observation(site)]
-    plates = {name: size for sizes in data for name, size in sizes.items()}
-    return {name: {path: num for path, num in rows.items() if num == size} for name, size in plates.items()}
 
 
 def first_tensor(tree: Any) -> Tensor:

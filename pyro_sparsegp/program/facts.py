@@ -20,7 +20,6 @@ class Structure:
     :param latents: for each other latent site, its event dimensions, shape and enclosing plates with sizes.
     :param rows: for each observed site, how many values it had.
     :param data_plates: plates that enclose an observed site.
-    :param sized: for each of these, the arguments of the first call that had as many rows, and their number.
     :param grouped: latents of which several data have one: some of the data's plates enclose them, and not all.
     :param dependence: for each GP site, how densities downstream depend on its values.
     :param inner: GP sites whose values enter another GP site (an inner layer of a deep GP).
@@ -50,7 +49,6 @@ class Structure:
     latents: dict[str, dict[str, Any]] = _field(default_factory=dict)
     rows: dict[str, int] = _field(default_factory=dict)
     data_plates: list[str] = _field(default_factory=list)
-    sized: dict[str, dict[str, int]] = _field(default_factory=dict)
     grouped: list[str] = _field(default_factory=list)
     dependence: dict[str, str] = _field(default_factory=dict)
     inner: list[str] = _field(default_factory=list)
