@@ -172,7 +172,7 @@ def test_a_weight_of_the_data_is_no_size(weight):
     x, y = data(num=60)
     model, scaled = weighed(weight), weighed(lambda x: 60 / len(x))
     guide = trained(model, SVGP(6), x[:20], y[:20], steps=1)
-    with pytest.warns(UserWarning, match="other 20 rows than before, and no plate.*takes poutine.scale for"):
+    with pytest.warns(UserWarning, match="others than the 20 before, and no plate.*takes poutine.scale for"):
         train(model, guide, x[20:40], y[20:40], steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -169,11 +169,6 @@ class AutoSparseGP(SavedGuide):
         if self.is_training:
             self.row_share = note_step(self, run, args, kwargs)
 
-    def _new_rows(self, args: tuple, kwargs: dict[str, Any]) -> Rows:
-        """Rows to predict at; latents of single rows are known if these are all the data of training."""
-        relation = self.relation(args, kwargs) if self.local_latents else None
-        return Rows(same=False, inputs=relation is not None and relation.same, new=True)
-
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
         core = self.core if self.core.facts.gps else initialise(self, args, kwargs)
@@ -244,13 +239,11 @@ class AutoSparseGP(SavedGuide):
         :raises KeyError: by the dict returned, for a site that is no GP.
         """
         args, kwargs = self._or_of_training("posterior", args, kwargs)
-        self._ready(args, kwargs)
-        rows, conditions = self._new_rows(args, kwargs), conditions_now(self, median=True)
-        return BySite(self._predicted(args, kwargs, conditions, rows, at_medians=True, draws_data=False).posteriors)
+        return BySite(self._predicted(args, kwargs, at_medians=True, draws_data=False).posteriors)
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
-        return self.draws(1, *args, joint=joint, **kwargs)[0]
+        return self._predicted(args, kwargs, joint_up_to=torch.inf if joint else -1).values
 
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> list[dict[str, Tensor]]:
         """Draws of every site at new inputs, a dictionary for each draw. Subsampling is off. Latents under the
@@ -260,14 +253,7 @@ class AutoSparseGP(SavedGuide):
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
         require_count(num, "the number of draws")
-        self._ready(args, kwargs)
-        conditions, rows, draws = None, self._new_rows(args, kwargs), list[dict[str, Tensor]]()
-        for _ in range(num):
-            if conditions is None or self.has_random_latents:
-                conditions = conditions_now(self, False, rows.inputs)
-            run = self._predicted(args, kwargs, conditions, rows, joint_up_to=torch.inf if joint else -1)
-            draws.append(run.values)
-        return draws
+        return [self.draw(*args, joint=joint, **kwargs) for _ in range(num)]
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
@@ -309,11 +295,14 @@ class AutoSparseGP(SavedGuide):
             self.prepare(*args, **kwargs)
         require_refined(self.modules_by_site())
 
-    def _predicted(
-        self, args: tuple, kwargs: dict[str, Any], conditions: Conditions, rows: Rows, **asked: Any
-    ) -> Posteriors:
+    def _predicted(self, args: tuple, kwargs: dict[str, Any], at_medians: bool = False, **asked: Any) -> Posteriors:
+        """A run at new rows; latents of single rows are known if these are all the data of training."""
+        self._ready(args, kwargs)
+        relation = self.relation(args, kwargs) if self.local_latents else None
+        rows = Rows(same=False, inputs=relation is not None and relation.same, new=True)
+        conditions = conditions_now(self, at_medians, rows.inputs)
         with unrecorded(same=False, learns=False), whole_plates():
-            run = Posteriors(self, conditions, rows, sums_out=False, **asked).perform(args, kwargs)
+            run = Posteriors(self, conditions, rows, at_medians, sums_out=False, **asked).perform(args, kwargs)
         note_rows(self, run)
         return run
 
