@@ -159,7 +159,7 @@ def test_a_step_after_rows_were_absorbed_goes_a_tenth_of_the_way_to_its_own_rows
     guide.absorb(x[:30], y[:30])
     alone.absorb(x[30:], y[30:])
     old, new = (torch.linalg.inv(g.posterior(x)["f"].coefficients.covariance_matrix) for g in (guide, alone))
-    with pytest.warns(UserWarning, match="observes other 30 rows than before"):
+    with pytest.warns(UserWarning, match="others than the 30 before"):
         svi_of(model, guide).step(x[30:], y[30:])
     now = torch.linalg.inv(guide.posterior(x)["f"].coefficients.covariance_matrix)
     torch.testing.assert_close(now, 0.9 * old + 0.1 * new)

@@ -72,6 +72,8 @@ def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Te
 def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
     """Whether a latent under the data plate is asked for at other data than it was fitted to."""
     plates = facts.latents[name]["plates"]
+    if not plates:
+        return False
     here = {plate.name: plate for plate in get_plates()}
     sizes = {name: plate.full_size or plate.size for name, plate in here.items()}
     differ = any(sizes.get(plate, size) != size for plate, size in plates.items())

@@ -28,7 +28,8 @@ def require_sizes(trace: poutine.Trace) -> None:
     """
     for name, site in sample_sites(trace).items():
         shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
-        _require_own_rows(name, site)
+        if site["is_observed"] and site["value"].shape != site["fn"].shape():
+            _require_meeting(name, site["value"], site["fn"].shape())
         # test_missing.py::test_a_mask_of_the_whole_model
         if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
             raise ValueError(
@@ -46,18 +47,15 @@ def require_sizes(trace: poutine.Trace) -> None:
                 )
 
 
-def _require_own_rows(name: str, site: Any) -> None:
-    """Raise if data and distribution are of different shapes, and do not fit, one row of data would be that of many, or
-    they meet in more values than either has.
-
-    :raises ValueError: naming the site, both shapes and what to write.
+def _require_meeting(name: str, value: Tensor, shape: Any) -> None:
+    """Raise if data and a distribution of another shape do not fit, one row of data would be that of many, or they meet
+    in more values than either has.
     """
-    value, shape = site["value"], torch.Size(site["fn"].shape())
-    pairs = list(zip(reversed(value.shape), reversed(shape)))
+    pairs = zip(reversed(value.shape), reversed(shape))
     # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters. (1,) beside (N,): one datum
     # that counts N times. A number, of shape (), is taken for a constant:
     # test_messages.py::test_one_level_for_all_rows_is_no_fault
-    if site["is_observed"] and any(own != its and (its != 1 or value.dim() < len(shape)) for own, its in pairs):
+    if any(own != its and (its != 1 or value.dim() < len(shape)) for own, its in pairs):
         raise ValueError(
             f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}, "
             "so that they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; "
