@@ -27,7 +27,6 @@ from ..program.terms import Owners, Terms
 from ..warned import without
 from .quadrature import own_guide
 from .refinement import Progress, SiteRun
-from .site_runs import site_run
 
 
 class ExpectationPropagation:
@@ -183,7 +182,7 @@ class ExpectationPropagation:
                 require_data(guide)
             terms = Terms(held_runs(guide.model, trace, args, kwargs), guide.facts, processes, self._known)
             self._known = terms.owners, terms.rowwise
-            runs = [site_run(self, *one, terms, trace, call, indices) for one in processes.items()]
+            runs = [SiteRun(self, *one, terms, trace, call, indices) for one in processes.items()]
         part = next((run.index for run in runs if run.index is not None), None)
         sites: Any = capture.trace.nodes
         parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Optional
 
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP
 from ..gaussians.sites import Sites, update
-from ..numerics.linalg import NumericalWarning, over_upper, row_squares, solve_lower
+from ..guide import AutoSparseGP
+from ..numerics.linalg import NumericalWarning, over_upper, row_squares, side_by_side, solve_lower, variance_floor
+from ..numerics.rows import fingerprints
 from ..numerics.tilted import Tilted, log_normaliser, tilted
+from ..process import GaussianProcess
+from ..program.data import tensors
+from ..program.dependence import NONE
 from ..program.terms import Terms
+from ..program.traces import all_sites, is_observation
 from ..warned import warn_once
 from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola, prior_of
 
@@ -50,45 +58,77 @@ class Progress:
     seen: int = 0
 
 
-@dataclass
 class SiteRun:
     """One GP site in one run of the model, and its sites as they are.
 
-    :param method: the :class:`ExpectationPropagation` whose damping, power, nodes and processes these are.
-    :param phi: Φ at the data given, ``(..., B, M)``, with its graph.
-    :param residual: d, with its graph.
-    :param prior_mean: μ, with its graph.
-    :param spread: f's prior standard deviation.
-    :param index: the row numbers of the data given; ``None`` for all.
-    :param num: how many data there are.
-    :param anchor: L, with its graph, where the sites are about u = Lw.
-    :param sites: at the features that they are about, of the data given.
-    :param given: fingerprints of all data given, if they are not known to be those of the sites.
-
     After :meth:`look`: the cavities, the tilted distributions ``at`` them, where the likelihood is Gaussian, so that
     the site found is ``exact`` whatever the cavity; the factor of q's precision, q's mean, and G(q) − G(p).
+
+    :param method: the :class:`ExpectationPropagation` whose damping, power, nodes and processes these are.
+    :param call: the model's arguments.
+    :param indices: the row numbers of the data given, if they were given.
+    :raises ValueError: naming the site, if the rows are not the data that it has sites of, or do not say which.
     """
 
-    name: str
-    method: Any
-    progress: Progress
-    module: ExpectationGP
-    phi: Tensor
-    residual: Tensor
-    prior_mean: Tensor
-    spread: Tensor
-    index: Optional[Tensor]
-    num: int
-    anchor: Optional[Tensor]
-    sites: Sites
-    given: Optional[Tensor]
+    cavity: Cavity
+    at: Tilted
+    exact: Tensor
+    factor: Tensor
+    loc: Tensor
+    log_normaliser: Tensor
 
-    cavity: Cavity = None  # type: ignore[assignment]
-    at: Tilted = None  # type: ignore[assignment]
-    exact: Tensor = None  # type: ignore[assignment]
-    factor: Tensor = None  # type: ignore[assignment]
-    loc: Tensor = None  # type: ignore[assignment]
-    log_normaliser: Tensor = None  # type: ignore[assignment]
+    def __init__(
+        self,
+        method: Any,
+        name: str,
+        process: GaussianProcess,
+        terms: Terms,
+        trace: poutine.Trace,
+        call: tuple[tuple, dict[str, Any]],
+        indices: Optional[Tensor],
+    ) -> None:
+        guide: AutoSparseGP = method.guide
+        scale: Any = trace.nodes[name]["scale"] if name in trace.nodes else 1.0
+        if isinstance(scale, Tensor) or scale != 1:
+            raise ValueError(
+                f"GP site {name!r} is scaled by {scale}; expectation propagation has no prior to another power. Scale "
+                "the likelihood's site alone, or the loss."
+            )
+        self.name, self.method, self.progress = name, method, method.progress.setdefault(name, Progress())
+        module: ExpectationGP = attrgetter(name)(guide.gps)
+        self.module = module
+        features = module.basis(process.kernel, process.jitter, name)
+        # With their graphs: Φ, (..., B, M), L where the sites are about u = Lw, and μ.
+        self.phi, self.anchor, self.prior_mean = side_by_side(features(process.x)), features.anchor, process.mean
+        prior = process.variance
+        self.spread = prior.detach().sqrt()
+        # d = k(x, x) − φφᵀ, FITC's diagonal (eq. 1)
+        self.residual = torch.maximum(prior - row_squares(self.phi), variance_floor(prior))
+        # The row numbers of the data given, None for all, and how many data there are.
+        self.index, self.num = _rows(name, process, guide.facts.dependence[name] == NONE, terms, trace, indices)
+        kept, phi, index = module.precision.shape[-1], self.phi.detach(), self.index
+        if kept not in (0, self.num):
+            raise ValueError(
+                f"GP site {name!r} has sites of {kept} data, this call brings {self.num}. For a part of the data, "
+                "give the plate their full number and row numbers, pyro.plate('data', N, subsample_size=B); "
+                "for other data, make a new guide."
+            )
+        relation = guide.relation(*call)
+        self.given: Optional[Tensor] = None  # fingerprints of all data, if they are not known to be those of the sites
+        with torch.no_grad():
+            # Where these are the same tensors nothing is read back from a device: test_a_family_stays_on_its_device.
+            if index is None and not (kept and relation is not None and relation.known):
+                observed = [s["value"] for n, s in all_sites(trace) if n in guide.facts.rows and is_observation(s)]
+                self.given = _fingerprints(process.x, tensors(call), observed)
+                module.require_data(self.given, name)
+            # At the features that they are about, of the data given.
+            self.sites = Sites(phi, torch.zeros_like(process.mean), torch.zeros_like(process.mean))
+            if kept and index is None:
+                self.sites = Sites(phi, module.precision, module.linear)
+            elif kept:
+                module.look_from(None if self.anchor is None else self.anchor.detach())
+                rows = module.features_of(module.rows[..., index, :])
+                self.sites = Sites(rows, module.precision[..., index], module.linear[..., index])
 
     # q and its cavities.
 
@@ -311,3 +351,53 @@ class SiteRun:
 def _without_negative(sites: Sites) -> Sites:
     linear = torch.where(sites.precision < 0, 0.0, sites.linear)
     return Sites(sites.inputs, sites.precision.clamp(min=0), linear)
+
+
+def _fingerprints(x: Tensor, arguments: list[Tensor], observed: list[Tensor]) -> Tensor:
+    """Of all data's inputs, other arguments and observations, ``(3, N)``; 0 where there are none."""
+    arguments = [argument for argument in arguments if not any(argument is y for y in observed)]
+    num, none = x.shape[-2], x.new_zeros(x.shape[-2], dtype=torch.int64)
+    columns = [x.movedim(-2, 0)], _along(num, arguments), _along(num, observed)
+    return torch.stack([fingerprints(column) if column else none for column in columns])
+
+
+def _along(num: int, values: list[Tensor]) -> list[Tensor]:
+    """Those of the tensors that have so many rows, along the first dimension or else the last, rows first."""
+    shaped = [value for value in values if value.dim() and num in (value.shape[0], value.shape[-1])]
+    return [value if value.shape[0] == num else value.movedim(-1, 0) for value in shaped]
+
+
+def _rows(
+    name: str, process: GaussianProcess, is_free: bool, terms: Terms, trace: poutine.Trace, indices: Optional[Tensor]
+) -> tuple[Optional[Tensor], int]:
+    """The row numbers of the data given, ``None`` if these are all, and how many there are."""
+    here = process.x.shape[-2]
+    if not terms.plates or is_free:
+        if indices is not None and indices.tolist() != list(range(here)):
+            raise ValueError(
+                "indices are given, but no plate holds a part of the data: say how many there are, "
+                "pyro.plate('data', N, subsample=x)"
+            )
+        return None, here
+    ((plate, (size, full)), *others) = terms.plates.items()
+    if others or name not in terms.rowwise or size != here:
+        raise ValueError(
+            f"GP site {name!r} has {here} values, plate {plate!r} holds {size} of {full} rows, and not all terms of a "
+            "value stand in its row of that plate alone: a site needs all of them at once. Sample the process at the "
+            "inputs of those rows, or give all data in each step."
+        )
+    if indices is None:
+        indices = trace.nodes[plate]["value"] if plate in trace.nodes else None
+        if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dim() != 1:
+            raise ValueError(
+                f"plate {plate!r} holds {size} of {full} rows and does not say which: expectation propagation "
+                "keeps a site for each datum. Give their numbers, ep.step(..., indices=rows), or write "
+                "plate = pyro.plate('data', N, subsample_size=B) and index the data by plate.indices."
+            )
+    whole = indices.shape == (size,) and not indices.is_floating_point() and indices.dtype != torch.bool
+    if not whole or len(indices.unique()) < size or not ((indices >= 0) & (indices < full)).all():
+        raise ValueError(
+            f"indices must be {size} distinct row numbers from 0 to {full - 1}, as many as the data given, got "
+            f"{indices.dtype} of shape {tuple(indices.shape)}"
+        )
+    return indices.to(process.x.device), full

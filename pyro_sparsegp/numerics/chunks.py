@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,20 +44,7 @@ def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tupl
     slices = chunks_of(x)
     if len(slices) == 1:
         return function(x)
-    if torch.is_grad_enabled():
-        parts = [dropping(function, x[rows]) for rows in slices]
-        return tuple(torch.cat(part, -1) for part in zip(*parts))
-    # Small results that stay would break up the memory that the next chunk could have used again.
-    whole: Optional[tuple[Tensor, ...]] = None
-    for rows in slices:
-        found = function(x[rows])
-        if whole is None:
-            whole = tuple(part.new_empty(*part.shape[:-1], x.shape[0]) for part in found)
-        for part, into in zip(found, whole):
-            into[..., rows] = part
-        del found, part
-    assert whole is not None
-    return whole
+    return tuple(torch.cat(part, -1) for part in zip(*(dropping(function, x[rows]) for rows in slices)))
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:

@@ -21,7 +21,6 @@ from .factors import solve_lower as solve_lower
 from .factors import times_lower as times_lower
 from .factors import tril_of_product as tril_of_product
 from .factors import turn_of as turn_of
-from .functions import Function
 from .shapes import broadcast_shapes
 
 _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
@@ -213,28 +212,6 @@ def gaussian_kl(loc: Tensor, trace: Tensor, log_det: Tensor) -> Tensor:
     return 0.5 * (trace + loc.square().sum(-1) - loc.shape[-1] - log_det)
 
 
-class _RowSquares(Function):
-    # Autograd's own rule for x² makes three matrices of x's size on the way back; this makes one.
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.square().sum(-1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return (2 * grad)[..., None] * ctx.saved_tensors[0]
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> Tensor:
-        return 2 * (ctx.saved_tensors[0] * change).sum(-1)
-
-
 def variance_floor(prior: Tensor) -> Tensor:
     """10ε·max(kₙ, ε·max_n kₙ): what is rounding error of variances whose prior's are kₙ, ``(..., N)``.
 
@@ -273,7 +250,8 @@ def lift_to(matrix: Tensor, least: float) -> Tensor:
 
 def row_squares(x: Tensor) -> Tensor:
     """‖xₙ‖² of the rows of ``(..., N, M)``, ``(..., N)``."""
-    return _RowSquares.apply(x)
+    # Autograd's rule for x² makes three matrices on the way back, that for x·x two.
+    return (x * x).sum(-1)
 
 
 def times(matrix: Tensor, v: Tensor) -> Tensor:
