@@ -562,7 +562,7 @@ def draw_scales(r, likelihood):
 def draw_missing(r, likelihood):
     if likelihood in SEVERAL or r.random() < 0.8:
         return ""
-    return r.choice(("mask", "obs_mask")) if likelihood in LOCATED else "mask"
+    return r.choice(("mask", "own mask")) if likelihood in LOCATED else "mask"
 
 
 def draw_latents(r, likelihood):
@@ -634,8 +634,8 @@ class Model:
                 return pyro.sample("y", likelihood, obs=y)
             seen = y.isfinite()
             y = torch.where(seen, y, 1.0)
-            if c.missing == "obs_mask":
-                return pyro.sample("y", likelihood, obs=y, obs_mask=seen)
+            if c.missing == "own mask":
+                return pyro.sample("y", likelihood.mask(seen), obs=y)
             with poutine.mask(mask=seen):
                 return pyro.sample("y", likelihood, obs=y)
 

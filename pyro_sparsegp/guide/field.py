@@ -26,7 +26,7 @@ from ..numerics.linalg import cholesky, side_by_side
 from ..program.declared import parameters
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
-from ..program.traces import all_sites, as_process, bare, fill_masked, is_left_out, repeatable, sample_sites
+from ..program.traces import all_sites, as_process, bare, fill_masked, repeatable, sample_sites
 from .known import KnownGuide
 from .networks import rows_kept
 
@@ -254,8 +254,8 @@ def hyperparameters_among(
             made += [process.variance, *handler.features[name]]
         elif name in normal:
             made.append(_scale_of(fn))
-        # What is deterministic or left out is no latent: test_missing.py::test_an_intercept_beside_an_obs_mask.
-        elif not site["is_observed"] and not is_left_out(name, sites) and hasattr(fn, "arg_constraints"):
+        # What is deterministic is no latent: test_missing.py::test_an_intercept_beside_a_deterministic_site.
+        elif not site["is_observed"] and hasattr(fn, "arg_constraints"):
             made += parameters(fn).values()
     made = [part.sum() for part in made if part.requires_grad]
     if not made:

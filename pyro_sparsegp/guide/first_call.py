@@ -93,7 +93,6 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         facts.joint = guide.groups
         guide.core = Core(facts)
         show_all_rows(guide, args, kwargs, trace)
-        checks.require_left_out(held_runs(guide.model, trace, args, kwargs), trace, facts.gps)
         _explore(run, facts, args, kwargs)
         require_joint(facts, run.processes)
         for name, posterior in run.posteriors.items():

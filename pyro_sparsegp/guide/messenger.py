@@ -21,15 +21,7 @@ from ..process import GaussianProcess, PriorProcess
 from ..program.checks import warn_of_groups
 from ..program.facts import Structure
 from ..program.handlers import stand_in
-from ..program.traces import (
-    LEFT_OUT,
-    as_process,
-    fill_masked,
-    is_left_out,
-    piecewise_constant,
-    settle_left_out,
-    without_event,
-)
+from ..program.traces import as_process, fill_masked, piecewise_constant, without_event
 from .coupled import condition_on_held, coupled_params, coupled_posterior
 from .field_latent import FieldLatent
 from .known import KnownGuide
@@ -43,6 +35,12 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
     facts = guide.core.facts
     if facts.gps and (name not in facts.latents or _is_new(guide, name, facts)):
         return prior
+    twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
+    if name.endswith("_unobserved") and twin.get("is_observed"):  # test_missing.py::test_obs_mask
+        raise ValueError(
+            f"site {name!r} is what obs_mask= leaves out, which is no latent of the guide: give obs= alone, under "
+            "poutine.mask(mask=obs_mask); values that densities depend on take a pyro.sample of their own."
+        )
     # test_enumeration.py::test_nuts_and_trees
     if getattr(prior.support, "is_discrete", False):
         raise ValueError(
@@ -164,9 +162,7 @@ class SiteMessenger(KnownGuide):
             run.enumeration.meet(msg)
             if msg["type"] != "sample":
                 return
-        name, nodes = msg["name"], self.trace.nodes
-        if name.endswith(LEFT_OUT) and is_left_out(name, nodes):
-            settle_left_out(msg, nodes, draw=run.nodes is None)
+        name = msg["name"]
         # test_messages.py::test_data_that_do_not_fit
         if msg["is_observed"] and not isinstance(msg["value"], Tensor):
             raise ValueError(

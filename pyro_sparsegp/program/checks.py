@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ from torch.distributions import constraints
 from ..numerics.shapes import broadcast_shapes
 from ..warned import Warned, warn_once
 from .data import tensors
-from .handlers import Rerun
-from .traces import all_sites, bare, is_left_out, is_observation, log_densities, sample_sites
+from .traces import all_sites, bare, is_observation, sample_sites
 
 
 def require_sizes(trace: poutine.Trace) -> None:
@@ -92,26 +90,6 @@ def which(bad: Tensor, what: str = "values") -> str:
     """How many are bad, and the first of them."""
     first = bad.nonzero()[0].tolist()
     return f"{int(bad.sum())} of {bad.numel()} {what}, the first at {first[0] if len(first) == 1 else tuple(first)}"
-
-
-def require_left_out(run: Rerun, trace: poutine.Trace, gps: Collection[str]) -> None:
-    """Raise if a density depends on values that ``obs_mask=`` leaves out: these are drawn from the model.
-
-    :param run: runs the program with values moved, all else as in ``trace``; ``gps``: its GP sites.
-    """
-    sites = sample_sites(trace)
-    for name in [n for n in sites if is_left_out(n, sites) and sites[n]["value"].is_floating_point()]:
-        # NaN · 0 is NaN: what depends on them is NaN at NaN.
-        unknown = {name: torch.full_like(sites[name]["value"], torch.nan)}
-        with pyro.validation_enabled(False), torch.no_grad():
-            densities = log_densities(run(unknown), gps)
-        used = [other for other, density in densities.items() if density.isnan().any()]
-        if used:
-            raise ValueError(
-                f"site {name!r} has values that obs_mask= leaves out, and the density of site {used[0]!r} depends on "
-                "them, so they are latents. Write them as pyro.sample(name, fn) in a plate of their own, the others as "
-                "data. If values are only missing, put poutine.mask(mask=obs_mask) around the site."
-            )
 
 
 def why_without_density(site: Any, error: Exception) -> str:

@@ -18,16 +18,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from .enumeration import Enumeration
-from .traces import (
-    all_sites,
-    as_process,
-    fill_masked,
-    is_left_out,
-    is_observation,
-    repeatable,
-    sample_sites,
-    settle_left_out,
-)
+from .traces import all_sites, as_process, fill_masked, is_observation, repeatable, sample_sites
 
 
 class Held(Messenger):
@@ -52,7 +43,6 @@ class _Holding(Messenger):
     def __init__(self, values: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.values, self.free = values, free
-        self.nodes: dict[str, Any] = {}
         self.enumeration = Enumeration()
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -60,13 +50,10 @@ class _Holding(Messenger):
         self.enumeration.meet(msg)
         if msg["type"] != "sample":
             return
-        self.nodes[name] = msg
         # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
         values = self.values if name in self.values or msg["is_observed"] else self.free
         if name in values:
             msg["value"], msg["is_observed"] = values[name], True
-        if is_left_out(name, self.nodes):
-            settle_left_out(msg, self.nodes, draw=False)
 
 
 def held_trace(

@@ -5,7 +5,7 @@ such as masks and plates leave out of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
-LEFT_OUT = "_unobserved"  # how the names of sites end whose values obs_mask= leaves out
 WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
@@ -43,25 +42,6 @@ def free_values(trace: poutine.Trace) -> dict[str, Tensor]:
 def is_observation(site: Any) -> bool:
     """Whether a site holds data, rather than a deterministic value."""
     return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
-
-
-def is_left_out(name: str, nodes: Mapping[str, Any]) -> bool:
-    """Whether a site holds the values that ``obs_mask=`` leaves out: Pyro makes y_observed and y_unobserved of y."""
-    twin = nodes.get(name.removesuffix(LEFT_OUT) + "_observed") if name.endswith(LEFT_OUT) else None
-    return twin is not None and twin["is_observed"] and isinstance(twin["mask"], Tensor)
-
-
-def settle_left_out(site: Any, nodes: Mapping[str, Any], draw: bool) -> None:
-    """Make such values neither latents nor data: given f they have the density p(y | f), which integrates to 1.
-
-    :param draw: draw them from the model; or take any, the observed ones, where no density depends on them.
-    """
-    # A handler may have given them values, as MCMC's samples or condition do.
-    if site["value"] is None:
-        twin = site["name"].removesuffix(LEFT_OUT) + "_observed"
-        site["value"] = site["fn"]() if draw else nodes[twin]["value"]
-    site["is_observed"], site["mask"] = True, False
-    site["infer"] = {**(site["infer"] or {}), "_deterministic": True}
 
 
 def plate_sizes(site: Any) -> dict[str, int]:
