@@ -197,7 +197,7 @@ def test_what_stands_in_the_wrong_place_is_named():
         (lambda: diagnostics.sbc(gaussian, lambda x, y: guide), "sbc cannot call the model: missing.*'x'"),
         (lambda: diagnostics.to_datatree(gaussian, guide), "cannot call the model: missing.*'x'.*training data"),
         (lambda: diagnostics.to_datatree(gaussian, posterior["f"], x, y), "got Site.*give the guide"),
-        (lambda: diagnostics.psis(gaussian, posterior, x, y), "got BySite.*give the guide"),
+        (lambda: diagnostics.psis(gaussian, posterior, x, y), "got dict.*give the guide"),
         (lambda: diagnostics.predictive_scores(gaussian, tree, x, y), "got DataTree"),
         (lambda: diagnostics.psis(guide, x, y), first),
         (lambda: diagnostics.psis(svi), "got SVI in its place"),

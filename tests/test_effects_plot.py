@@ -110,7 +110,7 @@ def test_a_guide_of_one_column():
     for given, message in (
         (guide, r"got AutoSparseGP: give guide.posterior\(x\)\['f'\]"),
         (svi, r"got SVI: give guide.posterior\(x\)\['f'\]"),
-        (guide.posterior(x), "got BySite: give guide.posterior"),
+        (guide.posterior(x), "got dict: give guide.posterior"),
         (guide.model, "got function: give guide.posterior"),
     ):
         refused(message, diagnostics.plot_effects, given)

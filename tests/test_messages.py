@@ -31,17 +31,6 @@ def data(num=20):
     return x, torch.sin(4 * x[:, 0])
 
 
-def test_a_posterior_asked_for_a_site_that_is_none():
-    x, y = data()
-    guide = prepared(model, SVGP(5), x, y)
-    posteriors = guide.posterior(x)
-    assert isinstance(posteriors, dict)
-    assert list(posteriors) == ["f"]
-    with pytest.raises(KeyError, match=r"'g' is no GP site of the model; its GP sites are \['f'\]"):
-        posteriors["g"]
-    assert posteriors.get("g") is None
-
-
 @pytest.mark.parametrize("later", [False, True], ids=["first call", "later step"])
 @pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=lambda f: type(f).__name__)
 def test_data_that_do_not_fit(family, later):

@@ -133,7 +133,7 @@ class DensityReader:
         if not means:
             return
         steps = {gp: _step(moments) for gp, moments in functions.items()}
-        program = Program(lambda f: self._run({**held, **f}), means, steps, sites)
+        program = Program(lambda f: self._run({**held, **f}), means, steps)
         for name, plan in self.plans.items():
             touching, is_one = program.touching(name, means), not sites[name]["fn"].event_shape
             places = {gp: _in_place(program.owners[gp][TERM, name], means[gp].shape) for gp in touching}

@@ -37,13 +37,6 @@ _KEEP_ROWS = (
 )
 
 
-class BySite(dict[str, SparsePosterior]):
-    """A dict of posteriors; a missing key raises KeyError listing the GP sites."""
-
-    def __missing__(self, name: str) -> SparsePosterior:
-        raise KeyError(f"{name!r} is no GP site of the model; its GP sites are {sorted(self)}")
-
-
 class AutoSparseGP(SavedGuide):
     """A variational guide for a Pyro model with Gaussian process sites.
 
@@ -236,10 +229,9 @@ class AutoSparseGP(SavedGuide):
         learned. At other data these latents are drawn from the model.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
-        :raises KeyError: by the dict returned, for a site that is no GP.
         """
         args, kwargs = self._or_of_training("posterior", args, kwargs)
-        return BySite(self._predicted(args, kwargs, at_medians=True, draws_data=False).posteriors)
+        return self._predicted(args, kwargs, at_medians=True, draws_data=False).posteriors
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""

@@ -111,21 +111,16 @@ class Enumeration(Messenger):
 
     def _latents(self, msg: Any) -> frozenset[int]:
         """The dimensions of enumerated latents that a site's distribution has."""
-        name, fn, shape = msg["name"], msg["fn"], msg["fn"].batch_shape
-        # test_enumeration.py::test_what_cannot_be_summed_out
-        if as_process(fn)[0] is not None and any(size > 1 for size in (*shape, *fn.event_shape)[:-PLATES]):
-            raise ValueError(
-                f"GP site {name!r} depends on the discrete site {self.names[0]!r}, which is enumerated: each of "
-                "its values would have a process of its own. Write these as GP sites, or outputs of one, and choose "
-                "among their values downstream."
-            )
+        fn, shape = msg["fn"], msg["fn"].batch_shape
         found = [dim for dim in range(PLATES + 1, len(shape) + 1) if shape[-dim] != 1]
-        if any(shape[-dim] != self._sizes.get(dim) for dim in found):
+        # test_enumeration.py::test_what_cannot_be_summed_out
+        of_gp = as_process(fn)[0] is not None and any(size > 1 for size in (*shape, *fn.event_shape)[:-PLATES])
+        if of_gp or any(shape[-dim] != self._sizes.get(dim) for dim in found):
             raise ValueError(
-                f"site {name!r} has a distribution of shape {tuple(shape)} where {self.names} are enumerated: "
-                "their values stand along dimensions of their own, left of all plates'. Write table[z, rows], "
-                "torch.where(z == 1, ...), and z[group], with the numbers on z itself, where rows pick an element of "
-                "its plate."
+                f"site {msg['name']!r} has a distribution of shape {tuple(fn.shape())} where {self.names} are "
+                "enumerated: their values stand along dimensions of their own, left of all plates'. Write "
+                "table[z, rows], torch.where(z == 1, ...), and z[group], with the numbers on z itself, where rows pick "
+                "an element of its plate; and choose among GP sites, or outputs of one, downstream of them."
             )
         return frozenset(found)
 
@@ -230,8 +225,6 @@ def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: An
         ``enumerate_support()``, for each element of its plates ``(...)``.
     :raises ValueError: naming a latent whose value is not given.
     """
-    if not all(isinstance(value, Tensor) for value in values.values()):
-        raise ValueError("class_probabilities takes values of latents, tensors by name, such as a draw guide(x, y)")
     enumeration = Enumeration()
     with poutine.block(), torch.no_grad():
         held = poutine.condition(enumeration(model), data=dict(values))

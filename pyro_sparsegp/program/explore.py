@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -107,19 +107,11 @@ class Program:
 
     :param held: runs it with GP sites at values.
     :param base: these values, by GP site; ``steps``: how far each is moved.
-    :param only: the sites whose densities are looked at, by default all others.
     :param processes: the GP sites' priors, where they may be layers above others.
     """
 
-    def __init__(
-        self,
-        held: Rerun,
-        base: Values,
-        steps: Values,
-        only: Optional[Collection[str]] = None,
-        processes: Mapping[str, GaussianProcess] = {},
-    ) -> None:
-        self.held, self.base, self.steps, self.only = held, base, steps, only
+    def __init__(self, held: Rerun, base: Values, steps: Values, processes: Mapping[str, GaussianProcess] = {}) -> None:
+        self.held, self.base, self.steps = held, base, steps
         # The first and the last: a list of numbers would be copied to the device.
         self.rows = {name: torch.stack([p.x[..., 0, :], p.x[..., -1, :]], -2).detach() for name, p in processes.items()}
         self.kinds: dict[str, Any] = {}  # distributions of declared densities
@@ -133,7 +125,7 @@ class Program:
         sites, shown = sample_sites(trace), dict[Key, Tensor]()
         for name, site in sites.items():
             # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
-            if name in self.base or site["infer"].get("_deterministic") or (self.only and name not in self.only):
+            if name in self.base or site["infer"].get("_deterministic"):
                 continue
             fn = bare(site["fn"])
             shown[LOG, name] = shown[TERM, name] = torch.as_tensor(fn.log_prob(site["value"]))
