@@ -152,7 +152,7 @@ class SavedGuide(SiteMessenger):
     def __getstate__(self) -> dict[str, Any]:
         # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
         stored = [parameter for _, parameter in pyro.get_param_store().named_parameters()]
-        for parameter in [*self.parameters(), *self.core.registered, *stored]:
+        for parameter in [*self.parameters(), *stored]:
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()
 

@@ -141,14 +141,9 @@ def stand_in(fn: Any) -> Tensor:
     return value.detach().expand(fn.shape())
 
 
-def observes(
-    model: Callable, rows: Optional[Collection[str]], like: Tensor, args: tuple, kwargs: dict[str, Any]
-) -> bool:
-    """Whether a run of the model with these arguments observes data: it is run ahead, its GP sites at their means.
-
-    :param rows: the sites that may hold them; ``None`` is all.
-    """
+def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a run of the model with these arguments has data at ``rows``: it is run ahead, its GP sites at means."""
     at_means = InitMessenger(lambda site: site["fn"].mean if as_process(site["fn"])[0] else site["fn"]())
     with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), at_means:
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return any((rows is None or name in rows) and is_observation(site) for name, site in all_sites(trace))
+    return any(name in rows and is_observation(site) for name, site in all_sites(trace))
