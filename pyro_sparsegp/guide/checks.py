@@ -36,7 +36,7 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
     known = _check_known(core.facts, guide.trace)
     _warn_of_data_latents(guide, probe.posteriors)
     _warn_of_jitter(guide, probe.posteriors)
-    checks.require_registered(outputs, guide.trace, (args, kwargs))
+    core.registered = checks.require_registered(outputs, guide.trace, (args, kwargs))
     for name, posterior in probe.posteriors.items():
         if posterior.process.x.requires_grad:
             module = guide.module_of(name)

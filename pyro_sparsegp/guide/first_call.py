@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from ..program.traces import (
     grouped,
     is_free,
     is_observation,
+    log_densities,
     piecewise_constant,
     plate_sizes,
     repeatable,
@@ -218,31 +219,24 @@ def _require_density(name: str, site: Any) -> None:
 
 def _require_positive(trace: poutine.Trace, gp: str, process: GaussianProcess) -> None:
     """Raise if a kernel's length scale, period or variance is a latent whose prior allows 0 or less."""
-    signed = {}
+    made_of = _hyperparameters(process.kernel)
     for name, site in sample_sites(trace).items():
-        prior, value = site["infer"].get("prior"), site["value"]
-        if is_free(site) and prior is not None and value.is_floating_point():
-            # A part of it, length[0] say, has the storage of the whole.
-            place = value.untyped_storage().data_ptr()
-            signed[place] = name if prior.support.check(torch.full_like(value, -1e-6)).any() else None
-    signed.pop(0, None)  # tensors without memory are at no place
-    for what, value in _hyperparameters(process.kernel):
-        bad = signed.get(value.untyped_storage().data_ptr())
-        if bad is not None:
+        value, prior = site["value"], site["infer"].get("prior")
+        what = made_of.get(value.untyped_storage().data_ptr()) if value.numel() and is_free(site) else None
+        if what and prior and value.is_floating_point() and prior.support.check(torch.full_like(value, -1e-6)).any():
             raise ValueError(
-                f"latent site {bad!r} is a {what} of GP site {gp!r}, and its prior allows 0 or less. Give it a "
-                f"prior on positive numbers, such as dist.LogNormal(0.0, 1.0), or take {bad}.exp() for the {what}."
+                f"latent site {name!r} is a {what} of GP site {gp!r}, and its prior allows 0 or less. Give it a "
+                f"prior on positive numbers, such as dist.LogNormal(0.0, 1.0), or take {name}.exp() for the {what}."
             )
 
 
-def _hyperparameters(kernel: Any) -> Iterator[tuple[str, Tensor]]:
-    """What must be positive in a kernel and its parts."""
-    for name in ("lengthscale", "period", "variance"):
-        value = vars(kernel).get(name)
-        if isinstance(value, Tensor):
-            yield name, value
+def _hyperparameters(kernel: Any) -> dict[int, str]:
+    """What must be positive in a kernel and its parts, by its place in memory: length[0] has the place of the whole."""
+    own = {name: vars(kernel).get(name) for name in ("lengthscale", "period", "variance")}
+    found = {value.untyped_storage().data_ptr(): name for name, value in own.items() if isinstance(value, Tensor)}
     for part in kernel.parts:
-        yield from _hyperparameters(part)
+        found |= _hyperparameters(part)
+    return found
 
 
 def _describe(run: Run) -> Structure:
@@ -270,8 +264,8 @@ def _explore(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) ->
     guide, modules = run.guide, run.guide.site_modules()
     with repeatable(guide.like):
         held = held_runs(guide.model, run.trace, args, kwargs)
-        guide.core.forms, densities = explore(found, held, run.processes, list(modules))
-    for site, density in densities.items() if modules or guide.by_expectation else ():
+        guide.core.forms = explore(found, held, run.processes, list(modules))
+    for site, density in log_densities(run.trace, found.gps).items() if modules or guide.by_expectation else ():
         if not density.isfinite().all():
             raise ValueError(
                 f"the log density of site {site!r} is not finite at {checks.which(~density.isfinite())}: look for "
@@ -288,7 +282,7 @@ def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> C
         run = probed(guide, args, kwargs)
         with repeatable(guide.like), poutine.block():
             held = held_runs(guide.model, run.trace, args, kwargs)
-            core.forms, _ = explore(replace(core.facts), held, run.processes)
+            core.forms = explore(replace(core.facts), held, run.processes)
     return core.forms
 
 

@@ -35,7 +35,7 @@ class Core:
     :param forms: which densities have their expectation in closed form; learned anew where a state was loaded.
     :param data: the arguments of the last step of training on the rows that it is about.
     :param calls: the networks that a run calls, where they are to be known.
-    :param checked: whether all parameters were seen to train.
+    :param checked: whether all parameters were seen to train; ``registered`` are the model's.
     :param loaded: whether it is from a state, and was not called since.
     :param looks: how often sites were read in training.
     """
@@ -45,6 +45,7 @@ class Core:
     data: Optional[TrainingData] = None
     calls: Optional[Calls] = None
     checked: bool = False
+    registered: list[Tensor] = field(default_factory=list)
     loaded: bool = False
     looks: int = 0
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites

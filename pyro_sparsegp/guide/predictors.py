@@ -52,14 +52,13 @@ def find_links(
             if not is_observation(site) or not _depends(site["fn"].log_prob(site["value"]), x):
                 continue
             fn = bare(site["fn"])
-            moving = _moving(fn, site["value"], x)
-            for key, part in moving.items():
-                able = [link for link in candidates(fn, key) if _is_affine(part, fn, x, slopes, (name, key, link))]
-                if not able:
-                    return None
-                found.setdefault(name, {})[key] = able[0]
-            if not moving:
+            able = {
+                key: [link for link in candidates(fn, key) if _is_affine(part, fn, x, slopes, (name, key, link))]
+                for key, part in _moving(fn, site["value"], x).items()
+            }
+            if not able or not all(able.values()):
                 return None
+            found[name] = {key: links[0] for key, links in able.items()}
     chosen = [slopes[name, key, link] for name, of_site in found.items() for key, link in of_site.items()]
 
     def is_owned(name: str, rows: slice) -> bool:

@@ -38,8 +38,8 @@ def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) 
     :raises ValueError: if an objective's step, which is at nodes, brings no data.
     """
     core, facts, sites = guide.core, guide.core.facts, dict[str, Any](run.trace.nodes)
-    seen = [name for name in facts.rows if name in sites and sites[name]["is_observed"]]
-    observed = [name for name in seen if not guide.is_given(name, sites[name])]
+    seen = {name: sites[name] for name in facts.rows if name in sites and sites[name]["is_observed"]}
+    observed = [name for name, site in seen.items() if not guide.is_given(name, site)]
     if not observed:
         if run.nodes is not None:
             require_data(guide)

@@ -46,17 +46,9 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     fresh = [now.gps, now.latents, now.coupled, now.field] != [facts.gps, facts.latents, facts.coupled, facts.field]
     if fresh:
         guide.forget()
-        _make_parameters(guide, facts, tensors)
     core = guide.core = Core(facts, calls=Calls() if facts.follows_networks else None, loaded=True)
     if fresh:
-        join(guide, facts)
-    if fresh and facts.coupled:
-        like = tensors["together.loc"]
-        couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
-    if fresh and facts.field:
-        make_field(guide, facts.field)
-    if fresh and facts.intercepts:
-        guide.field.register_buffer("slopes", torch.zeros_like(tensors["field.slopes"]))
+        _make_parameters(guide, facts, tensors)
     keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
     if "data" in saved:
         data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
@@ -83,6 +75,14 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
         like = next(t for key, t in tensors.items() if key.startswith(places) and t.is_floating_point())
         deep_setattr(guide, "gps." + name, guide.family_of(name).rebuild(spec, like, name))
         guide.like = like
+    join(guide, facts)
+    if facts.coupled:
+        like = tensors["together.loc"]
+        couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
+    if facts.field:
+        make_field(guide, facts.field)
+    if facts.intercepts:
+        guide.field.register_buffer("slopes", torch.zeros_like(tensors["field.slopes"]))
 
 
 def _resume_name(guide: KnownGuide, name: str) -> bool:
@@ -152,7 +152,7 @@ class SavedGuide(SiteMessenger):
     def __getstate__(self) -> dict[str, Any]:
         # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
         stored = [parameter for _, parameter in pyro.get_param_store().named_parameters()]
-        for parameter in [*self.parameters(), *stored]:
+        for parameter in [*self.parameters(), *self.core.registered, *stored]:
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()
 

@@ -127,8 +127,8 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
     )
 
 
-def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: Any) -> None:
-    """Raise, with their names, if densities or posteriors depend on other parameters than SVI trains.
+def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: Any) -> list[Tensor]:
+    """The parameters that SVI trains; raise, with their names, if densities or posteriors depend on others.
 
     :param outputs: what a run of the model showed, with its graph.
     :param trace: the run's trace: its param sites are what SVI trains.
@@ -139,7 +139,7 @@ def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: 
     known = [getattr(value, "unconstrained", lambda value=value: value)() for value in sites]
     forgotten = _leaves(outputs, [*known, *tensors(args)])
     if not forgotten:
-        return
+        return [value for value in sites if value.is_leaf]
     # Whatever holds them: a closure, a global, an object of the user's.
     modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module) and "_parameters" in vars(held)]
     places = [(f"{type(m).__name__}.{path}", held) for m in modules for path, held in m.named_parameters()]

@@ -33,14 +33,14 @@ Key = tuple[str, str]
 @torch.no_grad()
 def explore(
     found: Structure, held: Rerun, processes: Mapping[str, GaussianProcess], on_sites: Collection[str] = ()
-) -> tuple[ClosedForms, dict[str, Tensor]]:
+) -> ClosedForms:
     """Fill in how densities and layers above depend on GP sites' values: by one mapped run in which some are NaN, and
     where densities are declared one whose gradient is looked at.
 
     :param held: runs the program with GP sites at values, all else held.
     :param processes: the GP sites' priors in some run.
     :param on_sites: the GP sites of which it is asked whether log densities are quadratic in their values.
-    :returns: the densities in closed form; and all log densities at a first point, by site.
+    :returns: the densities in closed form.
     """
     program = Program(held, *_points(processes), processes=processes)
     names, owners = list(processes), program.owners
@@ -77,7 +77,7 @@ def explore(
         kinds, meet = _combined(owners, keys, outer)
         return replace(found, dependence={n: kind for n, kind in kinds.items() if kind != NONE}, interactions=meet)
 
-    forms = ClosedForms(
+    return ClosedForms(
         tuple(by_rows),
         tuple(site for site in closed if site not in by_rows),
         left([made_of[site] for site in by_rows]),
@@ -86,7 +86,6 @@ def explore(
         {site: type(program.kinds[site]) for site in closed},
         {site: type(program.kinds[site]) for site in brought if site not in closed and program.touching(site, outer)},
     )
-    return forms, {site: part for (kind, site), part in program.first.items() if kind == LOG}
 
 
 def _points(processes: Mapping[str, GaussianProcess]) -> tuple[Values, Values]:
