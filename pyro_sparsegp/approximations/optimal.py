@@ -57,8 +57,7 @@ class ExactGP(OptimalGP):
 
     def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
         features = features_of(process.kernel, [Values(x)], process.jitter, name)
-        # Φ at X is K_XX L⁻ᵀ = L, but for the jitter.
-        return features, [features.factor]
+        return features, features(x)
 
 
 class ExactWeightSpaceGP(OptimalGP):

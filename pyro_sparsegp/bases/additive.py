@@ -197,5 +197,5 @@ def _together(
     # The features of summands that differ by numbers only, stacked.
     values = Values(torch.stack(inputs, -3))
     columns: Any = [basis.columns for basis in bases] if bases[0].is_cut else None
-    kernel = stacked(terms, values.z, columns)
-    return features_of(kernel, [values], bases[0].jitter if jitter is None else jitter, name)
+    jitter = bases[0].jitter if jitter is None else jitter
+    return features_of(stacked(terms, values.z, columns), [values], jitter, name)

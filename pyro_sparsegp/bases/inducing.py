@@ -55,6 +55,8 @@ class InducingFeatures(CrossFeatures):
         return side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
+        if [type(part) for part in self._joined] == [Values] and self.z is x:
+            return [self.factor]  # K_ZZ L⁻ᵀ = L, but for the jitter
         cross = self.covariance_with(x)
         phi = over_upper(cross, self.factor) if self._whitened is None else self._whitened(cross)
         return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
@@ -74,9 +76,8 @@ class InducingFeatures(CrossFeatures):
 
     @property
     def ones(self) -> Optional[Tensor]:
-        if not all(type(part) is Values for part in self.variables):
-            return None
-        return self.factor.new_ones(sum(self.sizes))
+        are_values = all(type(part) is Values for part in self.variables)
+        return self.factor.new_ones(sum(self.sizes)) if are_values else None
 
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
         values: list[Any] = [part.of(draw) for part in self._joined]

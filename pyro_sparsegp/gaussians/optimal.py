@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, plus_one, side_by_side
+from ..numerics.linalg import cholesky, gram, plus_one, side_by_side
 from .factors import Factor, by_precision
 from .product import Product, slices
 
@@ -19,7 +19,7 @@ def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
     :param phi: Φ, ``(..., N, M)``.
     :param weights: the diagonal of Λ, ``(..., N)``.
     """
-    return phi.mT @ (phi * weights[..., None])
+    return gram(phi, phi * weights[..., None])
 
 
 def optimal(

@@ -15,7 +15,7 @@ from ..numerics.linalg import above_rounding
 from ..program.declared import LINKS, candidates, expectation, is_declared, parameters, rebuilt, rewrapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, is_observation, sample_sites
-from .field import Layout
+from .field import Layout, slices
 
 Place = tuple[str, str]  # a site, and its parameter
 Pair = tuple[Place, Place]
@@ -43,7 +43,10 @@ def find_links(
     :param run: the program with a field at x, ``(extended,)``.
     """
     generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(2, layout.extended, generator=generator).to(like)
+    draws = torch.randn(3, layout.extended, generator=generator).to(like)
+    several = {n: num for n, num in layout.numbers.items() if n not in layout.residuals and num > 1}
+    # An affine function has one slope along any direction; that by each value shows whose a datum's is.
+    along = torch.cat([draws[2:], *(torch.eye(layout.extended)[layout.rows[name]].to(like) for name in several)])
     found: dict[str, dict[str, str]] = {}
     slopes: dict[tuple[str, str, str], Tensor] = {}
     for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1]):
@@ -53,19 +56,15 @@ def find_links(
                 continue
             fn = bare(site["fn"])
             able = {
-                key: [link for link in candidates(fn, key) if _is_affine(part, fn, x, slopes, (name, key, link))]
+                key: [link for link in candidates(fn, key) if _is_affine(part, fn, x, along, slopes, (name, key, link))]
                 for key, part in _moving(fn, site["value"], x).items()
             }
             if not able or not all(able.values()):
                 return None
             found[name] = {key: links[0] for key, links in able.items()}
     chosen = [slopes[name, key, link] for name, of_site in found.items() for key, link in of_site.items()]
-
-    def is_owned(name: str, rows: slice) -> bool:
-        several = name not in layout.residuals and rows.stop - rows.start > 1
-        return several and all(((slope[rows] != 0).sum(0) <= 1).all() for slope in chosen)
-
-    return found, [name for name, rows in layout.rows.items() if is_owned(name, rows)]
+    rows = {name: slice(own.start + 1, own.stop + 1) for name, own in slices(several).items()}
+    return found, [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
 
 
 def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -76,9 +75,11 @@ def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
     return moving if is_single and _is_rebuilt(fn, value) else {}
 
 
-def _is_affine(part: Tensor, fn: Any, x: Tensor, slopes: dict[Any, Tensor], place: tuple[str, str, str]) -> bool:
+def _is_affine(
+    part: Tensor, fn: Any, x: Tensor, along: Tensor, slopes: dict[Any, Tensor], place: tuple[str, str, str]
+) -> bool:
     """Whether a parameter under a link has the slopes that it had at other x; NaN is kept where it has not."""
-    here = jacobian(LINKS[place[-1]][0](part.expand(fn.batch_shape).reshape(-1)), x).detach()
+    here = jacobian(LINKS[place[-1]][0](part.expand(fn.batch_shape).reshape(-1)), x, along).detach()
     there = slopes.setdefault(place, here)
     if not ((here - there).abs() <= (1e-6 if here.dtype == torch.float64 else 1e-2) * there.abs().amax()).all():
         slopes[place] = torch.full_like(there, torch.nan)

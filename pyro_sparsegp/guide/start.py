@@ -392,10 +392,12 @@ class Search:
 
     def _slopes(self, nested: Nested, found: Predictors, theta: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """By hyperparameter that moves the predictors at θ, their slopes by its value and by θ, ``(N, V)``."""
-        every = jacobian(torch.cat(list(found.eta.values())) + 0 * theta.sum(), theta).detach()
-        slopes = {}
+        eta, slopes = torch.cat(list(found.eta.values())), {}
+        total = eta @ torch.linspace(1, 2, len(eta)).to(eta)  # one way back says of most programs that none does
+        (moved,) = torch.autograd.grad(total, theta, retain_graph=True, materialize_grads=True)
+        every = jacobian(eta, theta).detach() if moved.any() else moved
         for name, rows in slices({n: shape.numel() for n, shape in nested.hyper.items()}).items():
-            if name in self.guide.facts.coupled and every[rows].any():
+            if name in self.guide.facts.coupled and moved[rows].any():
                 # ∂η/∂v = ∂η/∂θ (∂v/∂θ)⁺
                 by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
                 slopes[name] = (torch.linalg.pinv(by_theta) @ every[rows]).mT, every[rows].mT

@@ -1,5 +1,9 @@
 """Small data, priors on hyperparameters: seconds and test scores beside GPyTorch's exact GP. Makes small_data.md."""
 
+import math
+import statistics
+from functools import partial
+
 import gpytorch
 import pyro
 import pyro.distributions as dist
@@ -10,7 +14,9 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, f
 from .bench import HERE, Page, clock, machine, parsed, read, scores, seeded, shuffled, standardised
 from .others import Exact, matern
 
-STEPS = 100  # GPyTorch's Adam steps at 0.1, and README's at 0.02
+MARKS = (1, 10, 25, 50, 100)  # of GPyTorch's Adam steps at 0.1, and README's at 0.02
+SETS = {"snelson1d": (160, 20), "concrete": (500, 200), "airfoil": (1000, 0)}  # rows, and points of SGPR
+NEAR = 0.01  # nats a row from GPyTorch's last score
 
 
 def model(x, y=None):
@@ -22,56 +28,87 @@ def model(x, y=None):
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
+def timed(begun, step, score, marks=MARKS):
+    """Seconds and minus the log score after some steps."""
+    found, spent = [], 0.0
+    for num in map(int.__sub__, marks, (0, *marks)):
+        step(num)
+        spent += clock() - begun
+        found.append((spent, -score()[0]))
+        begun = clock()
+    return found
+
+
 def exact(x, y, new, target):
-    """GPyTorch's: seconds, and minus the log score."""
+    """GPyTorch's."""
     begun, likelihood = clock(), gpytorch.likelihoods.GaussianLikelihood()
     gp = Exact(x, y, matern(x.shape[-1]), likelihood).double()
     objective, optim = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp), torch.optim.Adam(gp.parameters(), 0.1)
-    for _ in range(STEPS):
-        optim.zero_grad()
-        (-objective(gp(x), y)).backward()
-        optim.step()
-    seconds, _, _, q = clock() - begun, gp.eval(), likelihood.eval(), likelihood(gp(new))
-    return seconds, -scores(q.mean.detach(), q.variance.detach(), target)[0]
+
+    def step(num):
+        for part in (gp, likelihood):
+            part.train()
+        for _ in range(num):
+            optim.zero_grad()
+            (-objective(gp(x), y)).backward()
+            optim.step()
+
+    def score():
+        gp.eval(), likelihood.eval()
+        q = likelihood(gp(new))
+        return scores(q.mean.detach(), q.variance.detach(), target)
+
+    return timed(begun, step, score)
 
 
 def guided(family, way, x, y, new, target):
-    """Ours: seconds and minus the log score after the first step, and after all."""
+    """Ours."""
     seeded()
-    begun, guide, found = clock(), AutoSparseGP(model, family), []
+    begun, guide = clock(), AutoSparseGP(model, family)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
-    for steps in (1, STEPS - 1):
-        for _ in range(steps if way == "loop" else 0):
+
+    def step(num):
+        for _ in range(num if way == "loop" else 0):
             svi.step(x, y)
         if way == "fit":
-            fit(model, guide, (x, y), steps=steps, progress=False)
-        seconds, begun = clock() - begun, clock()
+            fit(model, guide, (x, y), steps=num, progress=False)
+
+    def score():
         q, noise = guide.posterior(new)["f"], guide.median(x, y)["noise"]
-        found += [seconds, -scores(q.mean.detach(), (q.variance + noise**2).detach(), target)[0]]
-    return found[0], found[1], found[0] + found[2], found[3]
+        return scores(q.mean.detach(), (q.variance + noise**2).detach(), target)
+
+    return timed(begun, step, score, MARKS if way == "loop" else (MARKS[0], MARKS[-1]))
 
 
 def main():
-    options, page = parsed(__doc__, data=str), Page(HERE / "small_data.md")
+    options, page = parsed(__doc__, data=str, rounds=3), Page(HERE / "small_data.md")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    page.say(
-        "# Small data", "", "Made by `python -m tests.benchmarks.small_data --data FOLDER`: CPU seconds and minus the"
-    )
-    page.say(f"mean log density of test rows, after the first step and after {STEPS}. {machine()}.", "")
-    page.head("data", "rows", "method", "s, first step", "first step", "s, all", "all")
+    page.say("# Small data", "", f"Made by `python -m tests.benchmarks.small_data --data FOLDER`, {machine()}:")
+    page.say(f"CPU seconds, medians of {options.rounds} rounds, and minus the mean log density of test rows, after the")
+    page.say(f"first step and after {MARKS[-1]}; and seconds to a score within {NEAR} of GPyTorch's last one, which is")
+    page.say(f"looked at after {MARKS} steps.", "")
+    page.head("data, rows", "method", "s, first", "score", "s, all", "score", "/ GPyTorch", "s to score", "/ GPyTorch")
     few = torch.rand(20, 1), torch.rand(20), torch.rand(5, 1), torch.rand(5)
     exact(*few), guided(families.Exact(), "loop", *few)  # imports, which the first to run would pay
-    for name, num in (("snelson1d", 160), ("concrete", 500)):
+    for name, (num, points) in SETS.items():
         x, y = read(f"{options.data}/{name}.npz")
         order = shuffled(len(x))
         x, y = standardised(x, y.reshape(-1), order[:num])
         data = x[order[:num]], y[order[:num]], x[order[num:]], y[order[num:]]
-        page.row(name, num, "GPyTorch, exact", "", "", *(f"{value:.3f}" for value in exact(*data)))
-        for family in (families.SGPR(20 if num < 200 else 200), families.Exact()):
-            for way in ("loop", "fit"):
-                values = (f"{value:.3f}" for value in guided(family, way, *data))
-                page.row(name, num, f"{type(family).__name__}, {way}", *values)
+        ways, goal = {"GPyTorch, exact": partial(exact, *data)}, math.nan
+        for family in [families.SGPR(points)] * bool(points) + [families.Exact()]:
+            ways |= {f"{type(family).__name__}, {way}": partial(guided, family, way, *data) for way in ("loop", "fit")}
+        rounds, base = [[run() for run in ways.values()] for _ in range(options.rounds)], None
+        for way, runs in zip(ways, zip(*rounds)):
+            seconds, found = (
+                [statistics.median(at) for at in zip(*part)] for part in zip(*(zip(*run) for run in runs))
+            )
+            goal = goal if base else found[-1] + NEAR
+            there = next((spent for spent, value in zip(seconds, found) if value <= goal), math.nan)
+            base = base or (seconds[-1], there)
+            cells = seconds[0], found[0], seconds[-1], found[-1], seconds[-1] / base[0], there, there / base[1]
+            page.row(f"{name}, {num}", way, *(f"{cell:.3f}" for cell in cells))
 
 
 if __name__ == "__main__":
