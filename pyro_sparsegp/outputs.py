@@ -6,6 +6,8 @@ from typing import Optional
 
 from torch import Tensor
 
+from .numerics.codes import require_codes
+from .numerics.shapes import shape_of
 from .warned import without
 
 
@@ -27,20 +29,17 @@ def mix_outputs(mixing: Tensor, shared: Tensor, output: Optional[Tensor] = None)
     :param output: the number of each row's output, ``(N,)`` whole numbers from 0 to P − 1.
     :raises ValueError: naming the argument, if the shapes do not fit.
     """
-    for name, given in (("mixing", mixing), ("shared", shared), ("output", output)):
-        if not isinstance(given, Tensor) and (given is not None or name != "output"):
-            raise ValueError(f"mix_outputs' {name} must be a tensor, got {type(given).__name__}")
-    if mixing.dim() != 2 or shared.dim() < 2 or shared.shape[-2] != mixing.shape[-1]:
+    tensors = isinstance(mixing, Tensor) and isinstance(shared, Tensor) and mixing.dim() == 2 <= shared.dim()
+    if not tensors or shared.shape[-2] != mixing.shape[-1]:
         raise ValueError(
-            f"mix_outputs takes mixing (P, Q) and shared (Q, N), got {tuple(mixing.shape)} and {tuple(shared.shape)}"
+            f"mix_outputs takes tensors mixing (P, Q) and shared (Q, N), got {shape_of(mixing)} and {shape_of(shared)}"
         )
-    rows, num = mixing.shape[0], shared.shape[-1]
     if output is None:
         return mixing @ shared
-    whole = output.shape == (num,) and not output.is_floating_point()
-    if not whole or not ((output >= 0) & (output < rows)).all():
+    if not isinstance(output, Tensor) or output.shape != shared.shape[-1:] or output.is_floating_point():
         raise ValueError(
-            f"mix_outputs' output must be {num} whole numbers from 0 to {rows - 1}, one a row, got {output.dtype} of "
-            f"shape {tuple(output.shape)}{f', up to {int(output.max())}' if whole else ''}"
+            f"mix_outputs' output must be a tensor of {shared.shape[-1]} whole numbers, one a row, got "
+            f"{shape_of(output)}{getattr(output, 'dtype', '')}"
         )
+    require_codes(output, len(mixing), "mix_outputs' output", "mixing has a row for each output")
     return (mixing[output].mT * shared).sum(-2)

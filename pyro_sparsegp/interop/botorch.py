@@ -15,6 +15,7 @@ from ..guide import AutoSparseGP
 from ..numerics.linalg import cholesky, solve_lower
 from ..numerics.shapes import broadcast_shapes
 from ..posterior.sparse_posterior import SparsePosterior
+from ..program.traces import bare
 
 try:
     from botorch.models.model import FantasizeMixin
@@ -145,53 +146,49 @@ class Model(BoTorchModel, FantasizeMixin):
         """
         self._require_rows(X, "posterior's X")
         X = self.transform_inputs(X)
-        means, covariances, noises = self._joint(X, observation_noise is True)
+        means, covariances = self._joint(X)
         chosen = list(range(len(means)) if output_indices is None else output_indices)
         self._of(chosen)
         means, covariances = means[chosen], covariances[chosen]
-        if isinstance(observation_noise, Tensor):
-            covariances = (
-                covariances + observation_noise.expand(*means.shape[1:], len(chosen)).movedim(-1, 0).diag_embed()
-            )
-        elif noises is not None:
-            covariances = covariances + noises[chosen].diag_embed()
+        if observation_noise is True:
+            covariances = covariances + self._noises(X)[chosen].diag_embed()
+        elif isinstance(observation_noise, Tensor):
+            noises = observation_noise.expand(*means.shape[1:], len(chosen)).movedim(-1, 0)
+            covariances = covariances + noises.diag_embed()
         # An operator, which is factorised when it is drawn from, with jitter: places may coincide.
         normals = [MultivariateNormal(mean, to_linear_operator(c)) for mean, c in zip(means, covariances)]
         whole = normals[0] if len(normals) == 1 else MultitaskMultivariateNormal.from_independent_mvns(normals)
         found = GPyTorchPosterior(whole)
         return found if posterior_transform is None else posterior_transform(found)
 
-    def _joint(self, X: Tensor, noisy: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Means ``(P, ..., q)``, covariances ``(P, ..., q, q)`` and, if wanted, noise's variances ``(P, ..., q)``."""
+    def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Means ``(P, ..., q)`` and covariances ``(P, ..., q, q)``."""
         batch, q = X.shape[:-2], X.shape[-2]
-        arguments = self.arguments(X.reshape(-1, X.shape[-1]))
-        posteriors = self.guide.posterior(*arguments)
+        posteriors = self.guide.posterior(*self.arguments(X.reshape(-1, X.shape[-1])))
         chosen = self._of(range(self.num_outputs))
         means = torch.cat([_by_output(posteriors[name].mean) for name in self.sites])[chosen]
         blocks = torch.cat([_by_output(_blocks(posteriors[name], q), 3) for name in self.sites])[chosen]
-        noises = None
-        if noisy and self.noise is not None:
-            given = torch.as_tensor(self.noise, dtype=X.dtype, device=X.device)
-            noises = given.expand(*batch, q, len(chosen)).movedim(-1, 0)
-        elif noisy:
-            noises = torch.cat([self._noise(name, posteriors, arguments) for name in self.sites])[chosen]
-            noises = noises.reshape(-1, *batch, q)
-        return means.reshape(-1, *batch, q), blocks.reshape(-1, *batch, q, q), noises
+        return means.reshape(-1, *batch, q), blocks.reshape(-1, *batch, q, q)
 
-    def _noise(self, name: str, posteriors: dict[str, SparsePosterior], arguments: tuple[Any, ...]) -> Tensor:
-        """The variance of an observation of each value, ``(P, N)``."""
-        model, guide = self._parts
-        assert guide.structure is not None
-        means = {site: posterior.mean for site, posterior in posteriors.items()}
+    def _noises(self, X: Tensor) -> Tensor:
+        """The variances of measurements, ``(P, ..., q)``: those given, or the likelihood's."""
+        if self.noise is not None:
+            given = torch.as_tensor(self.noise, dtype=X.dtype, device=X.device)
+            return given.expand(*X.shape[:-1], self.num_outputs).movedim(-1, 0)
+        (model, guide), arguments = self._parts, self.arguments(X.reshape(-1, X.shape[-1]))
+        means = {site: posterior.mean for site, posterior in guide.posterior(*arguments).items()}
         with torch.no_grad():
-            latents = {k: v for k, v in guide.median(*arguments).items() if k in guide.structure.latents}
+            latents = {k: v for k, v in guide.median(*arguments).items() if k in guide.facts.latents}
         with pyro.validation_enabled(False), poutine.block():
             trace = poutine.trace(poutine.condition(model, {**latents, **means})).get_trace(*arguments)
-        mean = means[name]
-        for site in () if guide.structure.enumerated else guide.structure.rows:  # whose mixtures are not around f
-            fn: Any = trace.nodes[site]["fn"] if site in trace.nodes else None
-            while isinstance(fn, torch.distributions.Independent):
-                fn = fn.base_dist
+        found = torch.cat([self._noise(name, means[name], trace) for name in self.sites])
+        return found[self._of(range(self.num_outputs))].reshape(-1, *X.shape[:-1])
+
+    def _noise(self, name: str, mean: Tensor, trace: poutine.Trace) -> Tensor:
+        """The variance of an observation of each of a site's values, ``(P, N)``."""
+        facts = self.guide.facts
+        rows = () if facts.enumerated else trace.nodes.keys() & facts.rows.keys()  # whose mixtures are not around f
+        for fn in (bare(trace.nodes[site]["fn"]) for site in rows):
             try:
                 centre = fn.mean
             except (AttributeError, NotImplementedError):
@@ -258,9 +255,7 @@ class _Given(Model):
                 f"{tuple(X.shape)}, got a tensor of shape {tuple(Y.shape)}"
             )
         if noise is None:
-            found = before._joint(X, True)[2]
-            assert found is not None
-            noise = found.movedim(0, -1)
+            noise = before._noises(X).movedim(0, -1)
         self.before, self._outputs = before, list(range(outputs))
         self.places, self.values = X, Y.expand(broadcast_shapes(Y.shape, (*X.shape[:-1], outputs)))
         self.variances = torch.as_tensor(noise, dtype=Y.dtype, device=Y.device).expand(self.values.shape)
@@ -284,19 +279,23 @@ class _Given(Model):
         """The model of some of the outputs."""
         return _Given(self.before.subset_output(idcs), self.places, self.values[..., idcs], self.variances[..., idcs])
 
-    def _joint(self, X: Tensor, noisy: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    def _noises(self, X: Tensor) -> Tensor:
+        noises = self.before._noises(X)
+        return noises.expand(len(noises), *broadcast_shapes(noises.shape[1:-1], self.batch_shape), X.shape[-2])
+
+    def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
         batch = broadcast_shapes(X.shape[:-2], self.batch_shape)
         num = self.places.shape[-2]
         # Places of each batch, those measured first.
         places = [x.expand(*batch, *x.shape[-2:]) for x in (self.places, X)]
-        mean, covariance, noises = self.before._joint(torch.cat(places, -2), noisy)
+        mean, covariance = self.before._joint(torch.cat(places, -2))
         known = covariance[..., :num, :num] + self.variances.movedim(-1, 0).diag_embed()
         factor = cholesky(known, None, "the covariance of measurements that Model is conditioned on")
         cross = solve_lower(factor, covariance[..., :num, num:])
         missed = self.values.movedim(-1, 0) - mean[..., :num]
         change = (cross.mT @ solve_lower(factor, missed[..., None]))[..., 0]
         reduced = covariance[..., num:, num:] - cross.mT @ cross
-        return mean[..., num:] + change, reduced, None if noises is None else noises[..., num:]
+        return mean[..., num:] + change, reduced
 
 
 def _name_of(thing: Any) -> str:
