@@ -482,12 +482,3 @@ def test_inducing_patches_are_centres_of_distinct_patches():
     assert (located[:, 12:].amax(0) < torch.tensor(kernels.patch_grid(SHAPE, PATCH, 2))).all()
     with pytest.raises(ValueError, match="cannot return 20 patches: the images have 1 distinct"):
         bases.inducing_patches(torch.zeros(30, 60), 20, SHAPE, PATCH)
-
-
-def test_identity_convolution_hands_the_image_on():
-    x = images(3)
-    mean = bases.identity_convolution(SHAPE, (3, 3), 5)
-    found = bases.as_images(mean(kernels.patches(x, SHAPE, (3, 3)).flatten(0, 1)), 3).reshape(3, 5, 4, 3)
-    inner = x.reshape(3, *SHAPE)[:, :, 1:-1, 1:-1]
-    for c in range(5):
-        assert torch.equal(found[:, c], inner[:, c % 2])

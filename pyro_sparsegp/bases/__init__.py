@@ -5,7 +5,7 @@ from .additive import Additive, AdditiveFeatures
 from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
 from .fourier import FourierCoefficients
-from .images import as_images, identity_convolution, inducing_patches, random_convolution
+from .images import as_images, inducing_patches, random_convolution
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means, random_pivots, regular_grid
 from .variables import InducingVariables
@@ -25,7 +25,6 @@ __all__ = [
     "ProjectedFeatures",
     "as_images",
     "greedy_variance",
-    "identity_convolution",
     "inducing_patches",
     "k_means",
     "random_convolution",

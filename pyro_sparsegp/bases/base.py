@@ -18,7 +18,6 @@ from torch import Tensor
 from ..gaussians.base import Gaussian
 from ..modules import AbstractModule
 from ..numerics.chunks import in_chunks
-from ..numerics.linalg import sum_blocks
 
 
 def unexplained(prior: Tensor, phi: Sequence[Tensor]) -> Tensor:
@@ -76,12 +75,6 @@ class Features(ABC):
     def ones(self) -> Optional[Tensor]:
         """u, ``(M,)``, with L⁻¹u the coefficients of the function 1, or near them; ``None`` where it is not known."""
         return None
-
-    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
-        """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each. Where that is quicker
-        it has fewer digits.
-        """
-        return sum_blocks(self(x), w)
 
     @abstractmethod
     def components(self) -> list[Component]:

@@ -147,9 +147,6 @@ class KernelFeatures(Features):
         mean, change, diagonal = by_rows(moments, x)
         return mean, change, diagonal
 
-    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
-        return by_rows(lambda rows: (super(KernelFeatures, self).function(rows, w),), x)[0]
-
     def components(self) -> list[Component]:
         blocks, terms = tuple(range(len(self.sizes))), self.kernel.terms
         parts = [self] if len(terms) == 1 else [_TermFeatures(terms, i, self.size) for i in range(len(terms))]

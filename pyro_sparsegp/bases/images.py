@@ -16,7 +16,7 @@ A layer is a GP over all patches of all images, its outputs the channels of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -96,24 +96,3 @@ def random_convolution(
     fans = found.shape[-1] + channels * patch_shape[0] * patch_shape[1]
     filters = (2 * torch.rand(found.shape[-1], channels).to(found) - 1) * (6 / fans) ** 0.5
     return (found @ filters).mT.flatten(-2)
-
-
-def identity_convolution(
-    image_shape: Sequence[int], patch_shape: Sequence[int], channels: int
-) -> Callable[[Tensor], Tensor]:
-    """A mean function of a convolutional layer, the identity: μ_c of a patch is its middle pixel in channel c modulo C.
-
-    For ``GaussianProcess(k, rows, mean=identity_convolution(...)).expand([channels]).to_event(1)``.
-
-    :param image_shape: (H, W) or (C, H, W).
-    :param patch_shape: (h, w).
-    :param channels: C', of the layer's outputs.
-    """
-    patch_grid(image_shape, patch_shape)
-    of_input = image_shape[0] if len(image_shape) == 3 else 1
-
-    def mean(rows: Tensor) -> Tensor:
-        middle = rows.unflatten(-1, (of_input, *patch_shape))[..., patch_shape[0] // 2, patch_shape[1] // 2].mT
-        return torch.cat([middle] * -(-channels // of_input), -2)[..., :channels, :]
-
-    return mean

@@ -61,11 +61,6 @@ class InducingFeatures(CrossFeatures):
         phi = over_upper(cross, self.factor) if self._whitened is None else self._whitened(cross)
         return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
 
-    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
-        # K_fu(L⁻ᵀw) in the place of (K_fu L⁻ᵀ)w: no N x M solve, and digits lost to the condition of L.
-        weights = torch.linalg.solve_triangular(self.factor.mT, side_by_side(w)[..., None], upper=True)
-        return (self.covariance_with(x) @ weights)[..., 0]
-
     @functools.cached_property
     def anchor(self) -> Any:  # type: ignore[override]
         return self.factor

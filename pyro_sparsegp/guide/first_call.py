@@ -20,7 +20,6 @@ from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
 from ..kernels.base import white_share
 from ..modules import at_path
-from ..numerics.chunks import by_rows
 from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks
@@ -157,8 +156,7 @@ class _Setup(Run):
         if isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
             return process.mean + variance.sqrt() * torch.linspace(-1, 1, variance.shape[-1]).to(variance)
         draw = posterior.coefficients.rsample(posterior.batch_shape)
-        (value,) = by_rows(lambda x: (posterior.basis.function(x, draw),), process.x)
-        return process.mean + value
+        return posterior.given_coefficients(draw)[0]
 
 
 def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> _Setup:
