@@ -142,30 +142,28 @@ def fitted(program, **options):
     y = torch.poisson((1 + y).exp()) if program is counts else y
     guide = AutoSparseGP(program, SVGP(8))
     train(program, guide, x, y, steps=5, lr=0.05, loss=TraceQuadrature_ELBO(8))
-    return diagnostics.to_datatree(program, guide, x, y, **{"seed": 0, "prior": 100} | options), guide, x, y
+    return diagnostics.to_datatree(program, guide, x, y, **{"seed": 0} | options), guide, x, y
 
 
 @ARVIZ
-def test_prior_groups_in_the_same_tree():
-    tree, guide, x, y = fitted(series, num_samples=3, predict=waves(4)[0], dims={"f_w": ["basis"]}, include_f=True)
-    assert tree.prior["noise"].dims == ("chain", "draw")
-    assert tree.prior["f"].dims == tree.prior_predictive["y"].dims == ("chain", "draw", "row")
-    assert tree.prior_predictive["y"].shape == (1, 100, 20)
-    assert abs(float(np.log(tree.prior["noise"]).mean()) + 1.5) < 4 * 0.3 / 100**0.5
+def test_prior_groups():
+    x, y = waves(20)
     alone = diagnostics.prior_predictive(series, x, y, num_samples=100, seed=0, include_f=True)
-    assert tree.prior.to_dataset().equals(alone.prior.to_dataset())
+    assert alone.prior["noise"].dims == ("chain", "draw")
+    assert alone.prior["f"].dims == alone.prior_predictive["y"].dims == ("chain", "draw", "row")
+    assert alone.prior_predictive["y"].shape == (1, 100, 20)
+    assert abs(float(np.log(alone.prior["noise"]).mean()) + 1.5) < 4 * 0.3 / 100**0.5
     np.testing.assert_allclose(alone.observed_data["y"], y)
     assert not np.allclose(alone.prior_predictive["y"][0, 0], y)
     residual = (alone.prior_predictive["y"] - alone.prior["f"]) / alone.prior["noise"]
     assert abs(float(residual.std()) - 1) < 0.06
-    refused("prior must be .* at least 0, got -1", diagnostics.to_datatree, series, guide, x, y, prior=-1)
     refused("num_samples", diagnostics.prior_predictive, series, x, num_samples=0)
 
 
 @ARVIZ
 def test_one_dimension_for_all_draws():
     """Stacked by xarray, stock ArviZ takes it."""
-    tree, *_ = fitted(series, num_samples=25, prior=0)
+    tree, *_ = fitted(series, num_samples=25)
     flat = tree.map_over_datasets(lambda g: g.stack(sample=["chain", "draw"]) if "draw" in g.dims else g)
     table = stats.summary(flat, kind="stats", sample_dims=["sample"], var_names=["noise"])
     assert float(table["mean"].iloc[0]) == pytest.approx(float(tree.posterior["noise"].mean()), abs=0.01)
@@ -174,7 +172,8 @@ def test_one_dimension_for_all_draws():
 
 @ARVIZ
 def test_counts_and_classes_are_whole_numbers(pictures):
-    tree, *_ = fitted(counts, num_samples=30, prior=5, predict=waves(4)[0])
+    tree, _, x, y = fitted(counts, num_samples=30, predict=waves(4)[0])
+    tree["prior_predictive"] = diagnostics.prior_predictive(counts, x, y, num_samples=5)["prior_predictive"]
     for group in ("observed_data", "posterior_predictive", "prior_predictive", "predictions"):
         assert tree[group]["y"].dtype == np.dtype("int64"), group
     assert tree.posterior["level"].dtype == np.dtype("float32")

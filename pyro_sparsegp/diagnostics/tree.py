@@ -9,7 +9,7 @@ import xarray
 from torch import Tensor
 
 from ..numerics.codes import require_count
-from ..predict import Call, bare_model
+from ..predict import Call
 from ..program.traces import is_observation
 from ..warned import without
 from .draws import Draws, Source, seeded
@@ -20,14 +20,16 @@ from .sources import PriorSource, as_source
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
 
-@without(exact="guide.check(x, y) says where inducing points are too few; families.Exact() has none")
+@without(
+    exact="guide.check(x, y) says where inducing points are too few; families.Exact() has none",
+    prior='tree["prior"] = prior_predictive(model, x, y)["prior"], and likewise its "prior_predictive"',
+)
 def to_datatree(
     model: Callable,
     guide: Any,
     *args: Any,
     num_samples: int = 1000,
     predict: Optional[Arguments] = None,
-    prior: int = 0,
     include_f: bool = False,
     log_likelihood: bool = True,
     posterior_predictive: bool = True,
@@ -42,10 +44,10 @@ def to_datatree(
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
 
     Its groups are ``posterior``, ``posterior_predictive``, ``log_likelihood``, ``log_prior``, ``sample_stats``,
-    ``observed_data`` and ``constant_data``. ``predict`` adds ``predictions`` and ``predictions_constant_data``;
-    ``prior`` adds ``prior`` and ``prior_predictive``. ``posterior`` holds the hyperparameters, and for each GP site f
-    the coefficients ``f_w`` of its basis, N(0, I) a priori. Draws have dimensions ``(chain, draw, ...)``; a guide
-    is one chain, and ``xarray.concat`` joins trees of several.
+    ``observed_data`` and ``constant_data``. ``predict`` adds ``predictions`` and ``predictions_constant_data``.
+    ``posterior`` holds the hyperparameters, and for each GP site f the coefficients ``f_w`` of its basis, N(0, I) a
+    priori. Draws have dimensions ``(chain, draw, ...)``; a guide is one chain, and ``xarray.concat`` joins trees of
+    several.
 
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
     log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Either is times the row's weight (``poutine.scale``): leave-one-out leaves a
@@ -66,7 +68,6 @@ def to_datatree(
     :param args: the model's training arguments, all rows, with observations.
     :param num_samples: draws of a guide; MCMC gives one per sample.
     :param predict: the model's arguments at new inputs, observations left out: a tensor, a tuple or a mapping.
-    :param prior: how many draws of the prior and of its predictions to add (:func:`prior_predictive`); 0 adds none.
     :param include_f: keep function values at the training inputs, ``(chain, draw, N)``.
     :param log_likelihood: whether to compute the log likelihood, and ``lp``.
     :param posterior_predictive: whether to draw posterior predictions.
@@ -79,7 +80,6 @@ def to_datatree(
     :raises ValueError: where the result, the arguments or the labels do not fit.
     """
     require_count(num_samples, "num_samples")
-    require_count(prior, "prior", 0)
     source = as_source(model, guide, args, kwargs)
     shape, new = source.shape or (1, num_samples), None if predict is None else _arguments(predict)
     attrs = {"model": name_of(model), "posterior": source.name, "family": source.families, "name": name}
@@ -97,10 +97,6 @@ def to_datatree(
         table.fix("predictions_constant_data", constant_data(model, *new, {}))
     datasets = table.datasets(**attrs)
     datasets["sample_stats"].attrs["target"] = source.target
-    if prior:
-        table = Table((1, prior), dtype, dims, coords)
-        _draw_prior(table, (bare_model(model), args, kwargs, source.data), include_f, seed)
-        datasets |= table.datasets(**attrs)
     return xarray.DataTree.from_dict(datasets, name=name)
 
 
@@ -166,15 +162,10 @@ def prior_predictive(
     order = "then its arguments, with observations, which are drawn anew, or None in their place: (model, x, None)"
     require_call("prior_predictive", order, model, args, kwargs)
     table = Table((1, num_samples), dtype, dims, coords)
-    _draw_prior(table, (model, args, kwargs, observed), include_f, seed)
-    return xarray.DataTree.from_dict(table.datasets(model=name_of(model), name=name), name=name)
-
-
-def _draw_prior(table: Table, of: tuple, include_f: bool, seed: Optional[int]) -> None:
-    """The groups of :func:`prior_predictive`."""
     with seeded(seed):
-        source = PriorSource(*of)
-        for draws in source.draws(table.shape[1]):
+        source = PriorSource(model, args, kwargs, observed)
+        for draws in source.draws(num_samples):
             groups = draws.groups(include_f)
             named = {"prior": groups["posterior"], "prior_predictive": groups["posterior_predictive"]}
             _put(table, source, draws, named)
+    return xarray.DataTree.from_dict(table.datasets(model=name_of(model), name=name), name=name)

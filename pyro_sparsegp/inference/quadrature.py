@@ -18,7 +18,6 @@ from pyro.infer.elbo import ELBOModule
 from pyro.infer.util import torch_item
 from torch import Tensor
 
-from ..bases.policies import UserPolicy
 from ..gaussians.record import Record, recording
 from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
@@ -167,8 +166,8 @@ class TraceQuadrature_ELBO(ELBO):
         raise ValueError(
             f"the bound is finite, its gradient is not, at {', '.join(broken)}. The parameters are as they were before "
             "this step. A likely cause is a torch.where or a clamp in the model that hides an infinite branch (its "
-            f"gradient is 0 times infinity): keep that branch's input harmless too; {_of_actions(guide)}or too large a "
-            "learning rate."
+            f"gradient is 0 times infinity): keep that branch's input harmless too; actions that are 0 or depend "
+            "on one another; or too large a learning rate."
         )
 
     def _value(self, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, Any]) -> float:
@@ -333,11 +332,3 @@ def own_guide(model: Callable, guide: Any, objective: str) -> AutoSparseGP:
             "before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
         )
     return unwrapped
-
-
-def _of_actions(guide: AutoSparseGP) -> str:
-    """What to say of actions of one's own, which may be the cause of a gradient that is not finite."""
-    found = [
-        name for name, module in guide.site_modules().items() if isinstance(getattr(module, "policy", None), UserPolicy)
-    ]
-    return f"actions of site {found[0]!r} that are 0 or depend on one another; " if found else ""

@@ -74,7 +74,7 @@ def tilted(
     columns = steps.reshape(-1, *[1] * mean.dim())
     step = 2 * reach / (num_nodes - 1)
     shift = centre - mean  # from m: next to m, a small variance would be lost
-    log_z: Optional[Tensor] = None
+    log_zs: list[Tensor] = []
     for _ in range(passes):
         away = torch.addcmul(shift, spread, columns)
         values = finite(mean + away)
@@ -82,7 +82,7 @@ def tilted(
         peak = logits.amax(0)
         weights = (logits - peak).exp_()
         total = weights.sum(0)
-        before, log_z = log_z, peak + (total * (spread / scale)).log() + math.log(step / math.sqrt(2 * math.pi))
+        log_zs.append(peak + (total * (spread / scale)).log() + math.log(step / math.sqrt(2 * math.pi)))
         # In units of the spread, relative to the centre.
         first = torch.tensordot(steps, weights, 1) / total
         second = torch.tensordot(steps.square(), weights, 1) / total - first.square()
@@ -95,9 +95,9 @@ def tilted(
     doubt = (weights[::2].sum(0) - weights[1::2].sum(0)).abs()
     stretch = 1 + scale / (at[1] * step)
     doubt = torch.maximum(doubt, torch.maximum(weights[0], weights[-1]) * stretch) / total
-    assert log_z is not None
-    if before is not None:
-        doubt = torch.maximum(doubt, (log_z - before).abs())
+    *before, log_z = log_zs[-2:]
+    for other in before:
+        doubt = torch.maximum(doubt, (log_z - other).abs())
     elsewhere = at[0].abs() > reach * at[1]
     far, sure = torch.stack([elsewhere.any(), (doubt <= _DOUBT).all()]).tolist()  # one look at numbers
     if far:
