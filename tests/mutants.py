@@ -304,8 +304,8 @@ nested-jvp-drops: test_derivative.py::test_covariances_are_those_of_reverse_mode
 - with _set_fwd_grad_enabled(True):
 + with _set_fwd_grad_enabled(False):
 noise-is-shared: test_botorch.py::test_noise_and_its_absence
-- covariances = covariances + noises[chosen].diag_embed()
-+ covariances = covariances + noises[chosen][..., None]
+- covariances = covariances + self._noises(X)[chosen].diag_embed()
++ covariances = covariances + self._noises(X)[chosen][..., None]
 batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient
 - takes = same or (guide.takes_batches and not rows.fewer)
 + takes = same
