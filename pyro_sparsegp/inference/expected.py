@@ -9,7 +9,7 @@ the program gives θ's mean, and one more run, mapped or differentiated, θ's va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Optional
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP
-from ..guide.first_call import closed_forms_of
 from ..numerics.linalg import above_rounding
 from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
@@ -29,18 +28,15 @@ from ..program.facts import ClosedForms
 from ..program.handlers import Rerun
 from ..program.mapping import mapped
 from ..program.traces import RandomState, bare, sample_sites, without_event
+from ..warned import warn_once
 from .axes import at_axes, quadrature_axes
 
 
-def find_expectations(
-    guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], warn: Callable[[str, str], None]
-) -> ClosedForms:
-    """The sites of a guide's model whose expectations are in closed form, and how all others depend on its GP sites.
+def warn_of_unused(guide: AutoSparseGP, found: ClosedForms) -> None:
+    """Warn of sites whose distributions bring an expectation that is of no use.
 
-    :param warn: told, by name and in words, about sites whose distributions bring an expectation that is of no use.
     :raises ValueError: naming the site, if such a one is piecewise constant, so that draws would give no gradient.
     """
-    found = closed_forms_of(guide, args, kwargs)
     for name, kind in found.unused.items():
         complaint = (
             f"site {name!r} has the distribution {kind.__name__}, which brings its own expectation over normal "
@@ -53,8 +49,13 @@ def find_expectations(
                 "give it one output of a GP for each entry, scaled or shifted at most, or take a likelihood with a "
                 "gradient, such as Categorical(logits=...)."
             )
-        warn(name, f"{complaint}: it is left unused. Write it around an affine function of f.")
-    return found
+        warn_once(
+            guide.warned,
+            "expectation not used",
+            name,
+            f"{complaint}: it is left unused. Write it around an affine function of f.",
+            stacklevel=5,
+        )
 
 
 def sum_of_expectations(

@@ -21,7 +21,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import graph_of
 from ..program.declared import parameters, rebuilt
 from ..program.dependence import COUPLED
-from ..program.facts import ClosedForms, Structure
+from ..program.facts import ClosedForms
 from ..program.handlers import Rerun, held_trace
 from ..program.traces import bare, free_values, sample_sites
 from ..warned import warn_once
@@ -140,9 +140,10 @@ class Grid:
         return {name: at_axes(node, used) for name, used in self.axes.items()}
 
 
-def warn_of_draws(guide: AutoSparseGP, structure: Structure) -> None:
+def warn_of_draws(guide: AutoSparseGP, grid: Grid) -> None:
     """Warn of sites that meet in so many that draws take the place of nodes."""
-    without = {*quadrature_axes(structure), *structure.inner}
+    structure = grid.structure
+    without = {*grid.axes, *structure.inner}
     drawn = [n for n, kind in structure.dependence.items() if kind != COUPLED and n not in without]
     if drawn:
         warn_once(

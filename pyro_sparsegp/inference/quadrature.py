@@ -26,12 +26,11 @@ from ..guide.first_call import closed_forms_of
 from ..numerics.codes import require_count
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
-from ..program.facts import ClosedForms
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState
 from ..warned import warn_once
 from .doubt import Doubt
-from .expected import find_expectations, sum_of_expectations
+from .expected import sum_of_expectations, warn_of_unused
 from .field import bound_of_field
 from .first_steps import Evaluation, meet
 from .grid import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, warn_of_draws
@@ -76,7 +75,6 @@ class TraceQuadrature_ELBO(ELBO):
         self._doubt = Doubt()
         self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
-        self._expectations: WeakKeyDictionary[AutoSparseGP, ClosedForms] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats.
@@ -114,7 +112,7 @@ class TraceQuadrature_ELBO(ELBO):
         def bound(nodes: int) -> Tensor:
             return TraceQuadrature_ELBO(nodes, self.num_particles).differentiable_loss(model, guide, *args, **kwargs)
 
-        closed = self._expectations.get(unwrapped)
+        closed = unwrapped.core.forms
         if closed is not None and closed.rest.dependence:
             self._doubt.note(unwrapped, value, self.num_nodes, bound)
         return value
@@ -128,7 +126,7 @@ class TraceQuadrature_ELBO(ELBO):
         Where one failed, it is evaluated anew, from the same state and with the same random numbers, and each flag is
         looked at, as it is in a first call.
         """
-        if unwrapped in self._expectations:
+        if unwrapped in self._met:
             sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
             state = RandomState(unwrapped.like)
@@ -207,16 +205,13 @@ class TraceQuadrature_ELBO(ELBO):
         raise TypeError("TraceQuadrature_ELBO runs the model for all nodes at once; it has no single trace")
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        closed = guide.core.forms or closed_forms_of(guide, args, kwargs)
         if guide.facts.field:
-            self._expectations.setdefault(guide, closed_forms_of(guide, args, kwargs))
             return bound_of_field(guide, wrapped, args, kwargs, self.num_nodes)
-        if guide not in self._expectations:
-            warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
-            self._expectations[guide] = closed = find_expectations(guide, args, kwargs, warn)
-            warn_of_draws(guide, closed.rest)
-        closed = self._expectations[guide]
+        warn_of_unused(guide, closed)
         given = guide.conditioned(wrapped, args, kwargs) if guide.on_sites else None
         grid = Grid(guide, wrapped, (args, kwargs), closed, given)
+        warn_of_draws(guide, grid)
         if not closed.sites:
             return self._integrated(grid)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
@@ -229,11 +224,9 @@ class TraceQuadrature_ELBO(ELBO):
                 return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
         if total is None:
             start.restore()
-            if is_alike:  # a second run was of rows of its own, say
-                self._expectations[guide] = replace(closed, rows=(), functions=(), gps=(), rest=guide.facts)
-            else:  # a density is of another kind now: it is learned anew
-                guide.core.forms = None
-                del self._expectations[guide]
+            # A second run was of rows of its own, say; or a density is of another kind now: it is learned anew.
+            left = replace(closed, rows=(), functions=(), gps=(), rest=guide.facts)
+            guide.core.forms = left if is_alike else None
             return self._bound(guide, wrapped, args, kwargs)
         return total + self._integrated(grid, run)
 
