@@ -50,14 +50,12 @@ class AutoSparseGP(SavedGuide):
     Normal's loc or log scale, a Poisson's log rate, a Bernoulli's logit). Without such a u each w has its family's
     q(w | θ), and the normal latents are independent of each other and of f.
 
-    The first call initialises the guide: it finds the GP sites and the posterior mode of the hyperparameters, chooses
-    inducing points among that call's inputs, and finds out how the likelihood depends on function values. If the first
-    mini-batch has fewer rows than inducing points, first call the guide on more rows.
+    The first call finds the GP sites, the mode of the hyperparameters and how the likelihood depends on function
+    values, and chooses inducing points among its inputs: give it more rows than these.
 
-    ``guide(*args)`` draws all sites. Sites that were observed at the first call and are not now (``y=None``) are drawn
-    from the model. ``guide.train()``, the default, draws each function value from its marginal: enough if each row
-    depends on its own value. ``guide.eval()`` draws function values jointly. ``state_dict`` and ``load_state_dict``
-    restore everything into a new guide. Override :meth:`get_posterior` for a posterior of your own.
+    ``guide(*args)`` draws all sites; data that are not given, ``y=None``, are drawn from the model. ``guide.train()``,
+    the default, draws each function value from its marginal, ``guide.eval()`` all of them jointly. ``state_dict`` and
+    ``load_state_dict`` restore everything into a new guide. Override :meth:`get_posterior` for a posterior of your own.
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
@@ -65,13 +63,12 @@ class AutoSparseGP(SavedGuide):
         Gaussian q(w) covers the coefficients of all. The family must be one that couples them.
     :param init_loc_fn: start of latents other than f: one of ``pyro.infer.autoguide.initialization``.
     :param init_scale: the initial standard deviation of these latents, in unconstrained space.
-    :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all. By
-        default there are none; under expectation propagation all are points.
-    :param independent_draws: GP sites whose values training draws independently although they are coupled. An
-        example is a deep convolutional GP's site at an image's patches. Such draws are cheaper, and common practice,
-        but training then maximises only an approximation of the bound.
-    :param independent: names of latents to give independent normal posteriors (mean field), or ``True`` for all.
-        Mean field is cheaper for thousands of latents, but its intervals are too narrow. By default there are none.
+    :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all, which is the
+        default under expectation propagation alone.
+    :param independent_draws: GP sites whose values training draws independently although they are coupled, such as a
+        deep convolutional GP's at an image's patches: cheaper, but the bound is then approximate.
+    :param independent: names of latents to give independent normal posteriors (mean field), or ``True`` for all:
+        cheaper for thousands of latents, but their intervals are too narrow.
     :param start: hyperparameters start at their posterior mode ("mode", default) or at ``init_loc_fn`` (``None``).
     :raises ValueError: if ``model`` or ``families`` are invalid; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
@@ -180,10 +177,9 @@ class AutoSparseGP(SavedGuide):
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
 
         q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) keeps two sums over all rows so far, (G₀, r₀). absorb adds the sites
-        N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). If the likelihood is Gaussian in f
-        the sites are exact, and rows absorbed in pieces give the posterior of all rows. For other likelihoods absorb
-        iterates λ = −E[ℓ''], λ(z − m) = E[ℓ'] with (G₀, r₀) as the prior. The sites of the old rows do not change, nor
-        do hyperparameters and inducing inputs. Latents other than f are held at their medians.
+        N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). They are exact where the likelihood
+        is Gaussian in f; else absorb iterates λ = −E[ℓ''], λ(z − m) = E[ℓ'] with (G₀, r₀) as the prior. All else stays;
+        latents other than f are held at their medians.
 
         Training afterwards moves q towards the sum over the rows that it is given, scaled to the plate's size: give it
         the old rows too. A guide that has taken no step starts at the prior.
@@ -206,11 +202,10 @@ class AutoSparseGP(SavedGuide):
         """Check the posteriors of the latents and of f after training: a line for each that is wrong, with what to do.
 
         The reference is the nested Laplace approximation of the posterior, at draws of the hyperparameters. The check
-        asks whether the bound would still move means and widths of q(θ). It compares q's means and widths of latents
-        and of f with importance-weighted draws. It searches for another mode from other starts, and tests whether the
-        inducing points are enough. Above 20,000 rows the curvature is that of every k-th row. An empty list says that
-        q's means are all within 0.3 standard deviations of the reference, and q's widths within a factor of 0.75 to
-        1.33.
+        asks whether the bound would still move q(θ), compares means and widths of latents and of f with
+        importance-weighted draws, searches for another mode, and tests whether the inducing points are enough. Above
+        20,000 rows the curvature is that of every k-th row. An empty list says that q's means are all within 0.3
+        standard deviations of the reference, and q's widths within a factor of 0.75 to 1.33.
 
         :param args: the arguments of the model, with the training data, by default the first call's.
         """
@@ -277,10 +272,11 @@ class AutoSparseGP(SavedGuide):
         return {name: torch.cat([block[name] for block in blocks]).quantile(levels, 0) for name in blocks[0]}
 
     def _or_of_training(self, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        data = self.core.data
-        if data is None and not (args or kwargs):
+        if args or kwargs:
+            return args, kwargs
+        if self.core.data is None:
             raise ValueError(f"the guide holds no training data: give the model's arguments, guide.{what}(..., x)")
-        return (args, kwargs) if args or kwargs else (data.args, data.kwargs)  # type: ignore[union-attr]
+        return self.core.data.args, self.core.data.kwargs
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -317,10 +313,10 @@ class AutoSparseGP(SavedGuide):
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:
-        """By GP site, the state of its Gaussian sites (pseudo-observations): how many there are; whether they are exact
-        (the likelihood is Gaussian in f); how many precisions were negative at the last update, and cut to 0; how many
-        updates in training were halved because they lowered the bound; and whether the sites have converged: another
-        update moves no marginal by over 0.001 standard deviations (other latents at their medians).
+        """By GP site, of its Gaussian sites (pseudo-observations): how many there are; whether they are exact (the
+        likelihood is Gaussian in f); how many precisions were cut to 0 at the last update; how many updates in training
+        were halved since they lowered the bound; and whether another would move no marginal by over 0.001 standard
+        deviations (other latents at their medians).
         """
         return {name: reading.status for name, reading in conditions_now(self, median=True).readings.items()}
 

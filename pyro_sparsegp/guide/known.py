@@ -85,6 +85,10 @@ class Rows:
         return self.relation is not None and self.relation.others
 
 
+def _has(names: Union[bool, Collection[str]], name: str) -> bool:
+    return names if isinstance(names, bool) else name in names
+
+
 class KnownGuide(AutoNormalMessenger):
     """Pyro's mean-field guide, and what it knows of its program and its GP sites.
 
@@ -193,13 +197,11 @@ class KnownGuide(AutoNormalMessenger):
 
     def is_point(self, name: str) -> bool:
         """Whether a latent is fitted as a point."""
-        points = self.point_estimates
-        return points if isinstance(points, bool) else name in points
+        return _has(self.point_estimates, name)
 
     def is_independent(self, name: str) -> bool:
         """Whether a latent's posterior is to be independent of all others'."""
-        names = self.independent
-        return names if isinstance(names, bool) else name in names
+        return _has(self.independent, name)
 
     @property
     def local_latents(self) -> list[str]:

@@ -97,8 +97,6 @@ class Run(ABC):
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
             state.update(before)
-            if self.enumeration is not None:
-                self.enumeration.forget()
         self.trace = guide.trace
         return self
 

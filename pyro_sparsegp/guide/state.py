@@ -107,11 +107,9 @@ class SavedGuide(SiteMessenger):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """All that makes the guide: a freshly made one, of the same model, is this one after ``load_state_dict``.
 
-        With a family on sites, or latents under the data plate, it holds the training data too, N(D + 1) numbers for
-        the arguments (x, y): a draw from the posterior conditions on them, given a draw of the other latents. In
-        memory the guide keeps the arguments of the last training call themselves, no copies. Arguments other than
-        tensors, numbers, strings and lists, tuples and dictionaries of them are left out, and with them the data: then
-        call the loaded guide with the data once, ``guide(x, y)``.
+        With a family on sites, or latents under the data plate, it holds the training data too, which draws condition
+        on. Arguments other than tensors, numbers, strings and lists, tuples and dictionaries of them are left out, and
+        with them the data: then call the loaded guide with the data once, ``guide(x, y)``.
         """
         return super().state_dict(*args, **kwargs)
 

@@ -33,10 +33,6 @@ class Enumeration(Messenger):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget all but the names: what the run's sites were."""
         self._numbers: dict[str, list[Tensor]] = {}  # by plate, those by which rows pick its elements
         self._groups: dict[int, Group] = {}  # by a latent's dimension
         self._sizes: dict[int, int] = {}
