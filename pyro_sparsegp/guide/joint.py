@@ -36,18 +36,13 @@ def require_families(families: Any) -> None:
 
 
 def _require_shareable(group: tuple[str, ...], family: Family, others: Any) -> None:
-    if len(group) < 2 or not (isinstance(family, FreeFormFamily) and family.couples):
+    couples = len(group) > 1 and isinstance(family, FreeFormFamily) and family.couples
+    if not couples or any(isinstance(other, SiteFamily) for other in others):
         raise ValueError(
-            f"the family of GP sites {list(group)} is {type(family).__name__}, whose posterior does not couple the "
-            "coefficients of different sites; or that are not two names or more. For one posterior of several sites "
-            "take CoupledPrecision, CoupledCovariance, SVGP or WeightSpace, whitened; or give each site a family of "
-            "its own."
-        )
-    on_sites = [type(other).__name__ for other in others if isinstance(other, SiteFamily)]
-    if on_sites:
-        raise ValueError(
-            f"GP sites {list(group)} have one posterior, and another site has the family {on_sites[0]}, which reads "
-            "the likelihood as if all sites were independent: take a free family there, such as SVGP."
+            f"GP sites {list(group)} can't have one posterior of {type(family).__name__}: it does not couple sites, or "
+            "another family reads likelihoods as if all sites were independent, as SGPR does. Give two names or more "
+            "CoupledPrecision, CoupledCovariance, SVGP or WeightSpace, whitened, and other sites free families, such "
+            "as SVGP; or each site a family of its own."
         )
 
 
@@ -87,7 +82,7 @@ def join(guide: KnownGuide, found: Structure, priors: Optional[Mapping[str, Gaus
     """
     for i, group in enumerate(found.joint):
         modules = {name: guide.module_of(name) for name in group}
-        deep_setattr(guide, f"joints.group_{i}", _shared(guide.by_name[group[0]], modules, priors))
+        deep_setattr(guide, f"joints.group_{i}", _shared(guide.family_of(group[0]), modules, priors))
 
 
 def _shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[str, GaussianProcess]]) -> Shared:
