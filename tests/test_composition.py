@@ -33,7 +33,7 @@ SENTENCE = r"for another posterior of a latent override get_posterior\(name, pri
 
 @pytest.mark.parametrize("hidden", [{"expose": ["f"]}, {"hide": ["noise"]}])
 def test_a_part_of_a_model_is_refused(hidden):
-    with pytest.raises(ValueError, match=r"Give AutoSparseGP the whole model.*" + SENTENCE):
+    with pytest.raises(ValueError, match=r"Give it the whole model.*" + SENTENCE):
         AutoSparseGP(poutine.block(model, **hidden), SVGP(8))
     refused(r"poutine\.block", lambda: AutoSparseGP(poutine.scale(poutine.block(model, **hidden), scale=2.0), SVGP(8)))
 

@@ -60,9 +60,8 @@ def require_arguments(model: Any, families: Any, start: Any, **named: Any) -> No
         raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
     if is_blocked(model):
         raise ValueError(
-            "AutoSparseGP's model is under poutine.block, as for a part of AutoGuideList or EasyGuide: a GP site's "
-            "posterior is made of its prior, which depends on the sites hidden there. Give AutoSparseGP the whole "
-            f"model, and SVI this guide alone; {OTHER_LATENTS}."
+            "AutoSparseGP's model is under poutine.block, as for a part of AutoGuideList or EasyGuide, and a GP site's "
+            f"prior depends on what that hides. Give it the whole model, and SVI this guide alone; {OTHER_LATENTS}."
         )
     require_families(families)
     for what, names in named.items():
@@ -79,8 +78,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "the guide's first call makes its parameters, which torch.inference_mode() forbids: call it once, "
-            "guide(x, y), outside, or use torch.no_grad()."
+            "the guide's first call makes its parameters: call it outside of torch.inference_mode(), guide(x, y)."
         )
     guide.like = first_tensor((args, kwargs))
     try:
@@ -187,9 +185,8 @@ def _require_sites(run: Run) -> None:
         )
     if not any(is_observation(site) for _, site in all_sites(trace)):
         raise ValueError(
-            "the guide's first call observes nothing, so that it cannot tell which sites are latent, and has no "
-            "posterior yet: call it with the data, guide(x, y), train it first, svi.step(x, y) or "
-            "fit(model, guide, (x, y), steps=500), or load a saved state."
+            "the guide's first call observes nothing, so that it has no posterior yet: give it the data, guide(x, y), "
+            "train it first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
         )
     gps, latents = sorted(posteriors), [name for name, site in sample_sites(trace).items() if is_free(site)]
     others = [name for name in latents if name not in gps]

@@ -85,9 +85,8 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
     # Values of other groups would be taken: test_known_groups.py.
     if differ:
         raise ValueError(
-            f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: it has no values for "
-            "new groups. Give plates of the learned sizes; or put the data into the latent's own plate, so that "
-            "values for new groups are drawn from the model."
+            f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}. Give plates of those "
+            "sizes; or put the data into the latent's own plate, so that new groups' values come from the model."
         )
     return False
 
@@ -99,9 +98,8 @@ def _require_row_numbers(guide: KnownGuide, name: str) -> None:
         is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
         if is_data and plate.full_size not in (None, plate.size):
             raise ValueError(
-                f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row, "
-                "but the plate was given data, not row numbers: write plate = pyro.plate(..., subsample_size=B) "
-                "and index the data by plate.indices, or give subsample=indices."
+                f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row: "
+                "give row numbers, subsample=indices, or subsample_size=B, and index the data by plate.indices."
             )
 
 
@@ -208,8 +206,7 @@ class SiteMessenger(KnownGuide):
             if met is not None and met.event_shape[0] != process.event_shape[0] * size:
                 raise ValueError(
                     f"GP site {below!r} has {met.event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; at "
-                    f"the guide's first call {size} of {below!r} went into each of {name!r}, and are drawn together. A "
-                    "model's structure must not change between calls."
+                    f"the guide's first call {size} of {below!r} went into each of {name!r}: give as many again."
                 )
         columns = facts.columns.get(name, x.shape[-1])
         # test_guide.py::test_other_columns_than_in_training_raise
@@ -240,8 +237,7 @@ class SiteMessenger(KnownGuide):
         if flat:
             raise ValueError(
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
-                "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
-                "another objective use torch.no_grad()."
+                "Train with TraceQuadrature_ELBO; to evaluate another objective use torch.no_grad()."
             )
         if self.by_expectation and self.training and torch.is_grad_enabled():
             raise ValueError(

@@ -50,9 +50,8 @@ def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) 
     new = [name for name, site in sites.items() if name not in known and is_free(site) and _is_prior(site)]
     if new:
         raise ValueError(
-            f"site {new[0]!r} is a latent that the guide's first call did not meet, so it has no posterior. The guide "
-            f"knows {sorted(known)}. Make a new guide, and call it first with arguments under which the model samples "
-            "all its latents."
+            f"site {new[0]!r} is a latent that the guide's first call did not meet, which knows {sorted(known)}. Make "
+            "a new guide, and call it first with arguments under which the model samples all its latents."
         )
     if not run.rows.same:
         _refuse_other_data(guide, run, observed[0])
@@ -81,9 +80,8 @@ def require_data(guide: KnownGuide) -> None:
     if rows and drawn and all(guide.is_given(name, sites[name]) for name in observed):
         known = ", ".join(map(repr, rows))
         raise ValueError(
-            f"this step observes nothing, where the first call observed {known}: it would "
-            "train towards the prior. Give it the data, svi.step(x, y); predictions are predict(model, guide, x), "
-            "and a loss without a step is evaluate_loss."
+            f"this step observes nothing, where the first call observed {known}. Give it the data, svi.step(x, y); "
+            "predictions are predict(model, guide, x), and a loss without a step is evaluate_loss."
         )
 
 
@@ -186,8 +184,8 @@ def note_rows(guide: KnownGuide, run: Run) -> None:
                 guide.warned,
                 "rows unseen",
                 name,
-                f"the kernel of GP site {name!r} has a variance correction relative to the training inputs; the guide "
-                f"has seen at most {module.num_seen} of {module.num_rows} of them in one call. Call it once with all "
-                "of them, guide(x, y), before or after training.",
+                f"the kernel of GP site {name!r} has a variance correction relative to the training inputs, of which "
+                f"the guide has seen {module.num_seen} of {module.num_rows}. Call it once with all, guide(x, y), "
+                "before or after training.",
                 stacklevel=4,
             )

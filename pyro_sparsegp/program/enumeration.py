@@ -63,8 +63,7 @@ class Enumeration(Messenger):
         name, fn = msg["name"], msg["fn"]
         if not getattr(fn, "has_enumerate_support", False):
             raise ValueError(
-                f"site {name!r} is to be enumerated, but {type(fn).__name__} cannot list its values: take Bernoulli, "
-                "Categorical or another distribution of finitely many values."
+                f"site {name!r} is to be enumerated, but {type(fn).__name__} cannot list its values: take one that can."
             )
         # Left of all plates, as in poutine.enum: the i-th site has dimension −(5 + i).
         dim = PLATES + 1 + len(self.names)
