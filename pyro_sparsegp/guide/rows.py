@@ -184,8 +184,8 @@ def note_rows(guide: KnownGuide, run: Run) -> None:
                 guide.warned,
                 "rows unseen",
                 name,
-                f"the kernel of GP site {name!r} has a variance correction relative to the training inputs, of which "
-                f"the guide has seen {module.num_seen} of {module.num_rows}. Call it once with all, guide(x, y), "
+                f"the kernel of GP site {name!r} has a variance correction relative to the training inputs, and the "
+                f"guide has seen {module.num_seen} of these {module.num_rows}. Call it once with all, guide(x, y), "
                 "before or after training.",
                 stacklevel=4,
             )
