@@ -271,14 +271,12 @@ def _explore(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
-    """Which densities have their expectation in closed form: learned anew where a state was loaded."""
-    core = guide.core
-    if core.forms is None:
-        run = probed(guide, args, kwargs)
-        with repeatable(guide.like), poutine.block():
-            held = held_runs(guide.model, run.trace, args, kwargs)
-            core.forms = explore(replace(core.facts), held, run.processes)
-    return core.forms
+    """Which densities have their expectation in closed form, learned anew, as where a state was loaded."""
+    run = probed(guide, args, kwargs)
+    with repeatable(guide.like), poutine.block():
+        held = held_runs(guide.model, run.trace, args, kwargs)
+        guide.core.forms = found = explore(replace(guide.facts), held, run.processes)
+    return found
 
 
 def require_separate_sites(found: Structure, name: str, reads: str, trace: poutine.Trace, remedy: str) -> None:
