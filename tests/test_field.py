@@ -384,6 +384,7 @@ def test_a_copy_and_a_loaded_guide_are_the_guide():
         dist.LogNormal(0.0, 10.0),
         dist.StudentT(1.5),
         dist.Uniform(0.0, 1e6),
+        dist.HalfCauchy(torch.ones(2)).to_event(1),
     ],
     ids=lambda prior: type(prior).__name__,
 )
@@ -392,12 +393,12 @@ def test_heavy_priors_start_everywhere(prior):
 
     def model(x, y):
         scale = pyro.sample("scale", prior)
-        f = pyro.sample("f", GaussianProcess((0.01 + scale.abs()) * kernels.RBF(0.4), x))
+        f = pyro.sample("f", GaussianProcess((0.01 + scale.abs().sum()) * kernels.RBF(0.4), x))
         observed(dist.Normal(1.0 + f, NOISE), y)
 
     start = init_to_centre({"name": "scale", "fn": prior, "infer": {}})
-    draws = prior.sample(torch.Size([999])).sort().values
-    assert draws[50] <= start <= draws[-50]
+    draws = prior.sample(torch.Size([999])).sort(0).values
+    assert ((draws[50] <= start) & (start <= draws[-50])).all()
     _, losses = _step(model, families.SVGP(8), (x, y), 10)
     assert -min(losses) == pytest.approx(-losses[0], abs=2)
 
@@ -586,6 +587,60 @@ def test_an_intercept_may_have_any_unit():
     for each, unit in zip((q[0], q[2]), (0.01, 1e5)):  # of the second the width was 5
         torch.testing.assert_close(each.root, unit * q[1].root, rtol=1e-3, atol=0)
         torch.testing.assert_close(each.mean, unit * q[1].mean, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("case", ["held", "follows", "cut points"])
+def test_f_follows_what_moves_its_likelihood(case):
+    """Where not what f is beside but f − log r is held as r moves, q(r) is a third as wide as the posterior."""
+    x, _, y = _count_data()
+    y = (y > 2) + 1 * (y > 8) if case == "cut points" else y
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x, mean=1.0))
+        if case == "cut points":
+            ordered = [dist.transforms.OrderedTransform()]
+            r = pyro.sample("r", dist.TransformedDistribution(dist.Normal(torch.zeros(2), 3.0).to_event(1), ordered))
+            return observed(dist.OrderedLogistic(f, r), y)
+        r = pyro.sample("r", dist.LogNormal(1.0, 1.0))
+        return observed(dist.NegativeBinomial(r, logits=f - r.log() if case == "held" else f), y)
+
+    guide, losses = _step(model, families.SVGP(8), (x, y), 200)
+    assert guide.facts.intercepts == ["r"] * (case != "held")
+    assert sum(losses[-50:]) / 50 < losses[0] + 0.3
+    assert guide.check(x, y) == []
+
+
+def test_a_latent_that_f_is_multiplied_by_is_a_hyperparameter():
+    x, _, y = _data()
+
+    def model(x, y=None):
+        k, mu = pyro.sample("k", dist.Normal(1.0, 0.5)), pyro.sample("mu", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        observed(dist.Normal(mu + k * f, NOISE), y)
+
+    guide, _ = _step(model, families.SVGP(12), (x, y), 100)
+    assert (guide.facts.coupled, {*guide.facts.field}) == (["k"], {"mu", "f"})
+    grid = torch.linspace(-2, 4, 600)
+    covariance = grid[:, None, None] ** 2 * kernels.RBF(0.4)(x) + 4 + NOISE**2 * torch.eye(N)
+    weights = dist.MultivariateNormal(torch.zeros(N), covariance).log_prob(y) + dist.Normal(1.0, 0.5).log_prob(grid)
+    mean = (weights := weights.softmax(0)) @ grid
+    sd = (weights @ (grid - mean).square()).sqrt()
+    assert guide.together.mean.item() == pytest.approx(mean.item(), abs=0.3 * sd.item())
+    assert guide.together.tril.item() == pytest.approx(sd.item(), rel=0.2)
+
+
+def test_zeros_from_elsewhere():
+    x, _, y = _count_data()
+
+    def model(x, y=None):
+        mu, q = pyro.sample("mu", dist.Normal(0.0, 3.0)), pyro.sample("q", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        observed(dist.ZeroInflatedPoisson((mu + f).exp(), gate_logits=q), y)
+
+    data = x, y * (torch.arange(N) % 4 > 0)
+    guide, _ = _step(model, families.SVGP(8), data, 30)
+    assert {*guide.facts.field} == {"mu", "q", "f"}
+    assert guide.check(*data) == []
 
 
 @pytest.mark.parametrize("prior", [lambda: dist.StudentT(3.0, 0.0, 10.0), lambda: dist.Normal(0.0, 10.0)])

@@ -17,6 +17,8 @@ from pyro_sparsegp.diagnostics.draws import GuideSource
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.gaussians import FullCholesky, Whole
 
+from .models import observed
+
 N, NOISE = 14, 0.3
 KF, KG = kernels.RBF(0.4), 0.7 * kernels.Matern32(0.6)
 EXACT = {"inducing": N, "trainable": False}  # Z = X
@@ -118,8 +120,7 @@ def test_one_run_has_the_bound_of_a_mapped_one(likelihood):
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
         g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x, mean=-1.0))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", made(f, g), obs=y)
+        return observed(made(f, g), y)
 
     y = y.sigmoid().round() if likelihood == "sigmoid" else y.abs().round() + 1
     guide = AutoSparseGP(model, {("f", "g"): families.SVGP(**AT_ONCE)}, independent=True)
@@ -207,8 +208,7 @@ def test_three_sites_are_drawn_row_by_row():
         f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
         g = pyro.sample("g", GaussianProcess(KG, x[:, 1:]))
         h = pyro.sample("h", GaussianProcess(kernels.RBF(1.0), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.StudentT(4.0, f * g - h, NOISE), obs=y)
+        observed(dist.StudentT(4.0, f * g - h, NOISE), y)
 
     with pytest.warns(UserWarning, match="more than 2 function values"):
         guide = _trained(model, families.SVGP(**EXACT), x, y, steps=5, names=names)
@@ -228,8 +228,7 @@ def test_three_sites_are_drawn_row_by_row():
 def product(x, y=None):
     f = pyro.sample("f", GaussianProcess(KF, x[:, :1], mean=x.new_full((), 1.0)))
     g = pyro.sample("g", GaussianProcess(KG, x[:, 1:], mean=x.new_full((), 1.0)))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f * g, 0.1), obs=y)
+    return observed(dist.Normal(f * g, 0.1), y)
 
 
 def _noisy(num, seed):
@@ -355,8 +354,7 @@ def hierarchical(x, y=None):
     scale = pyro.sample("scale", dist.LogNormal(0.0, 0.3))
     g = pyro.sample("g", GaussianProcess(scale * kernels.Matern32(0.6), x[:, 1:]))
     noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.3))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f + g, noise), obs=y)
+    return observed(dist.Normal(f + g, noise), y)
 
 
 @pytest.fixture(scope="module")
@@ -408,8 +406,7 @@ def test_states_of_kernels_that_depend_on_the_rows():
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(torch.sin), x))
         g = pyro.sample("g", GaussianProcess(kernels.Linear(1.0), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f * g, 0.1), obs=y)
+        return observed(dist.Normal(f * g, 0.1), y)
 
     x, y = torch.rand(6, 1), torch.rand(6)
     trained, fresh = (AutoSparseGP(model, {("f", "g"): families.WeightSpace()}) for _ in range(2))
@@ -486,14 +483,12 @@ def test_sites_that_can_not_have_one_posterior(names, model, match):
     def shapes(x, y=None):
         f = pyro.sample("f", GaussianProcess(KF, x).expand([2]).to_event(1))
         g = pyro.sample("g", GaussianProcess(KG, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f.sum(0) + g, NOISE), obs=y)
+        observed(dist.Normal(f.sum(0) + g, NOISE), y)
 
     def deep(x, y=None):
         f = pyro.sample("f", GaussianProcess(KF, x))
         g = pyro.sample("g", GaussianProcess(KG, f[:, None]))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(g, NOISE), obs=y)
+        observed(dist.Normal(g, NOISE), y)
 
     model = {"shapes": shapes, "deep": deep}.get(model, model) if isinstance(model, str) else model
     guide = AutoSparseGP(model, {names: families.SVGP(4)})
@@ -507,8 +502,7 @@ def test_what_takes_sites_to_be_independent_refuses_them():
     def classes(x, y=None):
         f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
         g = pyro.sample("g", GaussianProcess(KG, x[:, 1:]))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", RobustMax(torch.stack([f, g], -1)), obs=y)
+        observed(RobustMax(torch.stack([f, g], -1)), y)
 
     guide = AutoSparseGP(classes, {("f", "g"): families.SVGP(4)})
     with pytest.raises(ValueError, match=r"'y' .*RobustMax.* share functions, or these a posterior"):

@@ -29,7 +29,7 @@ from ..numerics.linalg import lift_to
 from ..program.traces import all_sites, is_observation, repeatable
 from .field import Layout, Standardised, run_standardised, slices
 from .known import KnownGuide
-from .predictors import Pair, Place, Predictors
+from .predictors import Pair, Place, Predictors, jacobian
 from .rows import share_of
 
 Slopes = dict[Any, Tensor]  # by places, or pairs of them
@@ -41,6 +41,7 @@ _EVALUATIONS = 60  # of F, at most
 # be known to 1e-3 and its gradient to 0.1, test_float32.py::test_a_start_is_as_wide_as_that_of_float64.
 _GAIN = {torch.float64: 1e-5, torch.float32: 1e-3}
 _DIFFERENCE = {torch.float64: 0.005, torch.float32: 0.06}
+_LEAST = 1e-6  # an eigenvalue of JᵀWJ, as of their mean, from which x follows θ
 _WIDEST = 5.0  # a standard deviation of a hyperparameter in its units, where F is flat
 
 
@@ -240,6 +241,26 @@ class Nested:
             except (ValueError, RuntimeError):  # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
                 self.last = self._nowhere
         return None
+
+    def follow(
+        self, found: Predictors, theta: Tensor, best: Optimum
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """By θ, ``(D, num)``, ∂(Jᵀ∇ℓ) where J and x stay; and by hyperparameter the moves m of x, ``(V, num)``, that do
+        the same as its value does, and as θ: (P − I)m = −∂(Jᵀ∇ℓ).
+
+        :param found: the predictors at θ, with their graph; ``best`` is F there.
+        """
+        still = found.detached()
+        still.eta = found.eta
+        _, slope, _ = self._local(still, best.x, best.root)
+        up = sum(_turned(still, place, part) for place, part in slope.items()) + 0 * theta.sum()
+        pull = jacobian(up, theta).detach()
+        gram, axes = torch.linalg.eigh(best.root @ best.root.mT - torch.eye(len(best.x)).to(best.x))
+        moves, slopes = -(pull @ axes / gram.clamp(min=_LEAST * gram.abs().mean())) @ axes.mT, {}
+        for name, rows in slices({name: shape.numel() for name, shape in self.hyper.items()}).items():
+            by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
+            slopes[name] = torch.linalg.pinv(by_theta) @ moves[rows], moves[rows]  # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ
+        return pull, slopes
 
     def covariance(self, mode: Optimum) -> Tensor:
         """H⁻¹ at the mode, by differences of gradients."""

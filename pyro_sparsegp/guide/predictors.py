@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from itertools import combinations_with_replacement
 from typing import Any, Optional
 
 import torch
@@ -36,9 +37,9 @@ def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor
 
 def find_links(
     run: Callable[[Tensor], poutine.Trace], layout: Layout, like: Tensor
-) -> Optional[tuple[dict[str, dict[str, str]], list[str]]]:
-    """By observed site and parameter, the link under which it is affine in x, and the latents that are owned; ``None``
-    if one is not affine, or is not known.
+) -> Optional[tuple[dict[str, dict[str, str]], list[str], list[str]]]:
+    """By observed site and parameter, the link under which it is affine in x, the latents that are owned, and the
+    members in which one is affine under no link; ``None`` if a density is not known.
 
     :param run: the program with a field at x, ``(extended,)``.
     """
@@ -46,25 +47,30 @@ def find_links(
     draws = torch.randn(3, layout.extended, generator=generator).to(like)
     several = {n: num for n, num in layout.numbers.items() if n not in layout.residuals and num > 1}
     # An affine function has one slope along any direction; that by each value shows whose a datum's is.
-    along = torch.cat([draws[2:], *(torch.eye(layout.extended)[layout.rows[name]].to(like) for name in several)])
-    found: dict[str, dict[str, str]] = {}
-    slopes: dict[tuple[str, str, str], Tensor] = {}
+    members = torch.block_diag(*(torch.ones(1, num) for num in [*layout.numbers.values(), *layout.residuals.values()]))
+    along = torch.cat(
+        [draws[2] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
+    )
+    slopes: dict[Place, dict[str, Tensor]] = {}
     for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1]):
         x.requires_grad_()
         for name, site in sample_sites(run(x)).items():
             if not is_observation(site) or not _depends(site["fn"].log_prob(site["value"]), x):
                 continue
             fn = bare(site["fn"])
-            able = {
-                key: [link for link in candidates(fn, key) if _is_affine(part, fn, x, along, slopes, (name, key, link))]
-                for key, part in _moving(fn, site["value"], x).items()
-            }
-            if not able or not all(able.values()):
+            moving = _moving(fn, site["value"], x)
+            if not moving:
                 return None
-            found[name] = {key: links[0] for key, links in able.items()}
-    chosen = [slopes[name, key, link] for name, of_site in found.items() for key, link in of_site.items()]
-    rows = {name: slice(own.start + 1, own.stop + 1) for name, own in slices(several).items()}
-    return found, [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
+            for key, part in moving.items():
+                for link in candidates(fn, key):
+                    _compare(part, fn, x, along, slopes.setdefault((name, key), {}), link)
+    found: dict[str, dict[str, str]] = {}
+    for (name, key), by_link in slopes.items():
+        found.setdefault(name, {})[key] = min(by_link, key=lambda link: int(by_link[link].isnan().sum()))
+    chosen = [slopes[name, key][link] for name, of_site in found.items() for key, link in of_site.items()]
+    rows = {name: slice(own.start + len(members), own.stop + len(members)) for name, own in slices(several).items()}
+    owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
+    return found, owned, [n for i, n in enumerate(layout.numbers) if any(slope[i].isnan().any() for slope in chosen)]
 
 
 def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -75,15 +81,12 @@ def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
     return moving if is_single and _is_rebuilt(fn, value) else {}
 
 
-def _is_affine(
-    part: Tensor, fn: Any, x: Tensor, along: Tensor, slopes: dict[Any, Tensor], place: tuple[str, str, str]
-) -> bool:
-    """Whether a parameter under a link has the slopes that it had at other x; NaN is kept where it has not."""
-    here = jacobian(LINKS[place[-1]][0](part.expand(fn.batch_shape).reshape(-1)), x, along).detach()
-    there = slopes.setdefault(place, here)
-    if not ((here - there).abs() <= (1e-6 if here.dtype == torch.float64 else 1e-2) * there.abs().amax()).all():
-        slopes[place] = torch.full_like(there, torch.nan)
-    return bool(slopes[place].isfinite().all())
+def _compare(part: Tensor, fn: Any, x: Tensor, along: Tensor, slopes: dict[str, Tensor], link: str) -> None:
+    """Keep slopes, ``(K, N)``, of a parameter under a link; NaN along directions that had others at another x."""
+    here = jacobian(LINKS[link][0](part.expand(fn.batch_shape).reshape(-1)), x, along).detach()
+    there = slopes.setdefault(link, here)
+    near = (here - there).abs() <= (1e-6 if here.dtype == torch.float64 else 1e-2) * there.nan_to_num().abs().amax()
+    slopes[link] = there.masked_fill(~near.all(1, keepdim=True), torch.nan)
 
 
 class Predictors:
@@ -150,7 +153,7 @@ class Predictors:
         parts = {
             place: torch.linalg.solve_triangular(root, self.dense(place).mT, upper=False).detach() for place in self.eta
         }
-        pairs = [(one, other) for one in self.eta for other in self.eta if one[0] == other[0] and one <= other]
+        pairs = [pair for pair in combinations_with_replacement(self.eta, 2) if pair[0][0] == pair[1][0]]
         return {
             (one, other): (parts[one] * parts[other]).sum(0)
             + (self.residuals[one] * self.residuals[other]).sum(-1).detach()

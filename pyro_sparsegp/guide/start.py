@@ -22,9 +22,8 @@ from ..approximations.free import SparseGP
 from ..approximations.optimal import ExactGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
-from ..gaussians.seats import towards
 from ..program.checks import holds_part
-from ..program.traces import all_sites, as_process, is_free, repeatable, whole_plates
+from ..program.traces import all_sites, as_process, bare, is_free, repeatable, whole_plates
 from .coupled import able_to_couple, couple, drop_latents
 from .field import (
     LARGEST,
@@ -50,7 +49,7 @@ _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _MOST_VALUES = 500  # of rows that are a basis themselves
 ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
-_LEAST = 1e-6  # ε of intercepts' moves, as of the mean of JᵀJ's diagonal
+_SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 PATIENCE = 2.0  # seconds, after which a search shows a bar
 _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
@@ -64,7 +63,7 @@ def init_to_centre(site: Any) -> Tensor:
     """
     mean: Tensor = init_to_mean(site, fallback=init_to_feasible)
     fn = site["fn"]
-    if fn.event_shape or not mean.is_floating_point():
+    if bare(fn).event_shape or not mean.is_floating_point():
         return mean
     with repeatable(mean):
         draws = fn.sample(torch.Size([199])).sort(0).values
@@ -157,11 +156,13 @@ class Search:
         if normal:
             others = _without(self.held, normal)
             normal = _without(normal, hyperparameters_among(guide, normal, lambda handler: self._run(handler, others)))
-        self.normal = normal
-        self.hyper = [name for name in able if name not in normal]
+        self._split(normal)
         scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
         if len(scales) > 1:
             raise ValueError(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
+
+    def _split(self, normal: dict[str, Any]) -> None:
+        self.normal, self.hyper = normal, [name for name in self.able if name not in normal]
 
     def _take(self, most: int) -> None:
         """Take so many rows at most, at equal distances: by a plate's numbers, or those of tensors with as many as the
@@ -192,7 +193,11 @@ class Search:
         facts = self.guide.facts
         if linked is None or not {name for name in facts.downstream if name in facts.rows} <= linked[0].keys():
             return None
-        links, owned = linked
+        links, owned, bent = linked
+        if bent:  # latents in which predictors are not affine are hyperparameters
+            moved = [name for name in self.normal if name in bent]
+            self._split(_without(self.normal, moved))
+            return self.nested() if moved else None
         layout, shapes = Layout(layout.field, layout.residuals, owned), {name: v.shape for name, v in first.items()}
         units = units_of({name: self.priors[name] for name in self.hyper}, self.guide.like)
         return Nested(self.guide, layout, links, shapes, units, self.values, self.args, self.kwargs)
@@ -280,7 +285,7 @@ class Search:
         moved = {n: value + jacobian(value.reshape(-1), found.x, along).reshape(value.shape) for n, value in values}
         loc = nested.theta_of(best.theta) | moved
         facts.coupled = joint = [name for name in self.hyper if name in free]
-        intercepts = self._intercepts(nested, found, mode, covariance)
+        intercepts = self._intercepts(nested, found, mode, best, covariance)
         is_field = self._wants_field(field, intercepts, handler)
         rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})
         for name in self.able:
@@ -374,34 +379,27 @@ class Search:
         # An intercept of another prior; on sites f follows it by itself.
         return bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
 
-    def _intercepts(self, nested: Nested, found: Predictors, mode: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """By hyperparameters that linear predictors move with where f is 0, the moves of x, ``(num, V)``, that do to
-        predictors what their values do, or θ: what they are affine in, which the facts then have.
+    def _intercepts(
+        self, nested: Nested, found: Predictors, mode: Tensor, best: Optimum, covariance: Tensor
+    ) -> dict[str, Tensor]:
+        """By hyperparameters that f follows where kernels stay, as an intercept, the moves of x, ``(num, V)``, that
+        do to Jᵀ∇ℓ what their values do, or θ: that by which they are nearer to linear, which the facts then have.
         """
-        here = self._slopes(nested, found, mode) if self.guide.facts.coupled else {}
-        if not here:
+        if not self.guide.facts.coupled:
             return {}
-        away = (mode.detach() + covariance.diagonal().sqrt()).requires_grad_()
-        there = self._slopes(nested, nested.predictors(away)[0], away)
-        bent = {n: [(a - b).abs().amax() / a.abs().amax() for a, b in zip(here[n], there[n])] for n in here}
+        pull, here = nested.follow(found, mode, best)
+        # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
+        sizes = nested.theta_of((covariance @ pull * torch.cholesky_solve(pull.mT, best.root).mT).sum(-1))
+        names = [name for name in self.guide.facts.coupled if sizes[name].sum() > _SHIFT**2]
+        if not names:
+            return {}
+        other = nested.tried(best.theta + covariance.diagonal().sqrt()) or best
+        away = other.theta.clone().requires_grad_()
+        _, there = nested.follow(nested.predictors(away)[0], away, other)
+        bent = {n: [(a - b).abs().amax() / a.abs().amax() for a, b in zip(here[n], there[n])] for n in names}
         ways = {name: int(by_theta < by_value) for name, (by_value, by_theta) in bent.items()}
         self.guide.facts.unconstrained = [name for name, way in ways.items() if way]
-        slopes = [here[name][way] for name, way in ways.items()]
-        moves = towards(torch.cat([found.dense(p) for p in found.eta]), torch.cat(slopes, -1), _LEAST).to(mode)
-        return dict(zip(ways, moves.detach().split([slope.shape[-1] for slope in slopes], -1)))
-
-    def _slopes(self, nested: Nested, found: Predictors, theta: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By hyperparameter that moves the predictors at θ, their slopes by its value and by θ, ``(N, V)``."""
-        eta, slopes = torch.cat(list(found.eta.values())), {}
-        total = eta @ torch.linspace(1, 2, len(eta)).to(eta)  # one way back says of most programs that none does
-        (moved,) = torch.autograd.grad(total, theta, retain_graph=True, materialize_grads=True)
-        every = jacobian(eta, theta).detach() if moved.any() else moved
-        for name, rows in slices({n: shape.numel() for n, shape in nested.hyper.items()}).items():
-            if name in self.guide.facts.coupled and moved[rows].any():
-                # ∂η/∂v = ∂η/∂θ (∂v/∂θ)⁺
-                by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
-                slopes[name] = (torch.linalg.pinv(by_theta) @ every[rows]).mT, every[rows].mT
-        return slopes
+        return {name: here[name][way].mT for name, way in ways.items()}
 
 
 def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

@@ -132,8 +132,9 @@ def parameters(fn: Any) -> dict[str, Tensor]:
     """The tensors that a distribution of single numbers is made of, by the names that its constructor has for them."""
     fn = bare(fn)
     names = list(getattr(fn, "arg_constraints", ()))
-    if "probs" in names and "logits" in names:  # one is made of the other
-        names.remove("logits" if "probs" in vars(fn) else "probs")
+    for one, other in (("probs", "logits"), ("gate", "gate_logits")):  # one is made of the other
+        if one in names and other in names:
+            names.remove(other if one in vars(fn) else one)
     found = {name: getattr(fn, name, None) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
