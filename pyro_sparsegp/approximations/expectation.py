@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..bases import Basis
 from ..gaussians import from_natural, seen_from, weighted_gram
+from ..gaussians.sites import Sites
 from ..modules import AbstractModule
 from ..numerics.linalg import over_lower
 from ..posterior.sparse_posterior import SparsePosterior
@@ -86,44 +87,27 @@ class ExpectationGP(AbstractModule):
         return rows @ self.anchor if self.anchor.numel() else rows
 
     @torch.no_grad()
-    def keep_all(self, phi: Tensor, anchor: Optional[Tensor], precision: Tensor, linear: Tensor) -> None:
-        """Take over sites of all data at once."""
-        self.precision, self.linear = precision, linear
-        self.gram, self.pull = self.sums(phi, precision, linear)
+    def put(self, index: Optional[Tensor], num: int, sites: Sites, anchor: Optional[Tensor]) -> None:
+        """Put sites, at features under ``anchor``, in the place of those that some data had; the sums stay.
+
+        :param index: the data's row numbers, distinct, ``(B,)``; ``None`` for all.
+        :param num: how many data there are; those without sites have none refined yet.
+        """
+        phi, anchor = sites.inputs, sites.inputs.new_zeros(0, 0) if anchor is None else anchor
         # υ = L⁻ᵀφ: rows ΦL⁻¹
-        self.rows = phi if anchor is None else over_lower(phi, anchor)
-        self.anchor = phi.new_zeros(0, 0) if anchor is None else anchor
-
-    @torch.no_grad()
-    def keep_some(self, index: Tensor, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the sites of some data in the place of those they had.
-
-        :param index: their row numbers, distinct, ``(B,)``.
-        :param phi: their features under the L of :attr:`gram`.
-        :returns: what this adds to P, ``(..., M, M)``, and to Pm, ``(..., M)``: still to be added.
-        """
-        # P ← P + Σ νφφᵀ − Σ ν₀φ₀φ₀ᵀ: what is taken away is what was added, φ₀ = Lᵀυ with the υ of then.
-        old = self.features_of(self.rows[..., index, :])
-        gram = weighted_gram(phi, precision) - weighted_gram(old, self.precision[..., index])
-        pull = phi.mT @ linear[..., None] - old.mT @ self.linear[..., index, None]
-        self.rows[..., index, :] = over_lower(phi, self.anchor) if self.anchor.numel() else phi
-        self.precision[..., index] = precision
-        self.linear[..., index] = linear
-        return gram, pull[..., 0]
-
-    @torch.no_grad()
-    def make_room(self, num: int, phi: Tensor, anchor: Optional[Tensor]) -> None:
-        """Have sites for ``num`` data, none of them refined yet, seen from ``anchor``.
-
-        :param phi: features of some of them: of their shape but for the number.
-        """
-        self.precision = phi.new_zeros(*self.batch_shape, num)
-        self.linear = torch.zeros_like(self.precision)
-        self.gram, self.pull = torch.zeros_like(self.gram), torch.zeros_like(self.pull)
-        self.rows = phi.new_zeros(*phi.shape[:-2], num, phi.shape[-1])
-        self.fingerprints = self.fingerprints[:, :0]
-        if anchor is not None:
-            self.anchor = anchor
+        rows = over_lower(phi, anchor) if anchor.numel() else phi
+        if index is None:
+            self.precision, self.linear, self.rows = sites.precision, sites.linear, rows
+        else:
+            if self.empty:
+                self.precision = phi.new_zeros(*self.batch_shape, num)
+                self.linear = torch.zeros_like(self.precision)
+                self.rows = phi.new_zeros(*phi.shape[:-2], num, phi.shape[-1])
+                self.fingerprints = self.fingerprints[:, :0]
+            self.rows[..., index, :] = rows
+            self.precision[..., index] = sites.precision
+            self.linear[..., index] = sites.linear
+        self.anchor = anchor
 
     @torch.no_grad()
     def look_from(self, anchor: Optional[Tensor]) -> None:

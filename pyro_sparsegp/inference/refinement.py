@@ -17,7 +17,15 @@ from torch import Tensor
 from ..approximations.expectation import ExpectationGP
 from ..gaussians.sites import Sites, update
 from ..guide import AutoSparseGP
-from ..numerics.linalg import NumericalWarning, over_upper, row_squares, side_by_side, solve_lower, variance_floor
+from ..numerics.linalg import (
+    NumericalWarning,
+    over_upper,
+    plus_one,
+    row_squares,
+    side_by_side,
+    solve_lower,
+    variance_floor,
+)
 from ..numerics.rows import fingerprints
 from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..process import GaussianProcess
@@ -171,7 +179,7 @@ class SiteRun:
         self.exact = exact & ((at.mean - top).abs() < small * at.variance.sqrt())
 
     def _sums(self, sites: Sites) -> tuple[Tensor, Tensor]:
-        """P = I + Σ νφφᵀ and Σ bφ of all data, with these sites of the data given."""
+        """P − I = Σ νφφᵀ and Σ bφ of all data, with these sites of the data given."""
         module, old = self.module, self.sites
         # Of a mini-batch, P changes by what its sites have changed: Σ νφφᵀ of other data stays as it is.
         gram, pull = module.sums(sites.inputs, sites.precision, sites.linear)
@@ -179,14 +187,12 @@ class SiteRun:
             held = module.sums(old.inputs, old.precision, old.linear)
             gram, pull = gram - held[0], pull - held[1]
         gram, pull = self.method.workers.sum(gram, pull)
-        if self.index is not None:
-            gram, pull = module.gram + gram, module.pull + pull
-        return gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), pull
+        return (gram, pull) if self.index is None else (module.gram + gram, module.pull + pull)
 
     def _find_posterior(self) -> None:
         """q's mean, the factor of its precision and its log normaliser."""
         gram, pull = self._sums(self.sites)
-        self.factor, info = torch.linalg.cholesky_ex(gram)
+        self.factor, info = torch.linalg.cholesky_ex(plus_one(gram))
         if self._any(info):
             # Without the negative sites q exists: test_negative_precisions_that_outweigh_the_rest_are_cut.
             self.progress.cut += 1
@@ -207,7 +213,7 @@ class SiteRun:
                 module.precision, module.linear = kept.precision, kept.linear
                 self._resum()
             gram, pull = self._sums(self.sites)
-            self.factor = torch.linalg.cholesky(gram)
+            self.factor = torch.linalg.cholesky(plus_one(gram))
         # Eq. 12 and 13 in w: S = P⁻¹ and m = P⁻¹Σ bφ.
         self.loc = torch.cholesky_solve(pull[..., None], self.factor)[..., 0]
         self.log_normaliser = log_normaliser_of(self.factor, self.loc, pull)
@@ -274,7 +280,7 @@ class SiteRun:
                 old.precision + kept * (new.precision - old.precision),
                 old.linear + kept * (new.linear - old.linear),
             )
-            factor, info = torch.linalg.cholesky_ex(self._sums(found)[0])
+            factor, info = torch.linalg.cholesky_ex(plus_one(self._sums(found)[0]))
             spread = row_squares(over_upper(found.inputs, factor))
             valid = is_valid(1 - self.method.power * found.precision * spread, spread, found.inputs).all()
             if not self._any((info != 0).any() | ~valid):
@@ -299,19 +305,13 @@ class SiteRun:
     @torch.no_grad()
     def keep(self, sites: Sites, progress: Progress) -> None:
         """Have the module keep the sites of the data given."""
-        module, anchor = self.module, None if self.anchor is None else self.anchor.detach()
-        rows, precision, linear = sites.inputs, sites.precision, sites.linear
-        if self.index is None:
-            module.keep_all(rows, anchor, precision, linear)
-            module.gram, module.pull = self.method.workers.sum(module.gram, module.pull)
-            if self.given is not None:
-                module.fingerprints = self.given
-        else:
-            if module.empty:
-                module.make_room(self.num, rows, anchor)
-            gram, pull = self.method.workers.sum(*module.keep_some(self.index, rows, precision, linear))
-            module.gram, module.pull = module.gram + gram, module.pull + pull
-            progress.seen += rows.shape[-2]
+        module = self.module
+        module.gram, module.pull = self._sums(sites)
+        module.put(self.index, self.num, sites, None if self.anchor is None else self.anchor.detach())
+        if self.given is not None:
+            module.fingerprints = self.given
+        if self.index is not None:
+            progress.seen += sites.inputs.shape[-2]
             if progress.seen >= self.num:  # rounding errors of the running sums
                 progress.seen = 0
                 self._resum()
