@@ -94,7 +94,7 @@ class GaussianProcess(TorchDistribution):
             raise ValueError(
                 f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {type(mean).__name__}"
             )
-        # k[-1] reads the last column, whose number is known only here: test_kernels.py, "reads column -1".
+        # k[-1] reads the last column, whose number is known only here: test_kernels.py, "does not fit x".
         try:
             self.kernel = self.kernel.on_columns(x.shape[-1])
         except ValueError as error:

@@ -304,25 +304,20 @@ class Select(_Modified):
         if isinstance(dims, slice) and dims.stop is not None and min(dims.stop, dims.start or 0) >= 0:
             dims = range(dims.stop)[dims]
         if not isinstance(dims, slice):
-            dims = (int(dims),) if isinstance(dims, (int, numbers.Integral)) else tuple(map(int, dims))
-            if not dims or len(set(dims)) < len(dims):
-                raise ValueError(f"k[dims] needs distinct column numbers, got {dims}")
+            dims = tuple(map(int, [dims] if isinstance(dims, (int, numbers.Integral)) else dims))
         self._dims: Union[slice, tuple[int, ...]] = dims
 
     @property
     def dims(self) -> Any:
         """The columns' numbers, a tuple; ``None`` where they are not known before the inputs are."""
-        return None if isinstance(self._dims, slice) or min(self._dims) < 0 else self._dims
+        return None if isinstance(self._dims, slice) or min(self._dims, default=0) < 0 else self._dims
 
     def _numbers(self, num: int) -> tuple[int, ...]:
         # The numbers of the columns, of num.
         dims = self._dims
         found = tuple(range(num)[dims]) if isinstance(dims, slice) else tuple(d + num * (d < 0) for d in dims)
-        if not found or len(set(found)) < len(found):
-            raise ValueError(f"k[{self._written}] needs distinct columns, of the inputs' {num} it reads {found}")
-        outside = [dim for dim in found if not 0 <= dim < num]
-        if outside:
-            raise ValueError(f"k[{self._written}] reads column {outside[0]}, the inputs have {num}")
+        if not 0 < len(found) == len({*found} & {*range(num)}):
+            raise ValueError(f"k[{self._written}] needs distinct columns of the inputs' {num}, it reads {found}")
         return found
 
     @property
