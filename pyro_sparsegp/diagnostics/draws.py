@@ -21,12 +21,13 @@ from torch import Tensor
 
 from ..approximations.optimal import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
-from ..guide.runs import LARGEST_JOINT, Conditions
+from ..guide.runs import LARGEST_JOINT
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs, Call
+from ..program.checks import require_sizes
 from ..program.dependence import COUPLED
 from ..program.mapping import in_blocks
-from ..program.traces import bare, is_observation, sample_sites, whole_plates, without_event
+from ..program.traces import bare, is_observation, sample_sites, without_event
 from .densities import Densities, DensityReader, Moments
 
 _ROWS = 8192  # whose features are held in memory at once
@@ -182,7 +183,6 @@ class GuideSource(Source):
         self.model = guide.model
         self.apart = guide.has_random_latents
         self.sites: dict[str, Any] = {}
-        self._conditions: Optional[Conditions] = None  # of a draw before, where no latent is drawn
         self.families = {name: spec["family"] for name, spec in structure.gps.items()}
         self.data = [name for name, num in structure.rows.items() if num]
         self.observed = list(structure.rows)
@@ -230,9 +230,9 @@ class GuideSource(Source):
         guide, messenger = self.guide, cast(Any, Messenger())
         messenger._pyro_sample = partial(self._at_training_rows, draw)
         try:
-            with pyro.validation_enabled(False), whole_plates(), poutine.block(), messenger:
-                run = guide.run_on(self.args, self.kwargs, True, self._conditions)
-            self._conditions = None if self.apart else run.conditions
+            with pyro.validation_enabled(False), poutine.block(), messenger:
+                run = guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
+            require_sizes(run.trace)
             return *guide.get_traces(), sites_of(run.trace)
         finally:
             guide.trace = poutine.Trace()

@@ -122,31 +122,19 @@ class AutoSparseGP(SavedGuide):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
-        if self._asked is None:
-            return self.run_on(args, kwargs).values
-        vars(self)["_answer"] = self._asked(args, kwargs)
-        return {}
-
-    def run_on(
-        self, args: tuple, kwargs: dict[str, Any], new: bool = False, conditions: Optional[Conditions] = None
-    ) -> Posteriors:
-        """A run for draws.
-
-        :param new: whether the rows are new, whatever they are.
-        :param conditions: of a run before; by default latents are drawn anew.
-        """
+        if self._asked is not None:
+            vars(self)["_answer"] = self._asked(args, kwargs)
+            return {}
         self.prepare(*args, **kwargs)
-        rows, conditions = (rows_of(self, args, kwargs), conditions) if conditions else self._given(args, kwargs)
+        rows, conditions = self._given(args, kwargs)
         asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
         has_data = not asks or observes(self.model, self.facts.rows, self.like, args, kwargs)
         require_refined(self.modules_by_site(), not has_data)
-        most = LARGEST_JOINT if new or rows.fewer else 0
-        if new or not has_data:
-            rows = replace(rows, same=False, new=True)
-        joint_up_to = most if new or self.training else torch.inf
+        joint_up_to = (LARGEST_JOINT if rows.fewer else 0) if self.training else torch.inf
+        rows = rows if has_data else replace(rows, same=False, new=True)
         run = Posteriors(self, conditions, rows, sums_out=has_data, joint_up_to=joint_up_to)
         self._perform(run, args, kwargs)
-        return run
+        return run.values
 
     def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
         rows = rows_of(self, args, kwargs)
@@ -226,11 +214,11 @@ class AutoSparseGP(SavedGuide):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         """
         args, kwargs = self._or_of_training("posterior", args, kwargs)
-        return self._predicted(args, kwargs, at_medians=True, draws_data=False).posteriors
+        return self.run_at(args, kwargs, at_medians=True, draws_data=False).posteriors
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
-        return self._predicted(args, kwargs, joint_up_to=torch.inf if joint else -1).values
+        return self.run_at(args, kwargs, joint_up_to=torch.inf if joint else -1).values
 
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> list[dict[str, Tensor]]:
         """Draws of every site at new inputs, a dictionary for each draw. Subsampling is off. Latents under the
@@ -283,14 +271,16 @@ class AutoSparseGP(SavedGuide):
             self.prepare(*args, **kwargs)
         require_refined(self.modules_by_site())
 
-    def _predicted(self, args: tuple, kwargs: dict[str, Any], at_medians: bool = False, **asked: Any) -> Posteriors:
+    def run_at(
+        self, args: tuple, kwargs: dict[str, Any], at_medians: bool = False, sums_out: bool = False, **asked: Any
+    ) -> Posteriors:
         """A run at new rows; latents of single rows are known if these are all the data of training."""
         self._ready(args, kwargs)
         relation = self.relation(args, kwargs) if self.local_latents else None
         rows = Rows(same=False, inputs=relation is not None and relation.same, new=True)
         conditions = conditions_now(self, at_medians, rows.inputs)
         with unrecorded(same=False, learns=False), whole_plates():
-            run = Posteriors(self, conditions, rows, at_medians, sums_out=False, **asked).perform(args, kwargs)
+            run = Posteriors(self, conditions, rows, at_medians, sums_out=sums_out, **asked).perform(args, kwargs)
         note_rows(self, run)
         return run
 
