@@ -96,13 +96,14 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     run = _UnderLatents(guide, at_medians=median, reads=reads)
     with unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
         run.perform(args, kwargs)
-    if same and guide.takes_batches and core.data is not None and holds_part(run.trace):
-        return condition(guide, replace(rows, same=False), args, kwargs)  # the rows it knows, as a batch of more
+    if holds_part(run.trace):
+        if same and guide.takes_batches and core.data is not None:
+            return condition(guide, replace(rows, same=False), args, kwargs)  # the rows it knows, as a batch of more
+        name, module = next(iter(guide.site_modules().items()))
+        require_full_batch(name, module.family["name"], run.trace)
     if same and learns:
         core.data = core.data or TrainingData(guide.model, args, kwargs)
         core.data.args, core.data.kwargs = args, kwargs
-    for name, module in guide.site_modules().items():
-        require_full_batch(name, module.family["name"], run.trace)
     reader = Reader(held_runs(guide.model, run.trace, args, kwargs), core.facts, _closed(core, run))
     with torch.set_grad_enabled(learns):
         readings = _read(guide, reader, kept, run, rows)
@@ -128,7 +129,7 @@ def _read(
     met = {name: process for name, process in run.processes.items() if name in names}
     readings = {name: SiteReading(name, process, guide.module_of(name), reader) for name, process in met.items()}
     for reading in readings.values():
-        if reading.alone and reading.name in run.moves:
+        if reading.name in run.moves:
             _read_off(reading, run, learns)
         else:
             left.append(reading)
