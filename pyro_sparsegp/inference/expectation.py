@@ -25,6 +25,7 @@ from ..program.dependence import ELEMENTWISE, NONE
 from ..program.handlers import held_runs
 from ..program.terms import Owners, Terms
 from ..warned import without
+from .distributed import agree
 from .quadrature import own_guide
 from .refinement import Progress, SiteRun
 
@@ -173,6 +174,9 @@ class ExpectationPropagation:
         with torch.set_grad_enabled(train), poutine.trace(param_only=True) as capture:
             guide.prepare(*args, **kwargs)
             self._check_fit()
+            if not self._agreed:
+                agree(guide, self.workers.group)
+                self._agreed = True
             run = Priors(guide, rows=rows_of(guide, args, kwargs), at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
             require_sizes(trace)
@@ -186,10 +190,6 @@ class ExpectationPropagation:
         part = next((run.index for run in runs if run.index is not None), None)
         sites: Any = capture.trace.nodes
         parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))
-        if self.workers.num > 1 and not self._agreed:
-            self._agreed = True
-            self.workers.agree(parameters)
-            return self._work(args, kwargs, indices, sweeps, train)
         # With sites that say nothing yet, log Z tells more of the prior than of the data.
         untouched = self.schedule == "inner" and part is None and any(run.module.empty for run in runs)
         loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, part is None, call)
