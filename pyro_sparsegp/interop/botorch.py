@@ -14,6 +14,7 @@ from torch import Tensor
 from ..guide import AutoSparseGP
 from ..numerics.linalg import cholesky, solve_lower
 from ..numerics.shapes import broadcast_shapes
+from ..posterior.drawing import by_groups
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.traces import bare
 
@@ -27,8 +28,6 @@ except ImportError as error:
     raise ImportError("pyro_sparsegp.interop.botorch needs BoTorch: pip install botorch") from error
 
 __all__ = ["Model"]
-
-_ROWS = 256  # whose covariance is formed at once
 
 
 def _inputs_alone(x: Tensor) -> tuple[Any, ...]:
@@ -311,17 +310,10 @@ def _blocks(posterior: SparsePosterior, q: int) -> Tensor:
     """The covariances of each q consecutive values, ``(..., N/q, q, q)``."""
     if q == 1:
         return posterior.variance[..., None, None]
-    x, parts = posterior.process.x, []
-    step = q * max(1, _ROWS // q)
-    for start in range(0, x.shape[-2], step):
-        rows = slice(start, start + step)
-        change = posterior.coefficients.covariance_change([phi[..., rows, :] for phi in posterior.features])
-        whole = posterior.process.kernel(x[..., rows, :]) + change
-        num = whole.shape[-1] // q
-        apart = whole.reshape(*whole.shape[:-2], num, q, num, q)
-        parts.append(apart.diagonal(dim1=-4, dim2=-2).movedim(-1, -3))
-    found = torch.cat(parts, -3)
-    return found.expand(*posterior.batch_shape, *found.shape[-3:])
+    dims = len(posterior.batch_shape)
+    x, phi = by_groups(posterior.process.x, q, dims), [by_groups(block, q, dims) for block in posterior.features]
+    found = posterior.process.kernel(x) + posterior.coefficients.covariance_change(phi)
+    return found.expand(len(x), *posterior.batch_shape, q, q).movedim(0, -3)
 
 
 def _require_noise(noise: Any) -> None:

@@ -142,9 +142,9 @@ class GroupedSite(ExpectedSite):
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of each group's values, ``(*sample_shape, ..., N)``, in O(NG²) for groups of G."""
         shape = torch.Size(sample_shape) + self._batch_shape
-        x = self._grouped(self.process.x, len(shape))
+        x = by_groups(self.process.x, self.group, len(shape))
         num, size = x.shape[0], x.shape[-2]
-        phi = [self._grouped(block, len(shape)) for block in self.features]
+        phi = [by_groups(block, self.group, len(shape)) for block in self.features]
         prior = self.process.kernel(x)
         scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
         # Patches that are alike, such as empty ones, leave a singular matrix with the rounding of k − ΦΦᵀ.
@@ -157,10 +157,11 @@ class GroupedSite(ExpectedSite):
             value = value + _each(block, w)
         return self.process.mean_at(self.process.x) + value.movedim(0, -2).flatten(-2)
 
-    def _grouped(self, rows: Tensor, dims: int) -> Tensor:
-        # (..., N, R) as (groups, ..., G, R), with dims dimensions between.
-        groups = rows.unflatten(-2, (-1, self.group)).movedim(-3, 0)
-        return groups.reshape(groups.shape[0], *[1] * (dims + 3 - groups.dim()), *groups.shape[1:])
+
+def by_groups(rows: Tensor, size: int, dims: int) -> Tensor:
+    """``(..., N, R)`` as ``(groups, ..., size, R)``, with so many dimensions between."""
+    groups = rows.unflatten(-2, (-1, size)).movedim(-3, 0)
+    return groups.reshape(groups.shape[0], *[1] * (dims + 3 - groups.dim()), *groups.shape[1:])
 
 
 def _each(matrix: Tensor, v: Tensor) -> Tensor:
