@@ -59,7 +59,14 @@ def test_sbc_of_hyperparameters_and_refusals():
     assert all(((array > 0) & (array < 1)).all() for array in tree["prior_sbc"].data_vars.values())
     refused(r"observed names \['z'\]", diagnostics.sbc, regression, fit, x, observed={"z": "y"}, **options)
     refused("could not be called", diagnostics.sbc, regression, fit, x, observed={"y": "target"}, **options)
-    refused("must return a fitted", diagnostics.sbc, regression, lambda x, y: 3, x, **options)
+    refused(
+        "trains and returns a new guide; function returned int",
+        diagnostics.sbc,
+        regression,
+        lambda x, y: 3,
+        x,
+        **options,
+    )
     refused("num_samples must be a whole number of at least 1", diagnostics.sbc, regression, fit, x, num_samples=0)
     refused("sbc cannot call the model: .*'processes'", diagnostics.sbc, regression, fit, x, processes=2)
 

@@ -193,7 +193,7 @@ def test_what_stands_in_the_wrong_place_is_named():
         (lambda: diagnostics.prior_predictive(guide, x), first),
         (lambda: diagnostics.sbc(guide, lambda x, y: guide, x), first),
         (lambda: diagnostics.prior_predictive(svi, x), "got SVI in its place"),
-        (lambda: diagnostics.sbc(gaussian, guide, x), "fit must be a function.*got AutoSparseGP"),
+        (lambda: diagnostics.sbc(gaussian, guide, x), "fit must be a function.*AutoSparseGP returned dict"),
         (lambda: diagnostics.sbc(gaussian, lambda x, y: guide), "sbc cannot call the model: missing.*'x'"),
         (lambda: diagnostics.to_datatree(gaussian, guide), "cannot call the model: missing.*'x'.*training data"),
         (lambda: diagnostics.to_datatree(gaussian, posterior["f"], x, y), "got Site.*give the guide"),

@@ -63,11 +63,6 @@ def sbc(
     """
     order = "then the fitting function, then the model's arguments without data: (model, fit, x)"
     require_call("sbc", order, model, args, kwargs)
-    if not callable(fit) or guide_of(fit) is not None:
-        raise ValueError(
-            "sbc's fit must be a function of the model's arguments and the data that makes and trains a new guide, got "
-            f"{type(fit).__name__}"
-        )
     require_count(num_simulations, "num_simulations")
     require_count(num_samples, "num_samples")
     require_count(rows, "sbc's rows")
@@ -104,7 +99,10 @@ def _ranks(
         ) from error
     guide = guide_of(result)
     if guide is None:
-        raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {type(result).__name__}")
+        raise ValueError(
+            "sbc's fit must be a function of the model's arguments and the data that makes, trains and returns a new "
+            f"guide; {type(fit).__name__} returned {type(result).__name__}"
+        )
     # At the training inputs, of the model without data: latents of single rows have no draws of theirs there.
     draws = predict(source.model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
     plates = {name: {frame.name for frame in site["cond_indep_stack"]} for name, site in source.sites.items()}
