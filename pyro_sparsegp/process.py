@@ -280,8 +280,9 @@ def _require_inputs(x: Any) -> None:
         f"must have shape (N, D), got {shape}; for one column write x[:, None].": x.dim() < 2,
         f"must have at least one row and one column, got {shape}": 0 in shape[-2:],
     }
-    for why in (why for why, wrong in faults.items() if wrong):
-        raise ValueError(f"GaussianProcess's x {why}")
+    for why, wrong in faults.items():
+        if wrong:
+            raise ValueError(f"GaussianProcess's x {why}")
 
 
 def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -> None:

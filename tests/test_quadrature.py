@@ -15,7 +15,6 @@ from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, OrthogonalInducing
-from pyro_sparsegp.inference.axes import quadrature_axes
 from pyro_sparsegp.program.facts import Structure
 
 from .models import (
@@ -137,7 +136,7 @@ def _structure(dependence, shapes=None, inner=(), interactions=()):
     ],
 )
 def test_axes(structure, axes):
-    assert quadrature_axes(structure) == axes
+    assert structure.axes() == axes
 
 
 def test_vector_valued_softmax_and_separate_outputs():
@@ -150,7 +149,7 @@ def test_vector_valued_softmax_and_separate_outputs():
             return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
 
     guide = fitted(softmax, x, label)
-    assert quadrature_axes(guide.structure) == {"f": (0, 1)}
+    assert guide.structure.axes() == {"f": (0, 1)}
     sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=40)
     assert abs(TraceQuadrature_ELBO(15).loss(softmax, guide, x, label) - sampled[0]) < 5 * sampled[1]
 
@@ -160,7 +159,7 @@ def test_vector_valued_softmax_and_separate_outputs():
             return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
 
     guide = fitted(separate, x, torch.stack([y, -y, 2 * y]))
-    assert quadrature_axes(guide.structure) == {"f": (0,)}
+    assert guide.structure.axes() == {"f": (0,)}
     with pytest.warns(UserWarning, match="more than 2 function values.*Monte Carlo"):
         fitted(lambda x, y=None: softmax(x, y, 3), x, label, steps=2)
 

@@ -125,7 +125,7 @@ def passed(step) -> tuple[set[str], int]:
 
 @pytest.mark.parametrize(
     ("family", "independent", "most_files", "most_calls"),
-    [("SVGP", True, 37, 417), ("SGPR", True, 39, 505), ("SVGP", False, 39, 465)],
+    [("SVGP", True, 36, 356), ("SGPR", True, 38, 436), ("SVGP", False, 38, 403)],
 )
 def test_a_step_passes_few_files(family, independent, most_files, most_calls):
     model = Counted(1)

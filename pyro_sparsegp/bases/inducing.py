@@ -55,7 +55,8 @@ class InducingFeatures(CrossFeatures):
         return side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        if [type(part) for part in self._joined] == [Values] and self.z is x:
+        first, *others = self._joined
+        if type(first) is Values and first.z is x and not others:
             return [self.factor]  # K_ZZ L⁻ᵀ = L, but for the jitter
         cross = self.covariance_with(x)
         phi = over_upper(cross, self.factor) if self._whitened is None else self._whitened(cross)
@@ -130,7 +131,7 @@ class InducingPoints(Basis):
                 setattr(self, f"variables_{i}", z)
                 continue
             # inputs in their units: an optimiser moves a parameter by some rate a step
-            z = z.detach().clone() if (unit := self._unit(i)) is None else z.detach() / unit
+            z = z.detach().clone() if (unit := None if self.of_source[i] else self.unit) is None else z.detach() / unit
             if trainable:
                 setattr(self, f"inputs_{i}", PyroParam(z))
             else:
@@ -138,10 +139,6 @@ class InducingPoints(Basis):
 
     def _keep(self, name: str, values: Any, like: Tensor, dtype: torch.dtype) -> None:
         self.register_buffer(name, None if values is None else torch.tensor(values).to(like.device, dtype), False)
-
-    def _unit(self, i: int) -> Optional[Tensor]:
-        # The unit of a set's inputs, (d,).
-        return None if self.units is None or self.of_source[i] else self.unit
 
     @classmethod
     def chosen(
@@ -224,7 +221,7 @@ class InducingPoints(Basis):
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
         found = []
         for i in range(len(self.sizes)):
-            z, unit = getattr(self, f"inputs_{i}", None), self._unit(i)
+            z, unit = getattr(self, f"inputs_{i}", None), None if self.of_source[i] else self.unit
             found.append(getattr(self, f"variables_{i}") if z is None else z if unit is None else z * unit)
         return found
 

@@ -232,7 +232,7 @@ class GuideSource(Source):
         try:
             with pyro.validation_enabled(False), poutine.block(), messenger:
                 run = guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
-            require_sizes(run.trace)
+            require_sizes(run.sites)
             return *guide.get_traces(), sites_of(run.trace)
         finally:
             guide.trace = poutine.Trace()

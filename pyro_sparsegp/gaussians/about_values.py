@@ -137,6 +137,7 @@ class AboutValues(Natural):
     loc: Any
     seat: Tensor
     _stack: Stack  # of the blocks that turn by themselves
+    _is_known: bool  # whether q is given by its S, which is quicker where it is small: one covariance, without copies
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like, rate)
@@ -203,11 +204,6 @@ class AboutValues(Natural):
         :param rate: ρ, as for :meth:`Natural.step`; ``weight``: c.
         """
 
-    @property
-    @abstractmethod
-    def _is_known(self) -> bool:
-        """Whether q is given by its S, which is quicker where it is small: one covariance, without copies."""
-
     # How q is given.
 
     def anchor_of(self, features: Any) -> Any:
@@ -224,9 +220,11 @@ class AboutValues(Natural):
             return self._made(seat, level, False)[0]
         # The step starts from what is given here, under the L of this run.
         held = None if seat is None else seat.detached, None if level is None else level.detach()
-        self._level_out(*held)
+        if self.is_tilted:
+            self._level_out(*held)
         q, seen = self._made(seat, level, self._is_known and (seat is None or seat.has_turn))
-        base = Seen(side_by_side(q.loc).detach(), None, tuple(part.detach() for part in seen.parts), *held)
+        loc = side_by_side([factor.loc for factor in q.factors])
+        base = Seen(loc.detach(), None, tuple(map(Tensor.detach, seen.parts)), *held)
         return Recorded(q, record.new(self, base))
 
     def _made(self, seat: Optional[Seat], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
@@ -253,12 +251,11 @@ class AboutValues(Natural):
 
     @torch.no_grad()
     def _level_out(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> None:
-        """Have the sums alone say what plain gradients have made of q."""
-        if self.is_tilted:
-            seen = self._seen_from(seat, level)
-            q = self._given(seen)
-            self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat, level)
-            self._end_tilt()
+        """Have the sums alone say what plain gradients have made of a q that is tilted."""
+        seen = self._seen_from(seat, level)
+        q = self._given(seen)
+        self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat, level)
+        self._end_tilt()
 
     def _put(self, loc: Tensor, parts: Parts, seat: Optional[Seat], level: Optional[Tensor] = None) -> None:
         self._set("loc", loc)
@@ -287,11 +284,9 @@ class AboutValues(Natural):
         # test_gradients_that_are_not_finite_change_nothing, test_a_step_without_a_factor_is_left_out
         # (a P̂ that is not finite has no factor): 0 times a number that is finite is 0
         fine = (0 * moved.sum(-1) == failed) & (rate > 0)
-
-        def chosen(new: Tensor, old: Tensor) -> Tensor:
-            return torch.where(fine.view(fine.shape + (1,) * (old.dim() - fine.dim())), new, old)
-
-        self._put(chosen(moved, loc), tuple(map(chosen, new, parts)), base.seat, base.level)
+        pairs = zip((moved, *new), (loc, *parts))
+        kept = [torch.where(fine.view(fine.shape + (1,) * (b.dim() - fine.dim())), a, b) for a, b in pairs]
+        self._put(kept[0], tuple(kept[1:]), base.seat, base.level)
 
     def _aim(self, taken: Pass, gram: Tensor, rate: Tensor, weight: Tensor) -> tuple[Tensor, Optional[Tensor]]:
         """Ĝ = P̂ − I, and where negative curvatures are cut.
@@ -325,7 +320,8 @@ class AboutValues(Natural):
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
         """G = P − I and r = Pm under L; those of the prior, 0, where no step has been taken: a start is a guess."""
         seat = self._seat(anchor)
-        self._level_out(seat)
+        if self.is_tilted:
+            self._level_out(seat)
         seen = self._seen_from(seat)
         # r = P(a + P⁻¹b)
         pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0]

@@ -119,20 +119,20 @@ class DrawnGaussian(Natural):
     def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
         root, loc = self.root, self.loc.data
         unit = weight / len(loc)  # every latent has told the weight
-        for noise, by_value in taken.drawn():
-            for share, own, grad in by_draws(noise, by_value):
+        for noise, value in taken.draws:
+            for share, own, grad in by_draws(noise, value.grad) if value.grad is not None else ():
                 # Rᵀ∂: densities of q(θ) given the draw are constants of ε, whose part by R is told here.
                 pull = _bounded(root.mT @ (grad / unit), rate)
                 # a ← a − ρRe
-                loc = loc - share * (root @ pull)
-                # R tril½(eεᵀ): sums of the columns from each one on.
+                loc = torch.addmv(loc, root, pull, alpha=-share)
+                # R tril½(eεᵀ), lower triangular: sums of the columns from each one on.
                 along = root * pull
                 below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
                 # R tril½(eεᵀ)/(1 + εᵀε)
                 change = below * (own / (1 + own.square().sum()))
                 # no entry of R's diagonal more than halves: R stays a root
                 shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)
-                self.root = self.root - share * (change * (0.5 / shrink)).tril()
+                self.root = self.root - change * (0.5 * share / shrink)
         self._set("loc", loc)
 
 

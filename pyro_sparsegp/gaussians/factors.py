@@ -123,7 +123,7 @@ class _Moments(Function):
     @once_differentiable
     def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
         phi, loc, scaled = ctx.saved_tensors
-        a, c = (phi.new_zeros(len(phi)) if grad is None else grad for grad in (a, c))
+        a, c = phi.new_zeros(len(phi)) if a is None else a, phi.new_zeros(len(phi)) if c is None else c
         needs = ctx.needs_input_grad
         by_covariance = gram(phi, phi * c[:, None]) if needs[2] else None
         return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_covariance

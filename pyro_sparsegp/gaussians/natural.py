@@ -59,7 +59,7 @@ class NaturalGaussian(AboutValues):
         self.layout = [(factor, tuple(group)) for factor, group in kind.layout(len(self.sizes))]
         self.slices = slices(self.sizes, [group for _, group in self.layout])  # the coefficients of each factor
         num = sum(self.sizes)
-        self._stack = Stack([num])
+        self._stack, self._is_known = Stack([num]), len(self.layout) == 1 and not self.batch_shape
         self.tilt = torch.nn.Parameter(like.new_zeros(*batch_shape, num, num))
         self.register_buffer("gram", like.new_zeros(*batch_shape, num, num))
         self.register_buffer("level", like.new_zeros(0))  # μ that the sums belong to, (..., M), where it moves
@@ -126,10 +126,6 @@ class NaturalGaussian(AboutValues):
 
     def _gram(self, parts: Parts) -> Tensor:
         return parts[0]
-
-    @property
-    def _is_known(self) -> bool:
-        return len(self.layout) == 1 and not self.batch_shape
 
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """As of others, or what outputs of a network that moved ask for."""

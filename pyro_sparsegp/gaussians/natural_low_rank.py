@@ -66,6 +66,7 @@ class NaturalLowRank(AboutValues):
         self.rank = max(self.sizes) if rank is None else rank
         self.sweeps, self.iterations, self.last_rate = sweeps, iterations, 1.0
         self._stack = stack = Stack(self.sizes)
+        self._is_known = sum(self.sizes) <= _FEW and not self.batch_shape
         square = like.new_zeros(*batch_shape, len(self.sizes), stack.size, stack.size)
         self.low_rank = torch.nn.Parameter(stack.rows(small_columns(self.sizes, batch_shape, self.rank, like)))
         if base:
@@ -165,10 +166,6 @@ class NaturalLowRank(AboutValues):
 
     def _precision_of_draws(self, gram: Tensor) -> Tensor:
         return plus_one(gram)
-
-    @property
-    def _is_known(self) -> bool:
-        return sum(self.sizes) <= _FEW and not self.batch_shape
 
     def _given(self, seen: Seen) -> Product:
         low_rank, block, _ = seen.parts

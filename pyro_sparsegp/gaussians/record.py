@@ -7,6 +7,7 @@ kept and nothing moves: Gaussians are plain functions of their parameters, which
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -74,13 +75,9 @@ class Pass:
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
-        grads = [part.grad for part in self.divergences if part.grad is not None]
-        grads = [grad.sum_to_size(batch_shape) if grad.dim() > len(batch_shape) else grad for grad in grads]
+        num, found = len(batch_shape), self.divergences
+        grads = [g.sum_to_size(batch_shape) if g.dim() > num else g for p in found if (g := p.grad) is not None]
         return sum(grads[1:], grads[0]).expand(batch_shape)
-
-    def drawn(self) -> list[tuple[Tensor, Tensor]]:
-        """w − m of each draw and the gradient by w."""
-        return [(centred, w.grad) for centred, w in self.draws if w.grad is not None]
 
     def slope(self, loc: Tensor) -> Tensor:
         """The gradient by m but for the divergence's: Φᵀg of all rows, and the gradients by draws.
@@ -92,7 +89,10 @@ class Pass:
             if row.mean.grad is not None:
                 # Φᵀg
                 total = total + (row.phi.mT @ row.mean.grad[..., None])[..., 0]
-        return sum((grad.reshape(-1, *loc.shape).sum(0) for _, grad in self.drawn()), total)
+        for _, w in self.draws:
+            if w.grad is not None:
+                total = total + w.grad.reshape(-1, *loc.shape).sum(0)
+        return total
 
     def curvature(self, like: Tensor, precision: Callable[[], Tensor]) -> tuple[Tensor, Optional[Tensor]]:
         """The gradient by S but for the divergence's, ``(..., M, M)``, ΦᵀHΦ of all rows and that by draws; and what is
@@ -107,9 +107,11 @@ class Pass:
             grams.append(phi.mT @ (phi * h[..., None]) if gram is None else gram)
             if is_signed:
                 cuts.append(phi.mT @ (phi * (-h).clamp(min=0)[..., None]))
-        for centred, grad in self.drawn():
+        for centred, w in self.draws:
+            if w.grad is None:
+                continue
             # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
-            one = (grad[..., None] * (precision() @ centred[..., None]).mT).reshape(-1, *like.shape).sum(0)
+            one = (w.grad[..., None] * (precision() @ centred[..., None]).mT).reshape(-1, *like.shape).sum(0)
             grams.append(0.25 * (one + one.mT))
             cuts.append(lift_to(grams[-1].nan_to_num(), 0.0))
         total = sum(grams[1:], grams[0]) if grams else torch.zeros_like(like)
@@ -184,19 +186,17 @@ class Record:
             value.grad = grad
 
     @property
-    def _every(self) -> list[Pass]:
-        return [one for passes in self._passes.values() for one in passes]
-
-    @property
     def rows(self) -> list[Row]:
         """The rows that have a curvature."""
-        return [row for one in self._every for row in one.rows if row.change.grad is not None]
+        every = itertools.chain(*self._passes.values())
+        return [row for one in every for row in one.rows if row.change.grad is not None]
 
     @property
     def largest(self) -> Optional[Tensor]:
         """The largest gradient by means, variances and draws, 0 where no data depend on q; ``None`` without any."""
-        tensors = [w for one in self._every for _, w in one.draws]
-        tensors += [part for one in self._every for row in one.rows for part in (row.mean, row.change)]
+        every = list(itertools.chain(*self._passes.values()))
+        tensors = [w for one in every for _, w in one.draws]
+        tensors += [part for one in every for row in one.rows for part in (row.mean, row.change)]
         found = [part.grad.abs().amax() for part in tensors if part.grad is not None]
         return torch.stack(found).amax() if found else None
 
@@ -207,23 +207,8 @@ class Record:
         :param share: of all rows, those that the evaluation was on.
         """
         for module, passes in self._passes.items():
-            module.take(_whole(passes), share)
-
-
-def _whole(passes: list[Pass]) -> list[Pass]:
-    """The passes that hold a divergence, with what those just before have, of the same q, that do not: a layer below a
-    family on sites is drawn in one run of the guide and held in the next, which has the divergence.
-    """
-    whole: list[Pass] = []
-    for one in reversed(passes):
-        if any(part.grad is not None for part in one.divergences):
-            whole.insert(0, one)
-        elif whole:
-            whole[0].rows += one.rows
-            whole[0].crosses += one.crosses
-            whole[0].draws += one.draws
-            whole[0].by_draws |= one.by_draws
-    return whole
+            # A run whose divergence has no gradient is not of the loss: it was made anew, or mapped.
+            module.take([one for one in passes if any(part.grad is not None for part in one.divergences)], share)
 
 
 _RECORD: ContextVar[Optional[Record]] = ContextVar("record of an evaluation", default=None)

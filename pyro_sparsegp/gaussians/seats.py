@@ -166,11 +166,10 @@ def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
     """L + ηsI, with s² the mean of diag(LLᵀ) over each block, whose units may be far apart."""
     if not softness:
         return anchor.contiguous()
-    parts = anchor.split(list(sizes), -2) if len(sizes) > 1 else (anchor,)
     # by row_squares, whose way back makes one matrix; that of a norm makes three
-    scales = [softness * (row_squares(part).sum(-1) / part.shape[-2]).sqrt() for part in parts]
-    each = [s[..., None].expand(*s.shape, part.shape[-2]) for s, part in zip(scales, parts)]
-    return anchor + torch.diag_embed(side_by_side(each))
+    squares = row_squares(anchor).split(list(sizes), -1)
+    means = side_by_side([part.mean(-1, keepdim=True).expand_as(part) for part in squares])
+    return anchor + torch.diag_embed(softness * means.sqrt())
 
 
 def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor]) -> tuple[Tensor, Tensor]:

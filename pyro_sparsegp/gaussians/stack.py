@@ -66,7 +66,7 @@ class Stack:
 
     def columns(self, x: Tensor) -> Tensor:
         """A vector of all blocks, ``(..., ΣM_b)``, as ``(..., C, M, 1)``."""
-        return self.cut(self.wide(x)[..., None])
+        return self.wide(x).view(*x.shape[:-1], len(self.sizes), self.size, 1)
 
     def blocks(self, whole: Tensor, square: bool = False) -> list[Tensor]:
         """The matrices that :meth:`rows`, or :meth:`squares`, made a stack of."""

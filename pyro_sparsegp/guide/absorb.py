@@ -80,7 +80,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
             raise ValueError("absorb is given no observations: give it the new data, guide.absorb(x, y).")
         if part := holds_part(trace):
             raise ValueError(f"absorb counts each row once, and {part}: give the plate their number, size=len(x).")
-        require_sizes(trace)
+        require_sizes(run.sites)
         # How the densities of the new rows depend on GP sites' values.
         found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated, num_nodes=guide.facts.num_nodes)
         reader = Reader(held_runs(guide.model, trace, args, kwargs), found)
@@ -115,7 +115,7 @@ def _require_sums(guide: KnownGuide) -> None:
     test_expectation_propagation_and_a_joint_q_are_refused.
     """
     facts = guide.facts
-    together = {*facts.field, *facts.intercepts, *guide.local_latents}
+    together = {*facts.field, *facts.intercepts, *facts.local_latents}
     beside = [name for name in facts.latents if name in together]
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
     why += [f"GP sites {group} have one posterior" for group in (*facts.joint, list(facts.field)) if group]

@@ -21,7 +21,7 @@ from pyro import poutine
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..program.traces import repeatable, sample_sites, whole_plates
+from ..program.traces import repeatable, whole_plates
 from .checks import explain_nan
 from .conditions import conditions_now
 from .coupled import able_to_couple
@@ -62,7 +62,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         return [beyond]
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
-        sites = sample_sites(run.trace)
+        sites = run.sites
         data = {name: sites[name]["value"] for name in guide.facts.rows if name in sites}
         is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
         if relation is not None and relation.others and not relation.same and not is_more:

@@ -142,7 +142,7 @@ class AutoSparseGP(SavedGuide):
 
     def _perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
         run.perform(args, kwargs)
-        require_sizes(run.trace)
+        require_sizes(run.sites)
         note_rows(self, run)
         if self.is_training:
             self.row_share = note_step(self, run, args, kwargs)
@@ -276,7 +276,7 @@ class AutoSparseGP(SavedGuide):
     ) -> Posteriors:
         """A run at new rows; latents of single rows are known if these are all the data of training."""
         self._ready(args, kwargs)
-        relation = self.relation(args, kwargs) if self.local_latents else None
+        relation = self.relation(args, kwargs) if self.core.facts.local_latents else None
         rows = Rows(same=False, inputs=relation is not None and relation.same, new=True)
         conditions = conditions_now(self, at_medians, rows.inputs)
         with unrecorded(same=False, learns=False), whole_plates():

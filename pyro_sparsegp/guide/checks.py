@@ -65,7 +65,7 @@ def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, SparsePost
     """Tell of latents that each datum has one of beside f; those that may be a GP's inputs are another matter."""
     found = guide.facts
     most = max(found.rows.values(), default=math.inf)
-    names = [name for name in guide.local_latents if math.prod(found.latents[name]["shape"] or ()) >= most]
+    names = [name for name in found.local_latents if math.prod(found.latents[name]["shape"] or ()) >= most]
     # test_messages.py::test_a_latent_of_each_datum
     if names and not any(posterior.process.x.requires_grad for posterior in posteriors.values()):
         warnings.warn(

@@ -109,7 +109,7 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
         readings = _read(guide, reader, kept, run, rows)
     # What other runs are to have of latents: all of it at the same rows.
     free = free_values(run.trace)
-    shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(guide.local_latents)
+    shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(core.facts.local_latents)
     held = {name: value if learns else value.detach() for name, value in free.items() if name in shared}
     return Conditions(held, readings, run.drawn)
 

@@ -94,7 +94,7 @@ def able_to_couple(guide: KnownGuide, facts: Structure) -> list[str]:
     """The latents whose posterior may be joint with others', in the order of the first call: those that have one value
     for all rows, and no posterior of their own by an overridden ``get_posterior``.
     """
-    of_rows = guide.local_latents
+    of_rows = facts.local_latents
     return [n for n, latent in facts.latents.items() if latent["shape"] is not None and n not in of_rows]
 
 

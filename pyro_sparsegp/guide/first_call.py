@@ -84,7 +84,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
     try:
         run = _set_up(guide, args, kwargs)
         trace = run.trace
-        checks.require_sizes(trace)
+        checks.require_sizes(run.sites)
         _require_sites(run)
         facts = _describe(run)
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
@@ -239,7 +239,7 @@ def _describe(run: Run) -> Structure:
     gps = {name: at_path(run.guide.gps, name).spec() for name in run.posteriors}
     columns = {name: process.x.shape[-1] for name, process in run.processes.items()}
     found = Structure(gps=gps, columns=columns, grouped=grouped(run.trace))
-    for name, site in sample_sites(run.trace).items():
+    for name, site in run.sites.items():
         plates = plate_sizes(site)
         if is_free(site) and name not in gps:
             latent: dict[str, Any] = {"event_dim": 0, "shape": None, "plates": plates}

@@ -204,13 +204,6 @@ class KnownGuide(AutoNormalMessenger):
         return _has(self.independent, name)
 
     @property
-    def local_latents(self) -> list[str]:
-        """The latents that have a value for each row."""
-        facts = self.core.facts
-        plates = set(facts.data_plates)
-        return [name for name, latent in facts.latents.items() if plates.intersection(latent["plates"])]
-
-    @property
     def has_random_latents(self) -> bool:
         """Whether a latent that is no GP, or a GP site that enters another, is drawn."""
         return bool(self.facts.inner) or not all(map(self.is_point, self.facts.latents))
@@ -235,7 +228,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def is_about_rows(self) -> bool:
         """Whether what it knows belongs to single rows of the training data."""
-        return self.on_sites or bool(self.local_latents)
+        return self.on_sites or bool(self.core.facts.local_latents)
 
     def is_given(self, name: str, site: Any) -> bool:
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def _latent_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
     """The posterior of a latent, given its prior under the values drawn upstream; ``None`` is Pyro's."""
     facts = guide.core.facts
-    if facts.gps and (name not in facts.latents or _is_new(guide, name, facts)):
+    if facts.gps and (name not in facts.latents or (facts.latents[name]["plates"] and _is_new(guide, name, facts))):
         return prior
     twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):  # test_missing.py::test_obs_mask
@@ -70,8 +70,6 @@ def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Te
 def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
     """Whether a latent under the data plate is asked for at other data than it was fitted to."""
     plates = facts.latents[name]["plates"]
-    if not plates:
-        return False
     here = {plate.name: plate for plate in get_plates()}
     sizes = {name: plate.full_size or plate.size for name, plate in here.items()}
     differ = any(sizes.get(plate, size) != size for plate, size in plates.items())
@@ -174,8 +172,8 @@ class SiteMessenger(KnownGuide):
             msg["infer"]["prior"] = msg["fn"].base_measure()
         if name in run.processes and not msg["is_observed"]:
             # In ELBOs the prior process is the base measure, of density 1.
-            process, event_dim = as_process(msg["infer"]["prior"])
-            msg["infer"]["prior"] = PriorProcess.of(process).to_event(event_dim)  # type: ignore[arg-type]
+            event_dim = msg["infer"]["prior"].event_dim - 1
+            msg["infer"]["prior"] = PriorProcess.of(run.processes[name]).to_event(event_dim)
 
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
@@ -37,9 +36,9 @@ def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) 
     :returns: their share of all rows, as plates tell; 0 where there are none.
     :raises ValueError: if an objective's step, which is at nodes, brings no data.
     """
-    core, facts, sites = guide.core, guide.core.facts, dict[str, Any](run.trace.nodes)
-    seen = {name: sites[name] for name in facts.rows if name in sites and sites[name]["is_observed"]}
-    observed = [name for name, site in seen.items() if not guide.is_given(name, site)]
+    core, facts, sites = guide.core, guide.core.facts, run.sites
+    seen = [name for name in facts.rows if name in sites and sites[name]["is_observed"]]
+    observed = [name for name in seen if not guide.is_given(name, sites[name])]
     if not observed:
         if run.nodes is not None:
             require_data(guide)
@@ -47,7 +46,7 @@ def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) 
     known = {*facts.gps, *facts.latents, *facts.rows}
     # What the guide has no posterior of is drawn from its prior: a latent that training first meets now would never
     # learn, test_guide.py::test_a_latent_that_a_later_step_meets_first_is_an_error.
-    new = [name for name, site in sites.items() if name not in known and is_free(site) and _is_prior(site)]
+    new = [name for name, site in sites.items() if name not in known and not site["is_observed"] and _is_prior(site)]
     if new:
         raise ValueError(
             f"site {new[0]!r} is a latent that the guide's first call did not meet, which knows {sorted(known)}. Make "
@@ -63,7 +62,7 @@ def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) 
 
 
 def _is_prior(site: Any) -> bool:
-    return not site_is_subsample(site) and site["fn"] is site["infer"].get("prior")
+    return site["fn"] is site["infer"].get("prior")
 
 
 def require_data(guide: KnownGuide) -> None:
@@ -93,8 +92,7 @@ def _refuse_other_data(guide: KnownGuide, run: Run, observed: str) -> None:
         require_full_batch(name, module.family["name"], run.trace)
         about.append(f"GP site {name!r} has the family {module.family['name']}, whose posterior")
     # test_data.py::test_latents_of_single_rows_are_new_at_new_rows
-    sites: Any = run.trace.nodes
-    local = [name for name in guide.local_latents if name in sites and _is_prior(sites[name])]
+    local = [n for n in guide.core.facts.local_latents if n in run.sites and _is_prior(run.sites[n])]
     about += [f"latent site {name!r} has a value for each row, which" for name in local]
     if about:
         raise ValueError(
@@ -111,7 +109,7 @@ def share_of_rows(guide: KnownGuide, run: Run) -> float:
 
     Warns of a mini-batch that no plate scales up.
     """
-    facts, sites = guide.core.facts, dict[str, Any](run.trace.nodes)
+    facts, sites = guide.core.facts, run.sites
     data = {name: sites[name] for name in facts.rows if name in sites and sites[name]["is_observed"]}
     # A plate that scales rows up does so whatever handlers' scales are.
     shares = [share_of(site) for site in data.values()]
@@ -173,7 +171,7 @@ def note_rows(guide: KnownGuide, run: Run) -> None:
     for name, process in run.processes.items():
         module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
         if module is not None and not run.rows.new and guide.is_training:
-            x, sites = process.x, dict(all_sites(run.trace))
+            x, sites = process.x, run.sites
             module.see(x)
             frames = [frame for n in guide.facts.rows if n in sites for frame in sites[n]["cond_indep_stack"]]
             sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]

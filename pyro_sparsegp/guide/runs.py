@@ -23,7 +23,7 @@ from ..process import GaussianProcess
 from ..program.dependence import NONE
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held, unrecorded
-from ..program.traces import free_values, repeatable
+from ..program.traces import free_values, repeatable, sample_sites
 from ..warned import warn_once
 from .field import basis_of, field_given
 from .field_latent import FieldLatent
@@ -99,6 +99,11 @@ class Run(ABC):
             state.update(before)
         self.trace = guide.trace
         return self
+
+    @cached_property
+    def sites(self) -> dict[str, Any]:
+        """The sample sites that it met, by name."""
+        return sample_sites(self.trace)
 
     def module(self, name: str, process: GaussianProcess) -> Any:
         """The site's variational module."""

@@ -179,7 +179,7 @@ class ExpectationPropagation:
                 self._agreed = True
             run = Priors(guide, rows=rows_of(guide, args, kwargs), at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
-            require_sizes(trace)
+            require_sizes(run.sites)
             if train:
                 share_of_rows(guide, run)
             if sweeps:

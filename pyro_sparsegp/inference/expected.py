@@ -9,7 +9,7 @@ the program gives θ's mean, and one more run, mapped or differentiated, θ's va
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Optional
 
@@ -29,7 +29,6 @@ from ..program.handlers import Rerun
 from ..program.mapping import mapped
 from ..program.traces import RandomState, bare, sample_sites, without_event
 from ..warned import warn_once
-from .axes import at_axes, quadrature_axes
 
 
 def warn_of_unused(guide: AutoSparseGP, found: ClosedForms) -> None:
@@ -59,12 +58,12 @@ def warn_of_unused(guide: AutoSparseGP, found: ClosedForms) -> None:
 
 
 def sum_of_expectations(
-    found: ClosedForms, run: Rerun, model_trace: poutine.Trace, guide_trace: poutine.Trace
+    found: ClosedForms, again: Callable[[], Rerun], model_trace: poutine.Trace, guide_trace: poutine.Trace
 ) -> Optional[Tensor]:
     """The sum of the expectations in closed form under q's marginals, scaled and masked; of latents minus entropy.
     ``None`` if a second run was another, such as one of rows of its own.
 
-    :param run: runs the model with values moved; ``model_trace`` and ``guide_trace`` have GP sites at their means.
+    :param again: gives what runs the model with values moved; both traces have GP sites at their means.
     """
     sites: Any = model_trace.nodes
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
@@ -76,14 +75,15 @@ def sum_of_expectations(
             variances[name] = posteriors[here[0]].variance
         else:
             others[name] = bare(sites[name]["fn"])
-    state = RandomState(next(iter(posteriors.values())).mean) if others or found.functions else None
-    if others:
-        axes = quadrature_axes(found.of_rows, None)
-        variances |= _variances_by_axes(run, {gp: posteriors[gp] for gp in axes}, axes, others)
-    if found.functions:
-        variances |= _variances_by_rows(run, posteriors, found.functions)
-    if state is not None and state.has_moved:
-        return None
+    if others or found.functions:
+        state, run = RandomState(next(iter(posteriors.values())).mean), again()
+        if others:
+            axes = found.of_rows.axes(None)
+            variances |= _variances_by_axes(run, {gp: posteriors[gp] for gp in axes}, axes, others)
+        if found.functions:
+            variances |= _variances_by_rows(run, posteriors, found.functions)
+        if state.has_moved:
+            return None
     total: Any = 0.0
     for name, variance in variances.items():
         site = sites[name]
@@ -93,6 +93,11 @@ def sum_of_expectations(
             expected = expected - site["fn"].log_prob(site["value"])
         total = total + weighted_sum(expected, site)
     return total
+
+
+def at_axes(node: Sequence[Tensor] | Tensor, used: tuple[int, ...]) -> Tensor:
+    """The part of a grid's node on a GP site's axes: a scalar, or of several one an output."""
+    return node[used[0]] if len(used) == 1 else torch.stack([node[axis] for axis in used])
 
 
 def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:

@@ -242,7 +242,7 @@ class _Loop:
                 self.guide(*args, **kwargs)
         if not batches.whole:
             self._require_scaled(batches.first(few))
-        local = self.guide.local_latents if self.workers.num > 1 else ()
+        local = self.guide.core.facts.local_latents if self.workers.num > 1 else ()
         if local:  # whose values processes would mix: test_distributed.py::test_latents_of_rows_are_refused
             raise ValueError(
                 f"fit with group= does not take latents inside plates: site {local[0]!r} has a value for each row, "

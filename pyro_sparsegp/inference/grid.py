@@ -21,12 +21,11 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import graph_of
 from ..program.declared import parameters, rebuilt
 from ..program.dependence import COUPLED
-from ..program.facts import ClosedForms
+from ..program.facts import MAX_AXES, ClosedForms
 from ..program.handlers import Rerun, held_trace
 from ..program.traces import bare, free_values, sample_sites
 from ..warned import warn_once
-from .axes import MAX_AXES, at_axes, quadrature_axes
-from .expected import divergence, posterior_at, weighted_sum
+from .expected import at_axes, divergence, posterior_at, weighted_sum
 
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
 Elementwise = Callable[[Tensor], Tensor]
@@ -57,9 +56,7 @@ class Grid:
     ) -> None:
         self.guide, self.wrapped, self.call, self.closed = guide, wrapped, call, closed
         self.given = given
-        self.structure = closed.rest
-        self.axes = quadrature_axes(self.structure)
-        self.num_axes = 1 + max((axis for used in self.axes.values() for axis in used), default=-1)
+        self.structure, self.axes, self.num_axes = closed.rest, closed.axes, closed.num_axes
 
     def run(self, *node: Tensor) -> Ran:
         """The model's and the guide's run with GP sites at a node, by default at their means."""
@@ -140,20 +137,17 @@ class Grid:
         return {name: at_axes(node, used) for name, used in self.axes.items()}
 
 
-def warn_of_draws(guide: AutoSparseGP, grid: Grid) -> None:
+def warn_of_draws(guide: AutoSparseGP, drawn: Collection[str]) -> None:
     """Warn of sites that meet in so many that draws take the place of nodes."""
-    structure = grid.structure
-    without = {*grid.axes, *structure.inner}
-    drawn = [n for n, kind in structure.dependence.items() if kind != COUPLED and n not in without]
-    if drawn:
-        warn_once(
-            guide.warned,
-            "integrated by draws",
-            ", ".join(drawn),
-            f"GP sites {', '.join(drawn)} meet in densities of more than {MAX_AXES} function values: these are "
-            "integrated by Monte Carlo, with one draw per particle. Take more, num_particles=10.",
-            stacklevel=6,
-        )
+    names = ", ".join(drawn)
+    warn_once(
+        guide.warned,
+        "integrated by draws",
+        names,
+        f"GP sites {names} meet in densities of more than {MAX_AXES} function values: these are integrated by Monte "
+        "Carlo, with one draw per particle. Take more, num_particles=10.",
+        stacklevel=6,
+    )
 
 
 def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[str, list[Elementwise]]]]:

@@ -127,8 +127,8 @@ class TraceQuadrature_ELBO(ELBO):
         looked at, as it is in a first call.
         """
         if unwrapped in self._met:
-            sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
-            kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
+            modules = unwrapped.site_modules().values() if unwrapped.by_sites else ()
+            kept = [(m.sites, m.sites.memory) for m in modules if isinstance(m.sites, KeptSites)]
             state = RandomState(unwrapped.like)
             try:
                 with flags_kept() as flags, recording(unwrapped.like) as record:
@@ -155,8 +155,7 @@ class TraceQuadrature_ELBO(ELBO):
         for row, signed in zip(rows, found[len(grads) :]):
             row.is_signed = bool(signed)
         # A sum may overflow.
-        suspects = [name for name, total in zip(grads, found) if not math.isfinite(total)]
-        broken = [name for name in suspects if not grads[name].isfinite().all()]
+        broken = [n for n, total in zip(grads, found) if not (math.isfinite(total) or grads[n].isfinite().all())]
         if not broken:
             return
         for parameter in guide.parameters():
@@ -197,7 +196,7 @@ class TraceQuadrature_ELBO(ELBO):
     def _minus_bound(self, unwrapped: AutoSparseGP, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
         if torch.is_grad_enabled():
-            unwrapped.facts.num_nodes = self.num_nodes  # sites are read at as many
+            unwrapped.core.facts.num_nodes = self.num_nodes  # sites are read at as many
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
 
@@ -206,12 +205,14 @@ class TraceQuadrature_ELBO(ELBO):
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         closed = guide.core.forms or closed_forms_of(guide, args, kwargs)
-        if guide.facts.field:
+        if guide.core.facts.field:
             return bound_of_field(guide, wrapped, args, kwargs, self.num_nodes)
-        warn_of_unused(guide, closed)
-        given = guide.conditioned(wrapped, args, kwargs) if guide.on_sites else None
+        if closed.unused:
+            warn_of_unused(guide, closed)
+        given = guide.conditioned(wrapped, args, kwargs) if guide.by_sites else None
         grid = Grid(guide, wrapped, (args, kwargs), closed, given)
-        warn_of_draws(guide, grid)
+        if closed.drawn:
+            warn_of_draws(guide, closed.drawn)
         if not closed.sites:
             return self._integrated(grid)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
@@ -219,7 +220,7 @@ class TraceQuadrature_ELBO(ELBO):
             start = RandomState(guide.like)
             model_trace, guide_trace, _ = run = grid.run()
             is_alike = closed.hold(model_trace.nodes)
-            total = sum_of_expectations(closed, grid.again(*run), *run[:2]) if is_alike else None
+            total = sum_of_expectations(closed, partial(grid.again, *run), *run[:2]) if is_alike else None
             if total is not None and not closed.rest.dependence:  # nothing else depends on function values
                 return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
         if total is None:

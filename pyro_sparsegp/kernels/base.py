@@ -143,7 +143,7 @@ class CovarianceFunction(Documented, ABC):
 
     def on_columns(self, num: int) -> Any:
         """The kernel for inputs with ``num`` columns, where slices and negative numbers of columns are resolved."""
-        return self.with_parts([part.on_columns(num) for part in self.parts]) if self.parts else self
+        return self.with_parts(list(map(operator.methodcaller("on_columns", num), self.parts))) if self.parts else self
 
     def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         """v·k(x, z) for a variance v, ``(..., 1, 1)``; a kernel may compute it more cheaply than as a product."""

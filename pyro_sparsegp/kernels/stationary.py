@@ -158,7 +158,7 @@ class Stationary(Kernel):
 
     def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
         """v·g(s) of scaled inputs, ``(..., N, M)``; without z, of x with itself."""
-        return covariance(x, z, variance, type(self))
+        return _Covariance.apply(x, z, variance, type(self))[0]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         return self.scaled(None, x, z)

@@ -18,13 +18,13 @@ from .data import tensors
 from .traces import all_sites, bare, is_observation, sample_sites
 
 
-def require_sizes(trace: poutine.Trace) -> None:
+def require_sizes(sites: Mapping[str, Any]) -> None:
     """Raise if a plate holds more of a run's data than it has: it would scale them down; if data do not fit their
     distribution, are a column, or one row beside many; or if a latent is under a mask of rows.
 
     :raises ValueError: naming the site and the plate.
     """
-    for name, site in sample_sites(trace).items():
+    for name, site in sites.items():
         shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
         if site["is_observed"] and site["value"].shape != site["fn"].shape():
             _require_meeting(name, site["value"], site["fn"].shape())
@@ -36,8 +36,8 @@ def require_sizes(trace: poutine.Trace) -> None:
                 'alone, with poutine.mask(mask=mask): pyro.sample("y", ..., obs=y).'
             )
         # Pyro scales by full_size/size, whichever is larger: test_guide.py, "weighed by 20/60".
-        for frame in site["cond_indep_stack"] if is_observation(site) else ():
-            if frame.full_size is not None and frame.size > frame.full_size:
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None and frame.size > frame.full_size and is_observation(site):
                 raise ValueError(
                     f"site {name!r} observes {frame.size} rows in pyro.plate({frame.name!r}, {frame.full_size}, "
                     f"subsample=...), whose size is {frame.full_size}: they would be weighed by "

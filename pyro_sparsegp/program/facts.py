@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as _field
 from functools import cached_property
-from typing import Any
+from typing import Any, Optional
 
-from .dependence import DATAWISE
+from .dependence import COUPLED, DATAWISE
 from .traces import bare
+
+MAX_AXES = 2  # of a grid of nodes
 
 
 @dataclass
@@ -76,6 +80,12 @@ class Structure:
         """Whether natural steps of any GP site follow a network, at rows that are kept."""
         return any("kept_rows" in spec for spec in self.gps.values())
 
+    @cached_property
+    def local_latents(self) -> list[str]:
+        """The latents that have a value for each row."""
+        plates = set(self.data_plates)
+        return [name for name, latent in self.latents.items() if plates.intersection(latent["plates"])]
+
     def neighbours(self, name: str) -> set[str]:
         """The GP sites that meet this one in a term of a density."""
         return {other for pair in self.interactions if name in pair for other in pair} - {name}
@@ -91,6 +101,31 @@ class Structure:
     def group(self, name: str) -> list[str]:
         """The GP sites that have one posterior with this one, and itself."""
         return next((group for group in self.joint if name in group), [name])
+
+    def axes(self, most: Optional[int] = MAX_AXES) -> dict[str, tuple[int, ...]]:
+        """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
+
+        Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
+        meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
+        so is a group that would need more axes than ``most`` (``None`` is any number). Sites of one posterior have an
+        axis each.
+        """
+        width = {
+            name: math.prod(self.gps[name]["batch_shape"]) if kind == DATAWISE else 1
+            for name, kind in self.dependence.items()
+            if name not in self.inner and kind != COUPLED
+        }
+        together = [set(group) & width.keys() for group in (*self.interactions, *self.joint)]
+        meets = {name: set[str]().union(*(group for group in together if name in group)) - {name} for name in width}
+        axes: dict[str, tuple[int, ...]] = {}
+        for name in width:
+            taken = {axis for other in meets[name] for axis in axes.get(other, ())}
+            free = (axis for axis in itertools.count() if axis not in taken)
+            axes[name] = tuple(itertools.islice(free, width[name]))
+        drawn = {name for name, used in axes.items() if most is not None and max(used) >= most}
+        while more := set[str]().union(*(meets[name] for name in drawn)) - drawn:  # a group is drawn as a whole
+            drawn |= more
+        return {name: used for name, used in axes.items() if name not in drawn}
 
 
 @dataclass(frozen=True)
@@ -120,10 +155,26 @@ class ClosedForms:
         return self.rows + self.functions
 
     @cached_property
+    def axes(self) -> dict[str, tuple[int, ...]]:
+        """The axes of what is left."""
+        return self.rest.axes()
+
+    @cached_property
+    def num_axes(self) -> int:
+        """How many these are."""
+        return 1 + max(itertools.chain(*self.axes.values()), default=-1)
+
+    @cached_property
+    def drawn(self) -> list[str]:
+        """GP sites that would take more axes."""
+        without = {*self.axes, *self.rest.inner}
+        return [name for name, kind in self.rest.dependence.items() if kind != COUPLED and name not in without]
+
+    @cached_property
     def brought(self) -> bool:
         """Whether distributions of a user's bring any of them."""
         return any(hasattr(kind, "normal_parameter") for kind in self.kinds.values())
 
     def hold(self, nodes: Mapping[str, Any]) -> bool:
         """Whether a run's sites have distributions of the kinds that were found."""
-        return all(name in nodes and type(bare(nodes[name]["fn"])) is kind for name, kind in self.kinds.items())
+        return self.kinds == {name: type(bare(nodes[name]["fn"])) for name in self.kinds if name in nodes}
