@@ -20,11 +20,13 @@ from torch import Tensor
 
 from ..gaussians.record import Record, recording
 from ..gaussians.sites import KeptSites
+from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.checks import explain_nan
 from ..guide.first_call import closed_forms_of
 from ..numerics.codes import require_count
 from ..numerics.linalg import flags_kept
+from ..numerics.processes import joined
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState
@@ -32,8 +34,12 @@ from ..warned import warn_once
 from .doubt import Doubt
 from .expected import sum_of_expectations, warn_of_unused
 from .field import bound_of_field
-from .first_steps import Evaluation, meet
 from .grid import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, warn_of_draws
+
+_PASSES = 5  # at most, of posteriors that have met no data
+_STANDS = 1e-3  # of all that they have gained: where the last one changes less, they are there
+
+Evaluation = tuple[Tensor, float, Record]
 
 
 class TraceQuadrature_ELBO(ELBO):
@@ -89,19 +95,15 @@ class TraceQuadrature_ELBO(ELBO):
         """Minus the bound, in nats; its gradient is added to the parameters'.
 
         Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, on the
-        same arguments: see :func:`~pyro_sparsegp.inference.first_steps.meet`.
+        same arguments.
 
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
         unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
         unwrapped.prepare(*args, **kwargs)
         evaluate = partial(self._evaluated, model, guide, unwrapped, args, kwargs)
-        evaluation = None
-        if unwrapped not in self._met and torch.is_grad_enabled():
-            met, evaluation = meet(unwrapped, evaluate)
-            if met:
-                self._met.add(unwrapped)
-        loss, value, record = evaluation or evaluate()
+        meets = unwrapped not in self._met and torch.is_grad_enabled()
+        loss, value, record = self._meet(unwrapped, evaluate) if meets else evaluate()
         if loss.requires_grad:
             record.retain()
             loss.backward(retain_graph=self.retain_graph)
@@ -116,6 +118,40 @@ class TraceQuadrature_ELBO(ELBO):
         if closed is not None and closed.rest.dependence:
             self._doubt.note(unwrapped, value, self.num_nodes, bound)
         return value
+
+    def _meet(self, guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> Evaluation:
+        """An evaluation once posteriors that have taken no step were brought to the data by natural steps; a guide of
+        which any learns by gradients is left alone.
+
+        Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
+        second moments would remember for hundreds of steps. These passes do not count as steps: where the first that
+        does has a rate of 1, as by default, q forgets all of them but where they led. Under a Gaussian likelihood one
+        leads to the optimum for these data, where the bound stands still, and they end. A batch of which a mask leaves
+        all out has nothing to be met: a later one is.
+        """
+        modules = steppers(guide)
+        natural = all(spec["family"].get("natural") for spec in guide.facts.gps.values())
+        if not natural or any(module.steps for module in modules):
+            self._met.add(guide)
+            return evaluate()
+        losses: list[float] = []
+        found: Optional[Evaluation] = None
+        for _ in range(_PASSES):
+            loss, _, record = found = evaluate()
+            losses.append(float(joined(loss.detach())[0]))  # the same in all processes
+            stands = len(losses) > 1 and abs(losses[-2] - losses[-1]) < _STANDS * abs(losses[0] - losses[-1])
+            if stands or not loss.requires_grad:  # which it has not if a mask leaves all out
+                break
+            record.differentiate(loss)
+            found, pull = None, record.largest
+            pull = torch.zeros_like(loss.detach()) if pull is None else pull
+            if guide not in self._met and not bool(joined(pull)[0] != 0):  # of any process; NaN is a pull
+                break
+            self._met.add(guide)
+            record.step(guide.row_share)
+        for module in modules:
+            module.steps = 0
+        return found or evaluate()
 
     def _evaluated(
         self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
