@@ -628,6 +628,14 @@ def test_a_latent_that_f_is_multiplied_by_is_a_hyperparameter():
     assert guide.together.mean.item() == pytest.approx(mean.item(), abs=0.3 * sd.item())
     assert guide.together.tril.item() == pytest.approx(sd.item(), rel=0.2)
 
+    def squared(x, y=None):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        observed(dist.Normal(mu + f**2, NOISE), y)
+
+    (line,) = _step(squared, families.SVGP(6), (x, y))[0].check()
+    assert "q takes 'mu' to be independent of f: intervals may be too narrow" in line
+
 
 def test_zeros_from_elsewhere():
     x, _, y = _count_data()

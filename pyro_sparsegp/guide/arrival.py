@@ -54,9 +54,13 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     able, relation = able_to_couple(guide, guide.facts), guide.relation(args, kwargs)
     if not able:
         return []
+    apart = [name for name in able if name not in guide.facts.coupled and name not in guide.facts.field]
+    held = (
+        f"q takes {', '.join(map(repr, apart))} to be independent of f: intervals may be too narrow. " if apart else ""
+    )
     beyond = (
-        f"latents {', '.join(map(repr, able))} can't be checked here. Look at diagnostics.psis(model, guide, ...), or "
-        "compare with NUTS."
+        f"latents {', '.join(map(repr, able))} can't be checked here. {held}Look at diagnostics.psis(model, guide, "
+        "...), or compare with NUTS."
     )
     if not is_open(guide, able):
         return [beyond]

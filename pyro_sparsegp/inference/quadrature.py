@@ -305,33 +305,28 @@ class TraceQuadrature_ELBO(ELBO):
 
         once = [] if ran else [lambda: on_grid(grid.once, nodes, num_axes)]
         ways: list[Callable[[], Tensor]] = [direct, *once, lambda: held(on_grid), lambda: held(one_by_one)]
-        refusal = ""
         for way in range(min(self._ways.get(guide, 0), len(ways) - 1), len(ways)):
             state = RandomState(guide.like)
             try:
                 values = ways[way]()
                 break
-            except (RuntimeError, TypeError, ValueError) as error:
+            except (RuntimeError, TypeError, ValueError):
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
-                refusal = str(error).splitlines()[0]
                 state.restore()
         if torch.is_grad_enabled():
             self._ways[guide] = way
-        if refusal and way == len(ways) - 1:
-            _warn_of_loops(guide, refusal, self.num_nodes**num_axes)
+        if way == len(ways) - 1:
+            warn_once(
+                guide.warned,
+                "vmap refused",
+                ", ".join(guide.structure.gps) if guide.structure else "",
+                "torch.func.vmap refuses what this model does with function values, or a distribution in it: it runs "
+                f"once per node, {self.num_nodes**num_axes} times a step. That is slower and right. Common reasons are "
+                ".item(), if, and writes in place as in Pyro's OrderedLogistic.",
+                stacklevel=5,
+            )
         return values
-
-
-def _warn_of_loops(guide: AutoSparseGP, refusal: str, runs: int) -> None:
-    warn_once(
-        guide.warned,
-        "vmap refused",
-        ", ".join(guide.structure.gps) if guide.structure else "",
-        f"torch.func.vmap refuses what this model does with function values ({refusal}); it now runs once per node, "
-        f"{runs} times a step. Write it without .item() and if.",
-        stacklevel=6,
-    )
 
 
 class _Module(ELBOModule):
