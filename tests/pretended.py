@@ -155,7 +155,7 @@ def _bare(leaf):
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-_tensor, _item, _tolist = torch.tensor, torch.Tensor.item, torch.Tensor.tolist
+_tensor, _item, _tolist, _new = torch.tensor, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.new_tensor
 
 
 @contextmanager
@@ -173,11 +173,15 @@ def pretended_device():
         device.note("read", "tolist")
         return tensor.here.tolist()
 
-    torch.Tensor.tolist = tolist
+    def new_tensor(tensor, data):
+        there = isinstance(tensor, There)
+        return device.tensor(data, dtype=tensor.dtype, device=THERE) if there else _new(tensor, data)
+
+    torch.Tensor.tolist, torch.Tensor.new_tensor = tolist, new_tensor
     try:
         with device:
             yield device
     finally:
-        torch.tensor, torch.Tensor.item, torch.Tensor.tolist = _tensor, _item, _tolist
+        torch.tensor, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.new_tensor = _tensor, _item, _tolist, _new
         torch.autograd.set_multithreading_enabled(multithreaded)
         Device.current = None

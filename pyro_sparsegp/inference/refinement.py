@@ -264,7 +264,7 @@ class SiteRun:
         progress.far = moved > _NEAR or progress.change > max(moved, _NEAR_IF_EXACT)
         if has_negative:
             new = self._within_bounds(old, new)
-        counts = (~usable).sum(), (new.precision < 0).sum(), moves.new_tensor(self.num)
+        counts = (~usable).sum(), (new.precision < 0).sum(), moves.new_full((), self.num)
         progress.skipped, progress.negative, progress.sites = workers.sum(*(count.to(moves) for count in counts))
         return self._careful(new, progress, moved), progress
 
