@@ -14,8 +14,8 @@ from torch.distributions import constraints
 
 from ..numerics.documented import Documented
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, gaussian_kl, gram, root_of_inverse, row_squares, times
-from .record import recorded
+from ..numerics.linalg import cholesky, gaussian_kl, gram, root_of_inverse, row_squares, times, tril_of_product
+from .record import is_recorded
 from .stack import eye_like
 
 
@@ -149,7 +149,7 @@ class DenseFactor(Factor):
         self.root, self.upper = root, upper
         # Known from the start: rows whose features are made again on the way back take the same way,
         # test_deep_basis.py::test_blocks_change_nothing.
-        self.is_recorded = recorded() is not None
+        self.is_recorded = is_recorded()
 
     @staticmethod
     def scale_of(phi: Tensor) -> Tensor:
@@ -160,7 +160,9 @@ class DenseFactor(Factor):
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
-            return _Moments.apply(phi, self.loc, self.root @ self.root.mT)[:2]
+            turned = self.root.mT
+            covariance = tril_of_product(turned, turned, symmetric=True, lower=self.upper)
+            return _Moments.apply(phi, self.loc, covariance)[:2]
         return super().moments(phi)
 
     def scale(self, v: Tensor) -> Tensor:

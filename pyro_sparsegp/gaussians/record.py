@@ -228,3 +228,8 @@ def recording(like: Tensor) -> Iterator[Record]:
 def recorded() -> Optional[Record]:
     """The record of the evaluation that this is part of; ``None`` where there is none, or nothing is differentiated."""
     return _RECORD.get() if torch.is_grad_enabled() else None
+
+
+def is_recorded() -> bool:
+    """Whether this is part of such an evaluation, differentiated or not."""
+    return _RECORD.get() is not None
