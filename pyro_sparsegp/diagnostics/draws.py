@@ -128,10 +128,6 @@ class Source(ABC):
         """The draws' pointwise densities, function values integrated given the rest."""
         return self.reader(draws.held, draws.moments)
 
-    def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
-        """By name, log p of the draws and the data, which importance weights set against log q."""
-        return {}
-
     def _observed(self, sites: Mapping[str, Any], draw: Draws, simulates: bool) -> None:
         """Take note of the first run's observed sites, and draw them in each."""
         seen = {name: site for name, site in sites.items() if site["is_observed"]}
@@ -276,10 +272,6 @@ class GuideSource(Source):
         with poutine.block():
             trace = AtNewInputs(before, draw.values, self.guide.warned, function).run(self.guide.model, *new)
         return self.predictions(trace, draw.values)
-
-    def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
-        # "vfe": log p(θ) p(w) + Σ E[log p(y | f) | w]; "fitc": the logarithm of the expectation for each datum.
-        return {"lp": draws.log_prior + densities.expected, "lp_fitc": draws.log_prior + densities.log_evidence}
 
 
 @contextmanager

@@ -91,7 +91,10 @@ def to_datatree(
             if log_likelihood:
                 densities = source.densities(draws)
                 groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data if _pointwise}
-                groups["sample_stats"] |= source.log_joints(draws, densities)
+                if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data:
+                    # "vfe", log p(θ) p(w) + Σ E[log p(y | f) | w], or "fitc", the logarithm of each datum's expectation
+                    both = {"lp": densities.expected, "lp_fitc": densities.log_evidence}
+                    groups["sample_stats"] |= {key: draws.log_prior + value for key, value in both.items()}
             _put(table, source, draws, groups)
     if new is not None:
         table.fix("predictions_constant_data", constant_data(model, *new, {}))
