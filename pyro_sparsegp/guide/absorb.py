@@ -82,7 +82,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
             raise ValueError(f"absorb counts each row once, and {part}: give the plate their number, size=len(x).")
         require_sizes(run.sites)
         # How the densities of the new rows depend on GP sites' values.
-        found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated, num_nodes=guide.facts.num_nodes)
+        found = Structure(gps=guide.facts.gps, num_nodes=guide.facts.num_nodes)
         reader = Reader(held_runs(guide.model, trace, args, kwargs), found)
         explore(found, reader.run, run.processes, list(run.processes))
         for name in run.processes:

@@ -84,7 +84,9 @@ class Reader:
         mean, variance = marginals[name]
         meeting = [other for other in marginals if other in self.found.neighbours(name)]
         drawn = meeting if at_mean else [name, *meeting]
-        widths = [self._axes(other, marginals[other][0]) for other in drawn]
+        # Outputs that meet in one term have an axis of nodes each.
+        meet = {other for other in drawn if self.found.dependence.get(other) == DATAWISE}
+        widths = [marginals[other][0][..., 0].numel() if other in meet else 1 for other in drawn]
         # f = m + √v ε, one axis of ε for each function; E[·] = Σₖ wₖ (·)(εₖ).
         nodes, weights = normal_nodes(sum(widths), mean, max(self.found.num_nodes, 2))  # one node has no spread
         parts = {other: _per_output(part, marginals[other][0]) for other, part in zip(drawn, nodes.split(widths, -1))}
@@ -123,10 +125,6 @@ class Reader:
             expected = expectation(site["fn"], site["value"], move.square())
             total = total + scale_and_mask(expected, site["scale"], site["mask"]).sum()
         return total / scale_of(here, name)
-
-    def _axes(self, name: str, mean: Tensor) -> int:
-        """How many axes of nodes a site's values need: outputs that meet in one term have one each."""
-        return mean[..., 0].numel() if self.found.dependence.get(name) == DATAWISE else 1
 
 
 def total_after(trace: poutine.Trace, name: str, gps: Collection[str]) -> Tensor:

@@ -17,13 +17,13 @@ from .handlers import Rerun
 from .mapping import mapped
 from .traces import bare, log_densities, without_event
 
-Owners = dict[str, dict[str, Tensor]]
+Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 
 
 class Terms:
     """The log densities of a run, with all but GP values held: which of them belong to which value.
 
-    ``owners`` are, by GP site and site downstream, the numbers of the values that terms depend on, −1 for none;
+    ``owners`` are the numbers of the values that terms depend on, −1 for none;
     ``rowwise`` the GP sites of which each term stands in the row of its value.
 
     :param found: what is known of the model.
@@ -46,17 +46,14 @@ class Terms:
         self.differentiable = any(parts[name].requires_grad for name in shapes)
         self.owners, self.rowwise = known
         # To find them for each mini-batch would cost a run with 2 log₂ N times its rows.
-        if not self.owners or not all(
-            name in self.rowwise and shapes.get(site) == owner.shape
-            for name, owners in self.owners.items()
-            for site, owner in owners.items()
-        ):
+        as_before = [name in self.rowwise and shapes.get(site) == o.shape for (name, site), o in self.owners.items()]
+        if not as_before or not all(as_before):
             self._find(list(shapes))
         #: log densities without a GP value: of latents, and of other data.
         self.priors: Tensor = next(iter(processes.values())).x.new_zeros(())
         self.rest: Tensor = self.priors
         for name, part in parts.items():
-            owners = [each[name] for each in self.owners.values() if name in each]
+            owners = [owner for (_, site), owner in self.owners.items() if site == name]
             if not owners and name in found.latents:
                 self.priors = self.priors + part.sum()
                 continue
@@ -75,22 +72,22 @@ class Terms:
             return {site: part.expand(fns[site].shape()[: part.dim()]) for site, part in parts.items()}
 
         found = find_owners(show, self.means)[0] if sites else {}
-        self.owners = {name: {} for name in found}
-        for name, by_site in found.items():
-            num = self.means[name].shape[-1]
-            for site, own in by_site.items():
-                # Numbers of values (P, N), row by row: n + Np.
-                if own.touched.any():
-                    self.owners[name][site] = torch.where(own.touched, own.outputs * num + own.rows, -1)
         rows = {name: mean.shape[-1] for name, mean in self.means.items()}
-        self.rowwise = {n for n, own in self.owners.items() if all(_rowwise(o, rows[n]) for o in own.values())}
+        self.owners = {
+            # Numbers of values (P, N), row by row: n + Np.
+            (name, site): torch.where(own.touched, own.outputs * rows[name] + own.rows, -1)
+            for name, by_site in found.items()
+            for site, own in by_site.items()
+            if own.touched.any()
+        }
+        self.rowwise = {*rows} - {name for (name, _), owner in self.owners.items() if not _rowwise(owner, rows[name])}
 
     def __contains__(self, name: str) -> bool:
-        return bool(self.owners.get(name))
+        return any(name == own for own, _ in self.owners)
 
     def log_density(self, name: str, nodes: Tensor) -> Tensor:
         """log p(yₙ | fₙ) at nodes ``(K, ..., N)`` of GP site ``name``, of the same shape, without plates' scales."""
-        owners = self.owners[name]
+        owners = {site: owner for (own, site), owner in self.owners.items() if own == name}
 
         def at(f: Tensor) -> tuple[Tensor, ...]:
             trace = self.run({**self.means, name: f})
