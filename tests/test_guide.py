@@ -416,9 +416,9 @@ def numbered(y, value):
         (lambda x, y: guided(heteroscedastic, {"f": SPARSE})(x, y), r"no family is given for GP site 'g'.*\['f'\]"),
         (
             lambda x, y: guided(regression, {"f": SPARSE, "noise": SPARSE})(x, y),
-            "given for 'noise', which is a site that is no Gaussian process",
+            r"families names \['noise'\]; the GP sites are \['f'\]",
         ),
-        (lambda x, y: guided(regression, {"f": SPARSE, "h": SPARSE})(x, y), "given for 'h', which is no site"),
+        (lambda x, y: guided(regression, {"f": SPARSE, "h": SPARSE})(x, y), r"families names \['h'\]"),
         (lambda x, y: guided(family=SVGP), r"make an instance, SVGP\(...\)"),
         (lambda x, y: guided(family={"f": 64}), "families must be a family"),
         (lambda x, y: guided(None), "model must be callable"),

@@ -173,10 +173,6 @@ def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> _Setup:
 def _require_sites(run: Run) -> None:
     """Raise if a first run is none that its guide can learn from."""
     guide, trace, posteriors = run.guide, run.trace, run.posteriors.keys()
-    for name in guide.by_name:
-        if name not in posteriors:
-            kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
-            raise ValueError(f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(posteriors)}")
     if not posteriors:
         raise ValueError(
             "the model has no GP site to approximate: no pyro.sample(..., GaussianProcess(kernel, x)) without obs= was "
@@ -190,8 +186,13 @@ def _require_sites(run: Run) -> None:
         )
     gps, latents = sorted(posteriors), [name for name, site in sample_sites(trace).items() if is_free(site)]
     others = [name for name in latents if name not in gps]
-    for what, known in (("independent_draws", gps), ("independent", others), ("point_estimates", latents)):
-        names = getattr(guide, what)
+    named: dict[str, tuple[Any, list[str]]] = {
+        "families": (guide.by_name, gps),
+        "independent_draws": (guide.independent_draws, gps),
+        "independent": (guide.independent, others),
+        "point_estimates": (guide.point_estimates, latents),
+    }
+    for what, (names, known) in named.items():
         unknown = [] if isinstance(names, bool) else [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"{what} names {unknown}; the GP sites are {gps}, the other latents {others}")

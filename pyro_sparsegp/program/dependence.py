@@ -10,9 +10,8 @@ of all values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -84,19 +83,16 @@ def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:
         try:
             parts = torch.func.vmap(tensors, randomness="same", chunk_size=max(_AT_ONCE // largest, 1))(stack)
         except Exception:  # the first point is the program's own: what it raises there comes again
-            with repeatable(next(iter(stack.values()))):
-                first = tensors(points[0])
-            each = [first, *(_or_nan(partial(tensors, point), first) for point in points[1:])]
+            like = next(iter(stack.values()))
+            with repeatable(like):
+                each = [tensors(points[0])]
+            for point in points[1:]:
+                each.append(tuple(torch.full_like(part, torch.nan) for part in each[0]))
+                # An error of NaN, in whatever the program calls: it depends on what was NaN.
+                with suppress(Exception), repeatable(like):
+                    each[-1] = tensors(point)
             parts = tuple(torch.stack(part) for part in zip(*each))
     return dict(zip(keys, parts))
-
-
-def _or_nan(run: Callable[[], tuple[Tensor, ...]], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    try:
-        with repeatable(like[0]):
-            return run()
-    except Exception:  # of NaN, in whatever the program calls: it depends on what was NaN
-        return tuple(torch.full_like(part, torch.nan) for part in like)
 
 
 @contextmanager
