@@ -233,9 +233,9 @@ def test_expectation_propagation_and_a_joint_q_are_refused():
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
         observed(dist.Normal(c + f, 0.1), y)
 
-    for prior in (dist.Normal(0.0, 1.0), dist.HalfNormal(2.0)):
-        guide = prepared(partial(level, prior), SVGP(8), x, y)
-        refused("'c' has .* one posterior with f", guide.absorb, x, y)
+    refused(
+        "'c' has .* one posterior with f", prepared(partial(level, dist.Normal(0.0, 1.0)), SVGP(8), x, y).absorb, x, y
+    )
 
 
 def test_bad_arguments_leave_the_guide_as_it_is():

@@ -317,19 +317,19 @@ class AboutValues(Natural):
     # Sums of sites for others.
 
     @torch.no_grad()
-    def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
+    def sums(self, anchor: Any, level: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """G = P − I and r = Pm under L; those of the prior, 0, where no step has been taken: a start is a guess."""
         seat = self._seat(anchor)
         if self.is_tilted:
-            self._level_out(seat)
-        seen = self._seen_from(seat)
+            self._level_out(seat, level)
+        seen = self._seen_from(seat, level)
         # r = P(a + P⁻¹b)
         pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0]
         known = float(self.steps > 0)
         return known * self._gram(seen.parts), known * (pull if seen.rest is None else pull + seen.rest)
 
     @torch.no_grad()
-    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
+    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor, level: Optional[Tensor] = None) -> None:
         """Have q be that of G and r under L, of more rows than a batch, or the nearest with its mean: steps go on at a
         later one's rate.
         """
@@ -338,7 +338,7 @@ class AboutValues(Natural):
         factor = cholesky(precision.to(wider(precision)), 0.0, "I + G of natural steps")
         # m = P⁻¹r
         loc = torch.cholesky_solve(pull.expand(precision.shape[:-1]).to(factor)[..., None], factor)[..., 0]
-        self._put(loc, self._nearest(precision), self._seat(anchor))
+        self._put(loc, self._nearest(precision), self._seat(anchor), level)
         self.steps = max(self.steps, _KNOWN)
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:

@@ -23,6 +23,7 @@ from ..program.facts import Structure
 from ..program.handlers import held_runs
 from ..program.reader import Reader
 from ..program.traces import all_sites, is_observation, repeatable, whole_plates
+from .field import anchor_of, level_of
 from .first_call import require_separate_sites
 from .known import KnownGuide
 from .reading import SiteReading, settle
@@ -37,20 +38,26 @@ class _Sums:
 
     (Bui, Nguyen and Turner, 2017.) Neither the old rows nor their sites are needed.
 
-    :param module: of the site, whose q(w) learns by natural steps.
-    :param process: the prior at the new rows.
+    :param run: at the new rows; ``name`` is the site, whose q(w) learns by natural steps.
     :param forget: the share of (G₀, r₀) that is dropped.
     """
 
     at, rate, sites = "marginals", 0.7, None  # of updates, as SiteGP has them, and sites that it keeps
 
-    def __init__(self, module: SparseGP, process: GaussianProcess, name: str, forget: float) -> None:
-        self.coefficients = module.coefficients
-        self.features = module.features_for(process, name)
-        self.phi = self.features(process.x)
-        self.anchor = self.coefficients.anchor_of(self.features)
-        gram, pull = self.coefficients.sums(self.anchor)
+    def __init__(self, run: Priors, name: str, forget: float) -> None:
+        guide, process = run.guide, run.processes[name]
+        module: SparseGP = guide.module_of(name)
+        self.coefficients, self.features, self.level = module.coefficients, module.features_for(process, name), None
+        self.phi, self.anchor = self.features(process.x), self.coefficients.anchor_of(self.features)
+        if guide.facts.field:  # of this site alone, which follows others: they are at their medians
+            self.coefficients, self.level = guide.field.coefficients, level_of(guide, run.sites)
+            self.anchor = anchor_of(guide, run.bases, run.normal, run.sites)
+        gram, pull = self.coefficients.sums(self.anchor, self.level)
         self._sums = (1 - forget) * gram, (1 - forget) * pull
+
+    def put(self, sites: Sites) -> None:
+        """Let q(w) have learned of the sites."""
+        self.coefficients.put_sums(self.anchor, *self.plus(sites), self.level)
 
     def plus(self, sites: Sites) -> tuple[Tensor, Tensor]:
         """G₀ + ΦᵀΛΦ and r₀ + Φᵀλ(z − μ)."""
@@ -87,21 +94,19 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         explore(found, reader.run, run.processes, list(run.processes))
         for name in run.processes:
             require_separate_sites(found, name, "rows to absorb, of which absorb", trace, _TOGETHER)
-        sums = {name: _Sums(guide.module_of(name), process, name, forget) for name, process in run.processes.items()}
-        readings = [SiteReading(name, process, sums[name], reader) for name, process in run.processes.items()]
+        readings = [SiteReading(n, process, _Sums(run, n, forget), reader) for n, process in run.processes.items()]
         marginals = {reading.name: reading.look()[1] for reading in readings if not reading.alone}
         tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3
         settle(reader, readings, marginals, _MOST, tolerance)
-        sums_of = {reading.name: reading.module.plus(reading.sites) for reading in readings}
         for reading in readings:
             # test_absorb.py::test_bad_arguments_leave_the_guide_as_it_is
-            if not all(part.isfinite().all() for part in sums_of[reading.name]):
+            if not all(part.isfinite().all() for part in reading.module.plus(reading.sites)):
                 raise ValueError(
                     f"GP site {reading.name!r}: derivatives of the new rows' densities are not finite. No row was "
                     "absorbed. Look for NaN or infinite values, or data outside of the likelihood's support."
                 )
         for reading in readings:
-            reading.module.coefficients.put_sums(reading.module.anchor, *sums_of[reading.name])
+            reading.module.put(reading.sites)
             if reading.change > 1e-2 or math.isnan(reading.change):
                 warnings.warn(
                     f"the sites of GP site {reading.name!r} did not converge: another update would move a marginal by "
@@ -115,10 +120,10 @@ def _require_sums(guide: KnownGuide) -> None:
     test_expectation_propagation_and_a_joint_q_are_refused.
     """
     facts = guide.facts
-    together = {*facts.field, *facts.intercepts, *facts.local_latents}
+    together = {*facts.field, *facts.local_latents}
     beside = [name for name in facts.latents if name in together]
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
-    why += [f"GP sites {group} have one posterior" for group in (*facts.joint, list(facts.field)) if group]
+    why += [f"GP sites {group} have one posterior" for group in (*facts.joint, list(facts.field)) if len(group) > 1]
     for name, module in guide.modules_by_site().items():
         known = getattr(module, "coefficients", None)
         if not isinstance(known, (NaturalGaussian, NaturalLowRank)) or vars(known).get("rank"):
