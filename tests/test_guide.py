@@ -102,7 +102,7 @@ class TestOwnership:
     def test_two_guides_never_meet(self):
         x, y, first = begun(steps=6)
         before = means(first, x)
-        second = prepared(regression, SVGP(5, start="prior"), x, y)
+        second = prepared(regression, SVGP(5, start="prior"), x, y, independent=True)
         assert second.gps.f.basis.sizes == (5,)
         assert second.posterior(x)["f"].kl.abs() < 1e-10  # fresh, not the first one's
         train(regression, second, x, y, steps=6)

@@ -165,6 +165,12 @@ class Priors(Run):
 
     def whole(self) -> Whole:
         """q(x) under them."""
+        missing = [name for name in self.guide.core.facts.intercepts if name not in self.sites]
+        if missing:  # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
+            raise ValueError(
+                f"the model has no latent site {missing[0]!r}: the guide was initialised, or its state saved, with "
+                "another model."
+            )
         return field_given(self.guide, self.bases, self.normal, self.trace.nodes)
 
 
