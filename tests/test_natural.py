@@ -845,7 +845,8 @@ def test_nothing_moves_q_but_a_step(family, coupled):
         after["locs.length_unconstrained" if not coupled else "together.loc"],
         everything(guide)["locs.length_unconstrained" if not coupled else "together.loc"],
     )
-    assert {module.steps % 9 for module in steppers(guide)} == {2}  # a start at the mode counts for 9
+    # A start at the mode counts for 9; of a field the members' own take none.
+    assert {module.steps % 9 for module in steppers(guide)} - {0} == {2}
 
 
 @pytest.mark.parametrize(("family", "objective"), [*((f, Trace_ELBO) for f in FREE), (FREE[0], TraceMeanField_ELBO)])
