@@ -50,24 +50,20 @@ class SiteGP(AbstractModule):
         kind: Kind = SparsePosterior,
         sites: Optional[Sites] = None,
         exact: bool = False,
+        new: bool = False,
     ) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``, by default those kept.
 
         :param exact: whether the sites are the likelihood itself, so that an optimal q(w) is where the bound is
             stationary.
+        :param new: whether the process is at other inputs than the sites.
         """
-        sites = self._known(sites)
-        return self.unread(process, name, kind) if sites is None else self.given(process, name, kind, sites, exact)
-
-    def predict(
-        self, process: GaussianProcess, name: str, kind: Kind = SparsePosterior, sites: Optional[Sites] = None
-    ) -> SparsePosterior:
-        """The posterior at new inputs."""
-        sites = self._known(sites)
-        return self.unread(process, name, kind) if sites is None else self.at_new_inputs(process, name, kind, sites)
-
-    def _known(self, sites: Optional[Sites]) -> Optional[Sites]:
-        return self.sites() if sites is None and not self.sites.empty else sites
+        if sites is None and self.sites.empty:
+            return self.unread(process, name, kind)
+        sites = self.sites() if sites is None else sites
+        if new:
+            return self.at_new_inputs(process, name, kind, sites)
+        return self.given(process, name, kind, sites, exact)
 
     def unread(self, process: GaussianProcess, name: str, kind: Kind, known: Any = None) -> SparsePosterior:
         """The prior, before any sites are read."""

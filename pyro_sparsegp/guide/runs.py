@@ -234,10 +234,8 @@ class Posteriors(Run):
             return self.free(name, process, module, kind)
         reading = self.conditions.readings.get(name)
         sites, alone = (None, False) if reading is None else (reading.sites, reading.alone)
-        if not self.rows.same:
-            return module.predict(process, name, kind, sites)
-        posterior = module(process, name, kind, sites, alone)
-        if self.rows.learns and reading is not None and not reading.direct:
+        posterior = module(process, name, kind, sites, alone, not self.rows.same)
+        if self.rows.same and self.rows.learns and reading is not None and not reading.direct:
             reading.note(posterior)
         return posterior
 
