@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -113,14 +114,19 @@ def test_the_first_step_of_a_linear_gaussian_model_is_at_its_evidence(family, af
         assert draws[name].reshape(300, -1)[:, 0].std().item() == pytest.approx(exact.sqrt().item(), rel=0.2)
 
 
-def _counts(x, group, y=None):
+def _counts(x, group, y=None, _likelihood=dist.Poisson):
     s = pyro.sample("s", dist.LogNormal(-1.0, 0.7))
     tau = pyro.sample("tau", dist.HalfNormal(1.0))
     mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
     with pyro.plate("groups", GROUPS):
         a = pyro.sample("a", dist.Normal(0.0, tau))
     f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.4), x, jitter=1e-8))
-    observed(dist.Poisson((mu + a[group] + f).exp()), y)
+    observed(_likelihood((mu + a[group] + f).exp()), y)
+
+
+def _mixed(rate):
+    """Poisson densities whose parameters do not show the linear predictor."""
+    return dist.MixtureSameFamily(dist.Categorical(torch.ones(1)), dist.Poisson(rate[..., None]))
 
 
 def _count_data():
@@ -547,6 +553,26 @@ def test_a_fit_says_what_moved_and_what_has_not_converged():
     assert any(line.startswith("'s' moved by") for line in fitted[True])
 
 
+@pytest.mark.parametrize("family", [families.SVGP(8), families.SGPR(8)], ids=lambda family: type(family).__name__)
+def test_a_mixture_is_a_likelihood_of_a_field(family):
+    guides, losses = zip(
+        *(_step(partial(_counts, _likelihood=of), family, _count_data(), 5) for of in (dist.Poisson, _mixed))
+    )
+    assert [guide.facts.links["y"] for guide in guides] == [{"rate": "log"}, {"f": "value"}]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-6, atol=0)
+    x, _, y = _data()
+
+    def model(x, y=None):
+        mu, noise = pyro.sample("mu", dist.Normal(0.0, 2.0)), pyro.sample("noise", dist.HalfNormal(1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        normals = dist.Normal((mu + f)[:, None], torch.stack([noise, noise + 2.0]))
+        observed(dist.MixtureSameFamily(dist.Categorical(torch.tensor([0.9, 0.1])), normals), y)
+
+    y = y + 3 * (torch.arange(N) % 9 == 4)
+    guide, _ = _step(model, family, (x, y), 20)  # not log-concave
+    assert not any("can't be checked" in line for line in guide.check(x, y))
+
+
 @pytest.mark.parametrize("prior", [dist.Uniform(-50.0, 10.0), dist.HalfNormal(10.0), dist.LogNormal(0.0, 10.0)])
 def test_f_follows_an_intercept_of_another_prior(prior):
     x, _, y = _data()
@@ -628,12 +654,12 @@ def test_a_latent_that_f_is_multiplied_by_is_a_hyperparameter():
     assert guide.together.mean.item() == pytest.approx(mean.item(), abs=0.3 * sd.item())
     assert guide.together.tril.item() == pytest.approx(sd.item(), rel=0.2)
 
-    def squared(x, y=None):
+    def product(x, y=None):
         mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
-        observed(dist.Normal(mu + f**2, NOISE), y)
+        f, g = (pyro.sample(name, GaussianProcess(kernels.RBF(0.4), x)) for name in "fg")
+        observed(dist.Normal(mu + f * g, NOISE), y)
 
-    (line,) = _step(squared, families.SVGP(6), (x, y))[0].check()
+    (line,) = _step(product, families.SVGP(6), (x, y))[0].check()
     assert "q takes 'mu' to be independent of f: intervals may be too narrow" in line
 
 

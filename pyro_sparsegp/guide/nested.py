@@ -25,7 +25,6 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..numerics.linalg import lift_to
 from ..program.traces import all_sites, is_observation, repeatable
 from .field import Layout, Standardised, run_standardised, slices
 from .known import KnownGuide
@@ -100,12 +99,14 @@ class Nested:
         parts = theta.split([shape.numel() for shape in self.hyper.values()]) if self.hyper else ()
         return {name: part.reshape(shape) for (name, shape), part in zip(self.hyper.items(), parts)}
 
-    def run(self, theta: Tensor, x: Tensor) -> tuple[dict[str, Any], Standardised]:
+    def run(self, theta: Tensor, x: Tensor, given: Mapping[str, Tensor] = {}) -> tuple[dict[str, Any], Standardised]:
         """The sites of a run at θ and x, ``(extended,)``, and its handler. Some rows count once: in the place of all
         they would be data of a noise that is far smaller. All is over the field's scale, as a whole program's may be.
+
+        :param given: values of GP sites.
         """
         handler = Standardised(self.guide, *self.layout.parts(x), self.theta_of(theta))
-        trace = run_standardised(self.guide, self.args, self.kwargs, handler, self.values)
+        trace = run_standardised(self.guide, self.args, self.kwargs, handler, {**self.values, **given})
         sites: dict[str, Any] = dict(all_sites(trace))
         scale = sites[next(iter(self.layout.field))]["scale"]
         handler.log_prior = handler.log_prior / scale
@@ -117,7 +118,8 @@ class Nested:
         """The linear predictors at θ, and the handler of their run."""
         zero = theta.new_zeros(self.layout.extended, requires_grad=True)
         sites, handler = self.run(theta, zero)
-        return Predictors(sites, self.links, zero, self.layout), handler
+        again = lambda given: self.run(theta, zero, given)[0]  # noqa: E731
+        return Predictors(sites, self.links, zero, self.layout, again), handler
 
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
@@ -287,10 +289,15 @@ def units_of(priors: Mapping[str, Any], like: Tensor) -> Tensor:
 
 
 def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:
-    """The Cholesky factor of P, and whether it is P's own: where ℓ is not log-concave P is lifted."""
+    """The Cholesky factor of P, and whether it is P's own: where ℓ is not log-concave negative curvatures count by
+    their size, of which a step is no longer than the model holds (test_a_mixture_is_a_likelihood_of_a_field).
+    """
     precision = _precision(found, curvature).detach()
     root, info = torch.linalg.cholesky_ex(precision)
-    return (torch.linalg.cholesky(precision + lift_to(precision, 0.5)), False) if info else (root, True)
+    if not info:
+        return root, True
+    values, axes = torch.linalg.eigh(precision)
+    return torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT), False
 
 
 def _ascent(found: Predictors, slope: Slopes, root: Tensor, x: Tensor) -> tuple[Tensor, float]:

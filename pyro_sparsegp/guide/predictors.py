@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations_with_replacement
 from typing import Any, Optional
 
@@ -14,12 +14,19 @@ from torch import Tensor
 
 from ..numerics.linalg import above_rounding
 from ..program.declared import LINKS, candidates, expectation, is_declared, parameters, rebuilt, rewrapped
+from ..program.mapping import mapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, is_observation, sample_sites
 from .field import Layout, slices
 
 Place = tuple[str, str]  # a site, and its parameter
 Pair = tuple[Place, Place]
+Again = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]  # the sites of the same run with GP sites' values given
+
+# The link of a density whose parameters do not show its predictor: it is told in the values of a GP site.
+VALUE = "value"
+_AWAY = 0.37, -0.71  # of a value, from where it may be at a top of its density
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2}  # of slopes
 
 
 def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor:
@@ -51,26 +58,33 @@ def find_links(
     along = torch.cat(
         [draws[2] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
     )
-    slopes: dict[Place, dict[str, Tensor]] = {}
-    for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1]):
-        x.requires_grad_()
-        for name, site in sample_sites(run(x)).items():
-            if not is_observation(site) or not _depends(site["fn"].log_prob(site["value"]), x):
-                continue
-            fn = bare(site["fn"])
-            moving = _moving(fn, site["value"], x)
-            if not moving:
-                return None
-            for key, part in moving.items():
-                for link in candidates(fn, key):
-                    _compare(part, fn, x, along, slopes.setdefault((name, key), {}), link)
+    places = torch.zeros_like(draws[0]), draws[0], -3 * draws[1]
+    slopes, hidden = _by_links(run, places, along)
     found: dict[str, dict[str, str]] = {}
     for (name, key), by_link in slopes.items():
         found.setdefault(name, {})[key] = min(by_link, key=lambda link: int(by_link[link].isnan().sum()))
+
+    def bent(name: str) -> list[str]:
+        """The members in which a site's predictors are not affine."""
+        own = [slopes[name, key][link][: len(layout.numbers)] for key, link in found[name].items()]
+        return [member for member, *each in zip(layout.numbers, *own) if any(part.isnan().any() for part in each)]
+
+    hidden |= dict.fromkeys(name for name in found if not layout.residuals.keys().isdisjoint(bent(name)))
+    runs = [(run(x), x) for x in places[1:]] if hidden else []
+    for name in hidden:
+        links, (gp, slope) = found.get(name), _in_values(runs, name, layout, along)
+        others = [member for member in bent(name) if member not in layout.residuals] if links else []
+        if gp:
+            found[name], slopes[name, gp] = {gp: VALUE}, {VALUE: slope}
+        # As k in mu + k f, without which f is affine.
+        if links and (not gp or 0 < len(others) <= len(bent(name))):
+            found[name] = links
+        if name not in found:
+            return None
     chosen = [slopes[name, key][link] for name, of_site in found.items() for key, link in of_site.items()]
     rows = {name: slice(own.start + len(members), own.stop + len(members)) for name, own in slices(several).items()}
     owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
-    return found, owned, [n for i, n in enumerate(layout.numbers) if any(slope[i].isnan().any() for slope in chosen)]
+    return found, owned, [member for member in layout.numbers if any(member in bent(name) for name in found)]
 
 
 def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -81,11 +95,61 @@ def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
     return moving if is_single and _is_rebuilt(fn, value) else {}
 
 
-def _compare(part: Tensor, fn: Any, x: Tensor, along: Tensor, slopes: dict[str, Tensor], link: str) -> None:
+def _by_links(
+    run: Callable[[Tensor], poutine.Trace], places: Sequence[Tensor], along: Tensor
+) -> tuple[dict[Place, dict[str, Tensor]], dict[str, None]]:
+    """Slopes of parameters under each of their links, and the sites whose predictor is in no parameter."""
+    slopes: dict[Place, dict[str, Tensor]] = {}
+    hidden: dict[str, None] = {}
+    for x in places:
+        x.requires_grad_()
+        for name, site in sample_sites(run(x)).items():
+            if not is_observation(site) or not _depends(site["fn"].log_prob(site["value"]), x):
+                continue
+            fn = bare(site["fn"])
+            moving = _moving(fn, site["value"], x)
+            if not moving:
+                hidden[name] = None
+            for key, part in moving.items():
+                for link in candidates(fn, key):
+                    here = jacobian(LINKS[link][0](part.expand(fn.batch_shape).reshape(-1)), x, along)
+                    _compare(here, slopes.setdefault((name, key), {}), link)
+    return slopes, hidden
+
+
+def _in_values(
+    runs: Sequence[tuple[poutine.Trace, Tensor]], name: str, layout: Layout, along: Tensor
+) -> tuple[Optional[str], Tensor]:
+    """The GP site of which each datum of a density has one value, and the moves of it that do to the density what those
+    of x do, ``(K, N)``: j/g with its slopes; NaN where these differ by x. ``None`` if there is no such site.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    for trace, x in runs:
+        sites: Any = trace.nodes
+        density = bare(sites[name]["fn"]).log_prob(sites[name]["value"])
+        values = [sites[gp]["value"] for gp in layout.residuals]
+        slopes = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
+        met = {gp: slope for gp, slope in zip(layout.residuals, slopes) if slope is not None}
+        if len(met) != 1 or any(layout.residuals[gp] > 1 or g.shape != density.shape for gp, g in met.items()):
+            return None, x
+        found.append((jacobian(density, x, along), *met.values()))  # type: ignore[arg-type]
+    (one, by_one), (other, by_other) = found
+    # j₁/g₁ = j₂/g₂, also where one g is next to 0
+    gap, size = one * by_other - other * by_one, (one * by_other).abs() + (other * by_one).abs()
+    near = gap.abs() <= _ROUNDING[size.dtype] * size.nan_to_num().amax()
+    return next(iter(met)), _ratio(*found).detach().masked_fill(~near.all(1, keepdim=True), torch.nan)
+
+
+def _ratio(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+    """j/g, where |g| is larger."""
+    return torch.where(one[1].abs() > other[1].abs(), one[0] / one[1], other[0] / other[1])
+
+
+def _compare(here: Tensor, slopes: dict[str, Tensor], link: str) -> None:
     """Keep slopes, ``(K, N)``, of a parameter under a link; NaN along directions that had others at another x."""
-    here = jacobian(LINKS[link][0](part.expand(fn.batch_shape).reshape(-1)), x, along).detach()
+    here = here.detach()
     there = slopes.setdefault(link, here)
-    near = (here - there).abs() <= (1e-6 if here.dtype == torch.float64 else 1e-2) * there.nan_to_num().abs().amax()
+    near = (here - there).abs() <= _ROUNDING[here.dtype] * there.nan_to_num().abs().amax()
     slopes[link] = there.masked_fill(~near.all(1, keepdim=True), torch.nan)
 
 
@@ -94,18 +158,23 @@ class Predictors:
 
     :param sites: of a run that is standardised by ``x``, ``(extended,)``.
     :param links: by site and parameter.
+    :param again: makes that run anew.
 
     ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J of common entries, ``residuals`` J', and
     ``owned`` the entries, owners and slopes of owned latents, as :meth:`Layout.split` has them.
     """
 
-    def __init__(self, sites: Any, links: Mapping[str, Mapping[str, str]], x: Tensor, layout: Layout) -> None:
-        self.sites, self.links, self.x = sites, links, x
+    def __init__(
+        self, sites: Any, links: Mapping[str, Mapping[str, str]], x: Tensor, layout: Layout, again: Again
+    ) -> None:
+        self.sites, self.links, self.x, self.again = sites, links, x, again
         self.eta: dict[tuple[str, str], Tensor] = {}
         for name, of_site in links.items():
             fn, made_of = bare(sites[name]["fn"]), parameters(sites[name]["fn"])
             for key, link in of_site.items():
-                self.eta[name, key] = LINKS[link][0](made_of[key].expand(fn.batch_shape).reshape(-1))
+                is_hidden = link == VALUE
+                part = sites[key]["value"] if is_hidden else LINKS[link][0](made_of[key].expand(fn.batch_shape))
+                self.eta[name, key] = part.reshape(-1)
         self.rows: dict[tuple[str, str], Tensor] = {}
         self.residuals: dict[tuple[str, str], Tensor] = {}
         self.layout = layout
@@ -114,7 +183,21 @@ class Predictors:
             return
         every = jacobian(torch.cat(list(self.eta.values())), x, layout.directions(x))
         for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
+            if links[place[0]][place[1]] == VALUE:
+                part = part + self._beside(*place)
             self.rows[place], self.residuals[place], self.owned[place] = layout.split(part)
+
+    def _beside(self, name: str, gp: str) -> Tensor:
+        """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
+        one, other = (self._slopes(name, gp, self.eta[name, gp].detach() + away) for away in _AWAY)
+        return _ratio(one, other)
+
+    def _slopes(self, name: str, gp: str, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a density by x beside its GP site's values, and by these."""
+        f = f.requires_grad_()
+        density = self.log_prob(name, {gp: f}) + 0 * self.x.sum()
+        (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
+        return jacobian(density, self.x, self.layout.directions(self.x)), slope
 
     def detached(self) -> Predictors:
         """These without their graph."""
@@ -139,6 +222,18 @@ class Predictors:
             key: LINKS[self.links[name][key]][1](value.reshape(value.shape[:-1] + shape)) for key, value in eta.items()
         }
         return rebuilt(self.sites[name]["fn"], changed)
+
+    def log_prob(self, name: str, eta: Mapping[str, Tensor]) -> Tensor:
+        """A site's log densities of single data at predictors ``(..., N)`` by parameter."""
+        value = self.sites[name]["value"]
+        ((key, first), *_) = eta.items()
+        if self.links[name][key] != VALUE:
+            return self.distribution(name, eta).log_prob(value)
+
+        def at(f: Tensor) -> tuple[Tensor]:
+            return (bare(self.again({key: f})[name]["fn"]).log_prob(value),)
+
+        return (at(first) if first.dim() == 1 else mapped(at, first))[0]
 
     def summed(self, name: str, each: Tensor) -> Tensor:
         """The sum of a term for each datum of a site, as the site scales and masks them."""
@@ -169,7 +264,7 @@ class Predictors:
         :param covariance: by pairs of parameters, the first one's before.
         """
         (first, *others), value = eta, self.sites[name]["value"]
-        if not others and first == "loc" and is_declared(self.sites[name]["fn"]):
+        if self.links[name] == {"loc": "identity"} and is_declared(self.sites[name]["fn"]):
             fn = self.distribution(name, eta)
             return self.summed(name, expectation(fn, value, covariance[first, first].reshape(fn.batch_shape)))
         nodes, weights = normal_nodes(len(eta), eta[first], num_nodes)
@@ -179,15 +274,14 @@ class Predictors:
             across, own = covariance[first, key] / sd, covariance[key, key]
             rest = above_rounding(own - across.square(), own).sqrt()
             at[key] = eta[key] + (across * nodes[:, :1] + rest * nodes[:, 1:])
-        each = self.distribution(name, at).log_prob(value)
-        return self.summed(name, torch.tensordot(weights, each, 1))
+        return self.summed(name, torch.tensordot(weights, self.log_prob(name, at), 1))
 
     def log_density(self, eta: Mapping[tuple[str, str], Tensor]) -> Tensor:
         """ℓ at predictors, of all sites that depend on any."""
         total: Any = 0.0
         for name in self.links:
             own = {key: value for (site, key), value in eta.items() if site == name}
-            total = total + self.summed(name, self.distribution(name, own).log_prob(self.sites[name]["value"]))
+            total = total + self.summed(name, self.log_prob(name, own))
         return total
 
 

@@ -7,7 +7,7 @@ natural steps are those of a Gaussian process on them. Parameters of one density
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,10 +41,14 @@ def bound_of_field(
     held = {name: value for name, value in held.items() if name not in facts.field}
     with torch.enable_grad():
         x = torch.cat([loc, loc.new_zeros(layout.extended - layout.num)]).requires_grad_()
-        handler = Standardised(guide, *layout.parts(x), bases=ahead.bases)
-        sites: Any = run_standardised(guide, args, kwargs, handler, held, model_trace).nodes
+
+        def run(given: Mapping[str, torch.Tensor] = {}) -> Any:
+            handler = Standardised(guide, *layout.parts(x), bases=ahead.bases)
+            return run_standardised(guide, args, kwargs, handler, {**held, **given}, model_trace).nodes
+
+        sites = run()
         links = {name: own for name, own in facts.links.items() if name in sites and is_observation(sites[name])}
-        expected = _Expected(whole.q, layout, Predictors(sites, links, x, layout), x)
+        expected = _Expected(whole.q, layout, Predictors(sites, links, x, layout, run), x)
     first = guide_trace.nodes[next(iter(facts.field))]
     total = -weighted_sum(whole.q.kl(), {**first, "mask": None})
     for name in links:
