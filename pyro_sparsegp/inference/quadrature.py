@@ -322,8 +322,8 @@ class TraceQuadrature_ELBO(ELBO):
                 "vmap refused",
                 ", ".join(guide.structure.gps) if guide.structure else "",
                 "torch.func.vmap refuses what this model does with function values, or a distribution in it: it runs "
-                f"once per node, {self.num_nodes**num_axes} times a step. That is slower and right. Common reasons are "
-                ".item(), if, and writes in place as in Pyro's OrderedLogistic.",
+                f"once per node, {self.num_nodes**num_axes} times a step, which is right and slower. Pyro's "
+                "OrderedLogistic writes in place; of your own code, write it without .item() and if.",
                 stacklevel=5,
             )
         return values
