@@ -25,6 +25,7 @@ from ..gaussians import AtValues, NaturalGaussian, Shared, Whole
 from ..numerics.linalg import cholesky, side_by_side
 from ..program.declared import parameters
 from ..program.dependence import COUPLED
+from ..program.enumeration import Enumeration
 from ..program.facts import Structure
 from ..program.traces import all_sites, as_process, bare, fill_masked, repeatable, sample_sites
 from .known import KnownGuide
@@ -221,7 +222,7 @@ def run_standardised(
     """
     there: dict[str, Any] = {} if like is None else dict(like.nodes)
     with pyro.validation_enabled(False), repeatable(guide.like), poutine.block(), poutine.trace() as traced, handler:
-        poutine.condition(guide.model, data=dict(values))(*args, **kwargs)
+        poutine.condition(Enumeration()(guide.model), data=dict(values))(*args, **kwargs)
     for name, site in all_sites(traced.trace):
         if name in there:
             site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]

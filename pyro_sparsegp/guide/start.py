@@ -97,7 +97,7 @@ def is_open(guide: KnownGuide, able: list[str]) -> bool:
     """Whether there is a start: every latent is one of all rows, and GP sites are single functions on a basis."""
     facts = guide.facts
     # Processes have other rows each, at which they would find other modes.
-    if torch.distributed.is_initialized() or facts.inner or facts.enumerated or len(able) < len(facts.latents):
+    if torch.distributed.is_initialized() or facts.inner or len(able) < len(facts.latents):
         return False
     return all(
         type(module) in (SparseGP, OptimalGP, ExactGP, ExpectationGP)
