@@ -1,6 +1,6 @@
 """One training step of README's model against GPyTorch, pyro.contrib.gp, Pyro's floor and plain torch, in one run.
 
-python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--out step_time.md]
+python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--launches] [--out step_time.md]
 
 The step is that of README as a user writes it: priors on the kernel's variance and length, Pyro's Adam, the default
 TraceQuadrature_ELBO; all rows, all of float32. "natural" is the default, "Adam" has ``natural=False``. GPyTorch's is
@@ -9,6 +9,7 @@ torch's learn kernels' parameters as numbers. "Pyro's floor" is a step of AutoNo
 with a plain normal for f: what Pyro's handlers, priors and optimisers take without any GP. Times, of this process's CPU
 (on a GPU by the clock), are medians over rounds that take turns, ratios medians of each round's ratio. "floor + plain"
 is the sum of two columns: handlers without a GP, and a GP without handlers. GPflow does not install here.
+``--launches`` counts the kernels that a GPU would launch a step, on a CPU.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from others import Approximate, matern, optimisers, stepping
 from pyro.contrib import gp
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoNormal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
@@ -176,6 +178,27 @@ def apart(make):
     return taken
 
 
+class Launches(TorchDispatchMode):
+    """Counts operations that a GPU would launch a kernel for: all but views and memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += not (func.is_view or "empty" in func.name() or "scalar_dense" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def launched(step):
+    """The launches of a step that is none of the first."""
+    for _ in range(4):
+        step()
+    with Launches() as found:
+        step()
+    return found.num
+
+
 def measure(size, name, dtype, options):
     """One row of the table, of M and N."""
     m, num = size
@@ -183,6 +206,8 @@ def measure(size, name, dtype, options):
     x = torch.rand(num, 1, dtype=getattr(torch, dtype), device=options.device)
     y, z = LIKELIHOODS[name](1 + torch.sin(8 * x[:, 0])).sample(), x[:m].clone()
     steps = {key: apart(partial(make, name, x, y, z.clone())) for key, make in MAKERS.items()}
+    if options.launches:
+        return [f"{m}, {num}", name, dtype, *map(launched, steps.values())]
     times = bench.interleaved(steps, options.rounds, warm=4, repeats=2, device=options.device)
     medians = [f"{statistics.median(each):.1f}" for each in times.values()]
     times["floor + plain"] = [a + b for a, b in zip(times["Pyro's floor"], times["plain torch"])]
@@ -190,7 +215,7 @@ def measure(size, name, dtype, options):
 
 
 def main():
-    options = bench.parsed(__doc__, device="cpu", rounds=11, sizes=[""], dtypes=["float32"], out=None)
+    options = bench.parsed(__doc__, device="cpu", rounds=11, sizes=[""], dtypes=["float32"], launches=False, out=None)
     warnings.filterwarnings("ignore", category=gpytorch.utils.warnings.NumericalWarning)
     page = bench.Page(options.out)
     page.say(
@@ -201,8 +226,8 @@ def main():
     )
     page.head(
         *("M, N", "likelihood", "dtype"),
-        *(f"{name} (ms)" for name in MAKERS),
-        *(f"{own} / {other}" for own, other in RATIOS),
+        *(name if options.launches else f"{name} (ms)" for name in MAKERS),
+        *(f"{own} / {other}" for own, other in RATIOS if not options.launches),
     )
     sizes = [tuple(map(int, size.split(","))) for size in options.sizes if size]
     for size, name, dtype in itertools.product(sizes or SIZES, LIKELIHOODS, options.dtypes):
