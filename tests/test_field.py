@@ -601,6 +601,19 @@ def test_f_follows_an_intercept_of_another_prior(prior):
     assert into(draws["mu"]).mean().item() == pytest.approx(mean.item(), abs=0.2 * sd.item())
 
 
+def test_each_hyperparameter_is_followed_where_predictors_are_nearest_to_linear():
+    def model(x, y=None):  # log a + b log(1 + 9x) + f
+        a, b = pyro.sample("a", dist.Exponential(1.0)), pyro.sample("b", dist.Exponential(1.0))
+        f = pyro.sample("f", GaussianProcess(0.2 * kernels.RBF(0.4), x))
+        observed(dist.Poisson(a * (1 + 9 * x[:, 0]) ** b * f.exp()), y)
+
+    x, _, y = _count_data()
+    guide, losses = _step(model, families.SVGP(x.clone(), trainable=False), (x, y), 100)
+    assert (guide.facts.intercepts, guide.facts.unconstrained) == (["a", "b"], ["a"])
+    _, others = _step(model, families.SGPR(x.clone(), trainable=False), (x, y), 100)
+    assert sum(losses[50:]) / 50 == pytest.approx(sum(others[50:]) / 50, abs=0.3)
+
+
 def test_an_intercept_may_have_any_unit():
     x, _, y = _data()
 

@@ -393,13 +393,19 @@ class Search:
         names = [name for name in self.guide.facts.coupled if sizes[name].sum() > _SHIFT**2]
         if not names:
             return {}
-        other = nested.tried(best.theta + covariance.diagonal().sqrt()) or best
-        away = other.theta.clone().requires_grad_()
-        _, there = nested.follow(nested.predictors(away)[0], away, other)
-        bent = {n: [(a - b).abs().amax() / a.abs().amax() for a, b in zip(here[n], there[n])] for n in names}
-        ways = {name: int(by_theta < by_value) for name, (by_value, by_theta) in bent.items()}
-        self.guide.facts.unconstrained = [name for name, way in ways.items() if way]
-        return {name: here[name][way].mT for name, way in ways.items()}
+        rows, sd, moves = slices({n: v.numel() for n, v in sizes.items()}), covariance.diagonal().sqrt(), {}
+        self.guide.facts.unconstrained = []
+        for name in names:
+            away = best.theta.clone()
+            away[rows[name]] += sd[rows[name]]
+            other = nested.tried(away) or best
+            away = other.theta.clone().requires_grad_()
+            _, there = nested.follow(nested.predictors(away)[0], away, other)
+            by_value, by_theta = ((a - b).norm() / a.norm() for a, b in zip(here[name], there[name]))
+            if by_theta < by_value:
+                self.guide.facts.unconstrained.append(name)
+            moves[name] = here[name][int(by_theta < by_value)].mT
+        return moves
 
 
 def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
