@@ -122,6 +122,7 @@ METHODS = {  # a trainer, its precision, and the sets that it can do
     "CGGP": (with_gpytorch(cg=True), torch.float32, ("parkinsons",)),
     "CaGP-CG": (ours(lambda num: ComputationAware(min(512, num), "cg")), torch.float32, ("parkinsons", "bike")),
     "CaGP-Opt": (ours(lambda num: ComputationAware(min(512, num))), torch.float32, ()),
+    "CaGP-Opt, batches": (ours(lambda num: ComputationAware(512, batches=True), batch=1024), torch.float32, ("bike",)),
     "CaGP-Opt L-BFGS": (ours(lambda num: ComputationAware(min(512, num)), lbfgs=True), torch.float64, ("parkinsons",)),
 }
 
