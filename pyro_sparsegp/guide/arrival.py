@@ -21,6 +21,7 @@ from pyro import poutine
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..numerics.functions import jacobian
 from ..program.traces import repeatable, whole_plates
 from .checks import explain_nan
 from .conditions import conditions_now
@@ -28,7 +29,6 @@ from .coupled import able_to_couple
 from .field import field_given, slices
 from .known import KnownGuide, Rows
 from .nested import Optimum
-from .predictors import jacobian
 from .runs import Posteriors, Priors
 from .start import ALL_ROWS, PATIENCE, Search, index_of, is_open
 

@@ -25,10 +25,11 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..numerics.functions import jacobian
 from ..program.traces import all_sites, is_observation, repeatable
 from .field import Layout, Standardised, run_standardised, slices
 from .known import KnownGuide
-from .predictors import Pair, Place, Predictors, jacobian
+from .predictors import Pair, Place, Predictors
 from .rows import share_of
 
 Slopes = dict[Any, Tensor]  # by places, or pairs of them

@@ -12,6 +12,7 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import above_rounding
 from ..program.declared import LINKS, candidates, expectation, is_declared, parameters, rebuilt, rewrapped
 from ..program.mapping import mapped
@@ -27,19 +28,6 @@ Again = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]  # the sites of the 
 VALUE = "value"
 _AWAY = 0.37, -0.71  # of a value, from where it may be at a top of its density
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2}  # of slopes
-
-
-def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor:
-    """∂ value / ∂x times directions, ``(K, N)``, of N values, by one way back and one through that.
-
-    :param along: the directions, ``(K, len(x))``; by default each entry of x.
-    """
-    one = torch.zeros_like(value, requires_grad=True)
-    (slope,) = torch.autograd.grad(value, x, one, create_graph=True)
-    along = torch.eye(len(x), dtype=x.dtype, device=x.device) if along is None else along
-    if not slope.requires_grad:
-        return slope.new_zeros(len(along), len(value))
-    return torch.autograd.grad(slope, one, along, is_grads_batched=True, create_graph=True)[0]
 
 
 def find_links(
@@ -90,7 +78,7 @@ def find_links(
 def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
     """The parameters of a density of single data that depend on x: one or two, of which it can be made anew."""
     made_of = {} if fn.event_shape else parameters(fn)
-    moving = {key: part for key, part in made_of.items() if _depends(part, x)}
+    moving = {key: part for key, part in made_of.items() if depends(part, x)}
     is_single = len(moving) <= 2 and all(part.dim() <= len(fn.batch_shape) for part in moving.values())
     return moving if is_single and _is_rebuilt(fn, value) else {}
 
@@ -104,7 +92,7 @@ def _by_links(
     for x in places:
         x.requires_grad_()
         for name, site in sample_sites(run(x)).items():
-            if not is_observation(site) or not _depends(site["fn"].log_prob(site["value"]), x):
+            if not is_observation(site) or not depends(site["fn"].log_prob(site["value"]), x):
                 continue
             fn = bare(site["fn"])
             moving = _moving(fn, site["value"], x)
@@ -283,13 +271,6 @@ class Predictors:
             own = {key: value for (site, key), value in eta.items() if site == name}
             total = total + self.summed(name, self.log_prob(name, own))
         return total
-
-
-def _depends(value: Tensor, x: Tensor) -> bool:
-    """Whether x is in a value's graph."""
-    return (
-        value.requires_grad and torch.autograd.grad(value.sum(), x, allow_unused=True, retain_graph=True)[0] is not None
-    )
 
 
 def _is_rebuilt(fn: Any, value: Tensor) -> bool:

@@ -22,6 +22,7 @@ from ..approximations.free import SparseGP
 from ..approximations.optimal import ExactGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
+from ..numerics.functions import jacobian
 from ..program.checks import holds_part
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, whole_plates
 from .coupled import able_to_couple, couple, drop_latents
@@ -42,7 +43,7 @@ from .field import (
 )
 from .known import KnownGuide
 from .nested import Nested, Optimum, units_of
-from .predictors import Predictors, find_links, jacobian
+from .predictors import Predictors, find_links
 from .runs import Run
 
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances

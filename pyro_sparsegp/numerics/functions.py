@@ -1,4 +1,4 @@
-"""Custom gradients."""
+"""Custom gradients, and matrices of them."""
 
 from __future__ import annotations
 
@@ -60,3 +60,23 @@ def _nested(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(_Primal(ctx), *tangents)
 
     return within
+
+
+def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor:
+    """∂ value / ∂x times directions, ``(K, N)``, of N values, by one way back and one through that.
+
+    :param along: the directions, ``(K, len(x))``; by default each entry of x.
+    """
+    one = torch.zeros_like(value, requires_grad=True)
+    (slope,) = torch.autograd.grad(value, x, one, create_graph=True)
+    along = torch.eye(len(x), dtype=x.dtype, device=x.device) if along is None else along
+    if not slope.requires_grad:
+        return slope.new_zeros(len(along), len(value))
+    return torch.autograd.grad(slope, one, along, is_grads_batched=True, create_graph=True)[0]
+
+
+def depends(value: Tensor, x: Tensor) -> bool:
+    """Whether x is in a value's graph."""
+    return (
+        value.requires_grad and torch.autograd.grad(value.sum(), x, allow_unused=True, retain_graph=True)[0] is not None
+    )
