@@ -62,6 +62,8 @@ def use():
 
     def program(kernel, classes=False):
         def model(x, y=None, size=None):
+            if kernel is deep:
+                pyro.module("network", network)
             scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
             noise = pyro.sample("noise", dist.HalfNormal(1.0))
             f = pyro.sample("f", GaussianProcess(scale * kernel, x))
@@ -73,14 +75,19 @@ def use():
 
     smooth, terms = kernels.Matern32(torch.ones(2)), kernels.RBF(0.5)[0] + kernels.Matern52(0.5)[1]
     finite = kernels.RandomFourier(torch.randn(20, 2))
+    network = torch.nn.Sequential(torch.nn.Linear(2, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+    deep, image = kernels.DeepBasis(network), kernels.Convolutional(kernels.RBF(0.5), (1, 2), (1, 1))
     free = [families.SVGP(8), families.OrthogonalInducing(5, 5), families.OrthogonallyDecoupled(5, 5)]
     sites = [families.SGPR(8), families.CollapsedOrthogonal(5, 5), families.SemiCollapsedOrthogonal(5, 5)]
     sites += [families.ComputationAware(8), families.ComputationAware(8, "cg"), families.ConditionalSGPR(8)]
+    sites += [families.FreeSites(8), families.ComputationAware(8, batches=True)]
     additive = [families.CoupledPrecision(6), families.MeanFieldAdditive(6), families.CoupledCovariance(6)]
-    additive += [families.AdditiveSGPR(6)]
+    additive += [families.AdditiveSGPR(6), families.AdditiveFreeSites(6)]
     uses = [(program(smooth, classes), family) for family in free + sites for classes in (False, True)]
     uses += [(program(terms), family) for family in additive]
-    uses += [(program(finite), family) for family in (families.WeightSpace(), families.ExactWeightSpace())]
+    weights = (families.WeightSpace(), families.ExactWeightSpace())
+    uses += [(program(kernel), family) for kernel in (finite, deep) for family in weights]
+    uses += [(program(image, True), families.SVGP(5))]
     uses += [(program(smooth, True), families.SparseEP(8))]
     for model, family in uses:
         pyro.clear_param_store()
@@ -102,6 +109,7 @@ def use():
     guide = AutoSparseGP(model, families.SVGP(8))
     with tempfile.TemporaryDirectory() as place:
         fit(model, guide, (x, y), batch_size=20, steps=6, progress=False, checkpoint=Path(place) / "fit")
+    fit(model, AutoSparseGP(model, families.SVGP(8)), (x, y), steps=100, progress=False)
     to_datatree(model, guide, x, y, num_samples=20)
 
 
