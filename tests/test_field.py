@@ -676,6 +676,25 @@ def test_a_latent_that_f_is_multiplied_by_is_a_hyperparameter():
     assert "q takes 'mu' to be independent of f: intervals may be too narrow" in line
 
 
+def test_widths_of_a_first_batch_become_those_of_all_rows():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(10_000, 1, generator=generator)
+    y = torch.sin(12 * x[:, 0]) + 0.5 * torch.randn(len(x), generator=generator)
+
+    def model(x, y, size):
+        noise = pyro.sample("noise", dist.HalfNormal(1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        observed(dist.Normal(f, noise), y, x, size)
+
+    guide, _ = _step(model, families.SVGP(15), (x[:50], y[:50], len(x)))
+    first = guide.together.tril.item()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    for rows in torch.randint(len(x), (200, 50), generator=generator):
+        svi.step(x[rows], y[rows], len(x))
+    # fourteen times that of all rows; steps of R bounded by the gradient, not by its own change, left 0.66 of it
+    assert guide.together.tril.item() < 0.45 * first
+
+
 def test_zeros_from_elsewhere():
     x, _, y = _count_data()
 

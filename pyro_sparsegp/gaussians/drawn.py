@@ -5,9 +5,9 @@ of log q(θ) too, the natural gradient by the Fisher matrix (RRᵀ)⁻¹ (Amari,
 
     a ← a − ρRe,   R ← R − ρ R tril½(eεᵀ)/(1 + εᵀε),
 
-normalised as least-mean-squares filters are, so that it is stable whatever ε is drawn; and no step is longer than ρ in
-that metric, a fraction of q's own deviations. Where log p is quadratic and q is right, e is 0 for every draw, so steps
-from a start at the mode and its curvature have next to no noise.
+normalised as least-mean-squares filters are, so that it is stable whatever ε is drawn; and no step of a, and none of
+R's diagonal, is longer than ρ, a fraction of q's own deviations. Where log p is quadratic and q is right, e is 0 for
+every draw, so steps from a start at the mode and its curvature have next to no noise.
 """
 
 from __future__ import annotations
@@ -122,21 +122,20 @@ class DrawnGaussian(Natural):
         for noise, value in taken.draws:
             for share, own, grad in by_draws(noise, value.grad) if value.grad is not None else ():
                 # Rᵀ∂: densities of q(θ) given the draw are constants of ε, whose part by R is told here.
-                pull = _bounded(root.mT @ (grad / unit), rate)
+                pull = root.mT @ (grad / unit)
+                pull = torch.where(0 * pull.sum() == 0, pull, 0.0)  # 0 if it is not finite
                 # a ← a − ρRe
-                loc = torch.addmv(loc, root, pull, alpha=-share)
+                loc = torch.addmv(loc, root, _bounded(pull, rate), alpha=-share)
                 # R tril½(eεᵀ), lower triangular: sums of the columns from each one on.
                 along = root * pull
                 below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
-                # R tril½(eεᵀ)/(1 + εᵀε)
+                # R tril½(eεᵀ)/(1 + εᵀε), bounded by what it is of R's diagonal: R stays a root
                 change = below * (own / (1 + own.square().sum()))
-                # no entry of R's diagonal more than halves: R stays a root
-                shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)
-                self.root = self.root - change * (0.5 * share / shrink)
+                size = (change.diagonal() / root.diagonal()).square().amax()
+                self.root = self.root - change * (share * rate * (1 + size).rsqrt())
         self._set("loc", loc)
 
 
 def _bounded(pull: Tensor, rate: Tensor) -> Tensor:
-    """ρe, of a root mean square below 1; 0 if e is not finite."""
-    pull = pull * (rate * (1 + pull.square().mean()).rsqrt())
-    return torch.where(0 * pull.sum() == 0, pull, 0.0)
+    """ρe, of a root mean square below ρ."""
+    return pull * (rate * (1 + pull.square().mean()).rsqrt())
