@@ -43,7 +43,7 @@ def predict(
     A guide's function values come from its sparse posterior. MCMC has drawn f at the training inputs, and f at new
     inputs is drawn given those values (:meth:`GaussianProcess.given`). Latents in a plate of data rows are drawn
     from the model; subsampling is off. If the program allows ``torch.func.vmap``, it runs once for up to 100 draws, in
-    up to some 250 MB of memory. Otherwise it runs once for each draw.
+    up to some 400 MB of memory. Otherwise it runs once for each draw.
     A :class:`~pyro_sparsegp.NumericalWarning` counts the transitions of an ``MCMC`` that diverged.
 
     :param model: the guide's model, or one with the same latent sites and another likelihood.

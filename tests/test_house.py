@@ -113,7 +113,7 @@ LINES = {
     "root": 851,
     "numerics": 1137,
     "kernels": 2448,
-    "gaussians": 3427,
+    "gaussians": 3426,
     "bases": 2178,
     "posterior": 788,
     "approximations": 681,
@@ -125,13 +125,13 @@ LINES = {
     "diagnostics": 1793,
     "interop": 324,
 }
-ALL_LINES = 24678
+ALL_LINES = 24677
 STATEMENTS = 14727
 BRANCHES_PER_1000_LINES = 113
 COMMENTS = 0.0262  # at least
 FILE_LINES = 418
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23850
+TEST_LINES = 23870
 
 
 @functools.cache
