@@ -46,9 +46,9 @@ class AutoSparseGP(SavedGuide):
 
     q(θ, u) = q(θ) q(u | θ). A GP site is f = μ + φᵀw + r with coefficients w; the residual r keeps its prior. u is
     all coefficients w and all latents with normal priors; q(u | θ) is one Gaussian. The hyperparameters θ are all other
-    latents, jointly normal in unconstrained space. u has at most 2,000 numbers, and enters densities linearly (as a
-    Normal's loc or log scale, a Poisson's log rate, a Bernoulli's logit). Without such a u each w has its family's
-    q(w | θ), and the normal latents are independent of each other and of f.
+    latents, jointly normal in unconstrained space. u has at most 2,000 numbers, and each datum depends on one value
+    that is linear in it, or on two as its mean and log scale. Without such a u each w has its family's q(w | θ), and
+    the normal latents are independent of each other and of f.
 
     The first call finds the GP sites, the mode of the hyperparameters and how the likelihood depends on function
     values, and chooses inducing points among its inputs: give it more rows than these.
@@ -218,7 +218,7 @@ class AutoSparseGP(SavedGuide):
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
-        return self.run_at(args, kwargs, joint_up_to=torch.inf if joint else -1).values
+        return self.draws(1, *args, joint=joint, **kwargs)[0]
 
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> list[dict[str, Tensor]]:
         """Draws of every site at new inputs, a dictionary for each draw. Subsampling is off. Latents under the
@@ -228,7 +228,12 @@ class AutoSparseGP(SavedGuide):
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
         require_count(num, "the number of draws")
-        return [self.draw(*args, joint=joint, **kwargs) for _ in range(num)]
+        conditions, draws = None, list[dict[str, Tensor]]()
+        for _ in range(num):
+            run = self.run_at(args, kwargs, conditions=conditions, joint_up_to=torch.inf if joint else -1)
+            conditions = None if self.has_random_latents else run.conditions
+            draws.append(run.values)
+        return draws
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
@@ -272,15 +277,15 @@ class AutoSparseGP(SavedGuide):
         require_refined(self.modules_by_site())
 
     def run_at(
-        self, args: tuple, kwargs: dict[str, Any], at_medians: bool = False, sums_out: bool = False, **asked: Any
+        self, args: tuple, kwargs: dict[str, Any], conditions: Optional[Conditions] = None, **asked: Any
     ) -> Posteriors:
-        """A run at new rows; latents of single rows are known if these are all the data of training."""
+        """A run at new rows, by a run's ``conditions`` if given; latents of rows are known at training's data."""
         self._ready(args, kwargs)
         relation = self.relation(args, kwargs) if self.core.facts.local_latents else None
         rows = Rows(same=False, inputs=relation is not None and relation.same, new=True)
-        conditions = conditions_now(self, at_medians, rows.inputs)
+        conditions = conditions or conditions_now(self, asked.get("at_medians", False), rows.inputs)
         with unrecorded(same=False, learns=False), whole_plates():
-            run = Posteriors(self, conditions, rows, at_medians, sums_out=sums_out, **asked).perform(args, kwargs)
+            run = Posteriors(self, conditions, rows, **{"sums_out": False} | asked).perform(args, kwargs)
         note_rows(self, run)
         return run
 

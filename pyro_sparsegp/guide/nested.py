@@ -101,10 +101,9 @@ class Nested:
         return {name: part.reshape(shape) for (name, shape), part in zip(self.hyper.items(), parts)}
 
     def run(self, theta: Tensor, x: Tensor, given: Mapping[str, Tensor] = {}) -> tuple[dict[str, Any], Standardised]:
-        """The sites of a run at θ and x, ``(extended,)``, and its handler. Some rows count once: in the place of all
-        they would be data of a noise that is far smaller. All is over the field's scale, as a whole program's may be.
-
-        :param given: values of GP sites.
+        """The sites of a run at θ and x, ``(extended,)``, with some GP sites' values ``given``, and its handler. Some
+        rows count once: in the place of all they would be data of a noise that is far smaller. All is over the field's
+        scale, as a whole program's may be.
         """
         handler = Standardised(self.guide, *self.layout.parts(x), self.theta_of(theta))
         trace = run_standardised(self.guide, self.args, self.kwargs, handler, {**self.values, **given})
@@ -119,8 +118,7 @@ class Nested:
         """The linear predictors at θ, and the handler of their run."""
         zero = theta.new_zeros(self.layout.extended, requires_grad=True)
         sites, handler = self.run(theta, zero)
-        again = lambda given: self.run(theta, zero, given)[0]  # noqa: E731
-        return Predictors(sites, self.links, zero, self.layout, again), handler
+        return Predictors(sites, self.links, zero, self.layout, lambda f: self.run(theta, zero, f)[0]), handler
 
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""

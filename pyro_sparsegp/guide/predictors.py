@@ -46,8 +46,8 @@ def find_links(
     along = torch.cat(
         [draws[2] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
     )
-    places = torch.zeros_like(draws[0]), draws[0], -3 * draws[1]
-    slopes, hidden = _by_links(run, places, along)
+    runs = [(run(x.requires_grad_()), x) for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1])]
+    slopes, hidden = _by_links(runs, along)
     found: dict[str, dict[str, str]] = {}
     for (name, key), by_link in slopes.items():
         found.setdefault(name, {})[key] = min(by_link, key=lambda link: int(by_link[link].isnan().sum()))
@@ -58,16 +58,15 @@ def find_links(
         return [member for member, *each in zip(layout.numbers, *own) if any(part.isnan().any() for part in each)]
 
     hidden |= dict.fromkeys(name for name in found if not layout.residuals.keys().isdisjoint(bent(name)))
-    runs = [(run(x), x) for x in places[1:]] if hidden else []
     for name in hidden:
-        links, (gp, slope) = found.get(name), _in_values(runs, name, layout, along)
-        others = [member for member in bent(name) if member not in layout.residuals] if links else []
+        links, (gp, slope) = found.get(name), _in_values(runs[1:], name, layout, along)
         if gp:
+            others = [member for member in bent(name) if member not in layout.residuals] if links else []
             found[name], slopes[name, gp] = {gp: VALUE}, {VALUE: slope}
-        # As k in mu + k f, without which f is affine.
-        if links and (not gp or 0 < len(others) <= len(bent(name))):
-            found[name] = links
-        if name not in found:
+            # As k in mu + k f, without which f is affine.
+            if links and 0 < len(others) <= len(bent(name)):
+                found[name] = links
+        elif not links:
             return None
     chosen = [slopes[name, key][link] for name, of_site in found.items() for key, link in of_site.items()]
     rows = {name: slice(own.start + len(members), own.stop + len(members)) for name, own in slices(several).items()}
@@ -84,14 +83,13 @@ def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
 
 
 def _by_links(
-    run: Callable[[Tensor], poutine.Trace], places: Sequence[Tensor], along: Tensor
+    runs: Sequence[tuple[poutine.Trace, Tensor]], along: Tensor
 ) -> tuple[dict[Place, dict[str, Tensor]], dict[str, None]]:
     """Slopes of parameters under each of their links, and the sites whose predictor is in no parameter."""
     slopes: dict[Place, dict[str, Tensor]] = {}
     hidden: dict[str, None] = {}
-    for x in places:
-        x.requires_grad_()
-        for name, site in sample_sites(run(x)).items():
+    for trace, x in runs:
+        for name, site in sample_sites(trace).items():
             if not is_observation(site) or not depends(site["fn"].log_prob(site["value"]), x):
                 continue
             fn = bare(site["fn"])
@@ -101,7 +99,7 @@ def _by_links(
             for key, part in moving.items():
                 for link in candidates(fn, key):
                     here = jacobian(LINKS[link][0](part.expand(fn.batch_shape).reshape(-1)), x, along)
-                    _compare(here, slopes.setdefault((name, key), {}), link)
+                    _compare(here.detach(), slopes.setdefault((name, key), {}), link)
     return slopes, hidden
 
 
@@ -135,7 +133,6 @@ def _ratio(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
 
 def _compare(here: Tensor, slopes: dict[str, Tensor], link: str) -> None:
     """Keep slopes, ``(K, N)``, of a parameter under a link; NaN along directions that had others at another x."""
-    here = here.detach()
     there = slopes.setdefault(link, here)
     near = (here - there).abs() <= _ROUNDING[here.dtype] * there.nan_to_num().abs().amax()
     slopes[link] = there.masked_fill(~near.all(1, keepdim=True), torch.nan)
@@ -177,12 +174,11 @@ class Predictors:
 
     def _beside(self, name: str, gp: str) -> Tensor:
         """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
-        one, other = (self._slopes(name, gp, self.eta[name, gp].detach() + away) for away in _AWAY)
-        return _ratio(one, other)
+        places = [(self.eta[name, gp].detach() + away).requires_grad_() for away in _AWAY]
+        return _ratio(*(self._slopes(name, gp, f) for f in places))
 
     def _slopes(self, name: str, gp: str, f: Tensor) -> tuple[Tensor, Tensor]:
         """Of a density by x beside its GP site's values, and by these."""
-        f = f.requires_grad_()
         density = self.log_prob(name, {gp: f}) + 0 * self.x.sum()
         (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
         return jacobian(density, self.x, self.layout.directions(self.x)), slope

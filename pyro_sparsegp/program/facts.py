@@ -37,8 +37,8 @@ class Structure:
     :param field: of each GP site and latent of the field, in order, the sizes of its blocks of coefficients.
     :param owned: latents of the field of which each datum has one value.
     :param factors: of members of a field whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
-    :param intercepts: hyperparameters that move linear predictors where the field is 0.
-    :param unconstrained: those in which, unconstrained, predictors are affine; in others' values.
+    :param intercepts: hyperparameters that the field follows, beside its kernels, such as an intercept.
+    :param unconstrained: those that it follows in unconstrained space; others by their values.
     :param links: of each likelihood of a field, by parameter, the link under which it is affine in it.
     :param enumerated: discrete latents, which are summed out.
     :param joint: groups of GP sites that have one posterior.
