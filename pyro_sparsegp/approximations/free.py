@@ -58,8 +58,8 @@ class SparseGP(AbstractModule):
         features = self.features_for(process, name)
         if share is not None:
             return kind(process, features, share, name)
-        level = (self._level(process, features),) if self.coefficients.levelled else ()
-        return kind(process, features, self.coefficients(self.coefficients.anchor_of(features), *level), name)
+        anchor = self.coefficients.anchor_of(features, process.mean_function)
+        return kind(process, features, self.coefficients(anchor), name)
 
     def settled(self, process: GaussianProcess) -> GaussianProcess:
         """The process at new inputs, where a kernel's diagonal that depends on the rows is that beside training's."""
@@ -87,14 +87,6 @@ class SparseGP(AbstractModule):
             features.hold_at(origin.at(self.kept_rows) if origin is not None and is_known else None)
         return features
 
-    def _level(self, process: GaussianProcess, features: Features) -> Optional[Tensor]:
-        # The values (..., M) of a constant mean for u = Lw; None where it is none, or never moved.
-        mean = process.mean_function
-        if not isinstance(mean, Tensor) or mean.shape[-1:] not in ((), (1,)):
-            return None
-        moves = mean.requires_grad or self.coefficients.level.numel()
-        return mean * features.ones if moves and features.ones is not None else None
-
     @property
     def may_follow_network(self) -> bool:
         """Whether there is a way to :meth:`follow_network`."""
@@ -119,7 +111,8 @@ class SparseGP(AbstractModule):
         """Take note of what a guide's first call shows."""
         if self.coefficients.placed:
             with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
-                self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor, None)
+                anchor = self.basis.forward(process.kernel, process.jitter, name).anchor
+                self.coefficients.start(anchor, [anchor.new_zeros(0, size) for size in self.basis.sizes])
         if process.kernel.depends_on_rows:
             self.see(process.x)
 

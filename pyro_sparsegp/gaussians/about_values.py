@@ -41,14 +41,13 @@ Parts = tuple[Tensor, ...]  # what a precision is made of
 
 class Seen(NamedTuple):
     """Sites as they are seen from a seat: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, what P is made of,
-    the seat and the level that they belong to.
+    and the seat that they belong to.
     """
 
     near: Tensor
     rest: Optional[Tensor]
     parts: Parts
     seat: Optional[Seat] = None
-    level: Optional[Tensor] = None
 
 
 class _Known(Function):
@@ -82,16 +81,14 @@ class _Known(Function):
         ctx.save_for_backward(*output[:2])
         *_, ctx.stays, turn, ctx.stack = inputs  # constants
         ctx.turned = None if turn is None else turn.shape
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, a: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any) -> Any:
+    def backward(ctx: Any, a: Tensor, by_covariance: Tensor, by_trace: Tensor, by_log_det: Tensor) -> Any:
         loc, covariance = ctx.saved_tensors
         stays, stack = ctx.stays, ctx.stack
         # V S with V = S̄ + tI
-        half = torch.zeros_like(covariance) if by_covariance is None else by_covariance @ covariance
-        half = half if by_trace is None else half.addcmul_(covariance, by_trace)  # VS
+        half = (by_covariance @ covariance).addcmul_(covariance, by_trace)  # VS
         if stays is None:
             # SVS; in place from here on: memory that is new costs more than numbers
             own, inner, beside = covariance[None], tril_of_product(covariance, half, symmetric=True)[None], half[None]
@@ -99,17 +96,12 @@ class _Known(Function):
             wide, other = stack.spread(covariance), stack.spread(half)
             own, beside, shape = stack.diagonal(wide), stack.diagonal(other), (len(stack.sizes), stack.size, -1)
             inner = wide.view(shape) @ other.mT.reshape(shape).mT
-        if by_log_det is not None:
-            inner.addcmul_(own, by_log_det)
-        if a is not None:
-            # ½(Sa mᵀ + m(Sa)ᵀ)
-            m, u = stack.columns(loc), stack.columns(covariance @ a)
-            inner.baddbmm_(u, m.mT, alpha=0.5).baddbmm_(m, u.mT, alpha=0.5)
+        # SVS + lS + ½(Sa mᵀ + m(Sa)ᵀ)
+        m, u = stack.columns(loc), stack.columns(covariance @ a)
+        inner.addcmul_(own, by_log_det).baddbmm_(u, m.mT, alpha=0.5).baddbmm_(m, u.mT, alpha=0.5)
         total = (inner if stays is None else each_times(stays, inner)).sub_(beside)
-        if by_log_det is not None:
-            total.diagonal(dim1=-2, dim2=-1).sub_(by_log_det)
-        if a is not None:
-            total.baddbmm_(stack.columns(a), m.mT, alpha=-0.5)
+        total.diagonal(dim1=-2, dim2=-1).sub_(by_log_det)
+        total.baddbmm_(stack.columns(a), m.mT, alpha=-0.5)
         return None, None, None, None, None, total.mul_(2).view(ctx.turned), None
 
     @staticmethod
@@ -150,9 +142,13 @@ class AboutValues(Natural):
     def _seat(self, anchor: Any) -> Optional[Seat]:
         """What sites are about in a run; ``None`` where that is w."""
 
+    def _turns(self, seat: Optional[Seat]) -> bool:
+        """Whether sites belong to a seat, and so turn with this one: those of a start belong to none, and stay."""
+        return seat is not None and self.seat.numel() > 0
+
     @abstractmethod
-    def _seen_from(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> Seen:
-        """The same sites from another seat, and under another level.
+    def _seen_from(self, seat: Optional[Seat]) -> Seen:
+        """The same sites from another seat, and under its level.
 
         Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
         """
@@ -206,40 +202,38 @@ class AboutValues(Natural):
 
     # How q is given.
 
-    def anchor_of(self, features: Any) -> Any:
-        return features.anchor
-
-    def forward(self, anchor: Any = None, level: Optional[Tensor] = None) -> Product:
+    def forward(self, anchor: Any = None) -> Product:
         """q(w).
 
         :param anchor: what sites are about: L, or a seat.
-        :param level: values, as of u = Lw, that f adds to, such as a constant mean's, if they may move.
         """
         seat, record = self._seat(anchor), recorded()
+        held = None if seat is None else seat.detached
         if record is None:
-            return self._made(seat, level, False)[0]
+            return self._made(seat, held, False)[0]
         # The step starts from what is given here, under the L of this run.
-        held = None if seat is None else seat.detached, None if level is None else level.detach()
         if self.is_tilted:
-            self._level_out(*held)
-        q, seen = self._made(seat, level, self._is_known and (seat is None or seat.has_turn))
+            self._level_out(held)
+        q, seen = self._made(seat, held, self._is_known and (seat is None or seat.has_turn))
         loc = side_by_side([factor.loc for factor in q.factors])
-        base = Seen(loc.detach(), None, tuple(map(Tensor.detach, seen.parts)), *held)
+        base = Seen(loc.detach(), None, tuple(map(Tensor.detach, seen.parts)), held)
         return Recorded(q, record.new(self, base))
 
-    def _made(self, seat: Optional[Seat], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
-        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat and the level."""
+    def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:
+        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat.
+
+        :param held: the seat without its graph.
+        """
         if not known:
-            seen = self._seen_from(seat, level)
+            seen = self._seen_from(seat)
             return self._given(seen), seen
-        seen = self._seen_from(None if seat is None else seat.detached, None if level is None else level.detach())
-        turn = stays = None
-        if seat is not None and self.seat.numel():
+        seen, turn, stays = self._seen_from(held), None, None
+        if self._turns(seat):
             turn, stays = seat.turn(), self._stays
         loc, covariance, trace, log_det = _Known.apply(*self._inverse(seen), stays, turn, self._stack)
-        if seat is not None and level is not None and level.requires_grad and self.level.numel():
+        if held is not None and held.level is not None and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
-            along = seat.detached.coefficients(level - level.detach())
+            along = held.coefficients(seat.level - held.level)
             loc = loc - along + covariance.detach() @ along
 
         # Draws alone want a root, through a graph of its own.
@@ -250,19 +244,20 @@ class AboutValues(Natural):
         return Product(self.sizes, [factor], [range(len(self.sizes))]), seen
 
     @torch.no_grad()
-    def _level_out(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> None:
+    def _level_out(self, seat: Optional[Seat]) -> None:
         """Have the sums alone say what plain gradients have made of a q that is tilted."""
-        seen = self._seen_from(seat, level)
+        seen = self._seen_from(seat)
         q = self._given(seen)
-        self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat, level)
+        self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat)
         self._end_tilt()
 
-    def _put(self, loc: Tensor, parts: Parts, seat: Optional[Seat], level: Optional[Tensor] = None) -> None:
+    def _put(self, loc: Tensor, parts: Parts, seat: Optional[Seat]) -> None:
         self._set("loc", loc)
         self._put_parts(parts)
-        for name, value in (("seat", None if seat is None else seat.kept), ("level", level)):
-            if value is not None:
-                self._buffers[name] = value.detach()
+        if seat is not None:
+            self._buffers["seat"] = seat.kept.detach()
+            if seat.level is not None:
+                self._buffers["level"] = seat.level.detach()
 
     # Steps.
 
@@ -274,7 +269,7 @@ class AboutValues(Natural):
         right = -rate[..., None] * (slope / weight[..., None] + loc)
         if again:
             # of the mean m' that other passes have led to: what is left of P'(m' − m)
-            seen = self._seen_from(base.seat, base.level)
+            seen = self._seen_from(base.seat)
             loc, parts = side_by_side(self._given(seen).loc), seen.parts
             # (1 − ρ)P'(m' − m)
             left = (self._precision(parts) @ (loc - base.near)[..., None])[..., 0]
@@ -286,7 +281,7 @@ class AboutValues(Natural):
         fine = (0 * moved.sum(-1) == failed) & (rate > 0)
         pairs = zip((moved, *new), (loc, *parts))
         kept = [torch.where(fine.view(fine.shape + (1,) * (b.dim() - fine.dim())), a, b) for a, b in pairs]
-        self._put(kept[0], tuple(kept[1:]), base.seat, base.level)
+        self._put(kept[0], tuple(kept[1:]), base.seat)
 
     def _aim(self, taken: Pass, gram: Tensor, rate: Tensor, weight: Tensor) -> tuple[Tensor, Optional[Tensor]]:
         """Ĝ = P̂ − I, and where negative curvatures are cut.
@@ -317,19 +312,19 @@ class AboutValues(Natural):
     # Sums of sites for others.
 
     @torch.no_grad()
-    def sums(self, anchor: Any, level: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
         """G = P − I and r = Pm under L; those of the prior, 0, where no step has been taken: a start is a guess."""
         seat = self._seat(anchor)
         if self.is_tilted:
-            self._level_out(seat, level)
-        seen = self._seen_from(seat, level)
+            self._level_out(seat)
+        seen = self._seen_from(seat)
         # r = P(a + P⁻¹b)
         pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0]
         known = float(self.steps > 0)
         return known * self._gram(seen.parts), known * (pull if seen.rest is None else pull + seen.rest)
 
     @torch.no_grad()
-    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor, level: Optional[Tensor] = None) -> None:
+    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
         """Have q be that of G and r under L, of more rows than a batch, or the nearest with its mean: steps go on at a
         later one's rate.
         """
@@ -338,7 +333,7 @@ class AboutValues(Natural):
         factor = cholesky(precision.to(wider(precision)), 0.0, "I + G of natural steps")
         # m = P⁻¹r
         loc = torch.cholesky_solve(pull.expand(precision.shape[:-1]).to(factor)[..., None], factor)[..., 0]
-        self._put(loc, self._nearest(precision), self._seat(anchor), level)
+        self._put(loc, self._nearest(precision), self._seat(anchor))
         self.steps = max(self.steps, _KNOWN)
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:

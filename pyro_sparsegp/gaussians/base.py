@@ -105,7 +105,6 @@ class Coefficients(Documented, AbstractModule):
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
         super().__init__()
 
-    levelled: ClassVar[bool] = False  # whether it is told the values of the process's mean, too, where these may move
     placed: ClassVar[bool] = False  # whether where it is before any data depends on L
 
     def put(self, name: str, value: Tensor) -> None:
@@ -114,16 +113,19 @@ class Coefficients(Documented, AbstractModule):
         current = getattr(self, name)
         setattr(self, name, value.to(current).expand(current.shape))
 
-    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+    def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
         """Put q where training starts, for a guide's first call.
 
         :param anchor: L, as for :meth:`forward`.
         :param features: √λ·Φ at inputs of that call, a block ``(..., n, M_b)`` each, for a covariance near
-            (I + λΦᵀΦ)⁻¹; ``None`` for the prior's.
+            (I + λΦᵀΦ)⁻¹, the prior's where they have no rows.
         """
 
-    def anchor_of(self, features: Any) -> Any:
-        """L of a run's features, as :meth:`forward` wants it; ``None`` where it is about w alone."""
+    def anchor_of(self, features: Any, mean: Any = None) -> Any:
+        """L of a run's features, as :meth:`forward` wants it; ``None`` where it is about w alone.
+
+        :param mean: the process's mean function, where q is to follow a constant one.
+        """
         return None
 
     @abstractmethod

@@ -93,15 +93,14 @@ class DrawnGaussian(Natural):
     @property
     def tril(self) -> Tensor:
         """R, ``(D, D)``."""
-        is_tilted = self.is_tilted or (torch.is_grad_enabled() and recorded() is None)
-        return self.root @ self.tilt_matrix if is_tilted else self.root
+        return self.root @ self.tilt_matrix if self.has_tilt else self.root
 
     def forward(self, noise: Tensor) -> Drawn:  # type: ignore[override]
         """The draw of this ε, ``(D,)``."""
         record = recorded()
         # Natural steps go on from where plain gradients have led.
         if record is not None and self.is_tilted:
-            self.root = self.tril.detach()
+            self.root = self.root @ self.tilt_matrix
             self._end_tilt()
         loc, root = self.mean, self.tril
         # θ = a + Rε

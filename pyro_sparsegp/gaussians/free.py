@@ -43,13 +43,12 @@ class _Factored(Coefficients):
         """The coefficients of each factor."""
         return slices(self.sizes, self.groups)
 
-    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+    def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
         """Start each factor at (I + λΦᵀΦ)⁻¹ of its blocks; it was made at the prior."""
-        for i, (kind, group) in enumerate(zip(self.kinds, self.groups if features is not None else ())):
+        for i, (kind, group) in enumerate(zip(self.kinds, self.groups)):
             if kind.scale_name is not None:
                 # (I + λΦ_bᵀΦ_b)⁻¹
-                own = side_by_side([features[b] for b in group])  # type: ignore[index]
-                self.put(f"{kind.scale_name}_{i}", kind.scale_of(own))
+                self.put(f"{kind.scale_name}_{i}", kind.scale_of(side_by_side([features[b] for b in group])))
 
     @classmethod
     def layout(cls, num_blocks: int) -> Layout:
@@ -117,7 +116,7 @@ class Unwhitened(Coefficients):
         super().__init__(sizes, batch_shape, like)
         self.values = kind(sizes, batch_shape, like, **kwargs)
 
-    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+    def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
         """Put q where the whitened one starts, under the first anchor L: at the prior, it is N(0, L_bbL_bbᵀ)."""
         self.values.start(anchor, features)
         for i, (factor, block) in enumerate(zip(self.values.forward().factors, self._blocks(anchor))):
@@ -126,7 +125,7 @@ class Unwhitened(Coefficients):
                 value = root if isinstance(factor, DenseFactor) else root.norm(dim=-1)
                 setattr(self.values, f"{factor.scale_name}_{i}", value)
 
-    def anchor_of(self, features: Any) -> Any:
+    def anchor_of(self, features: Any, mean: Any = None) -> Any:
         return features.anchor
 
     def _blocks(self, anchor: Optional[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .factors import DenseFactor, IdentityFactor
 from .free import FullCholesky
 from .optimal import from_natural
 from .product import Product, slices
-from .record import Pass, recorded
+from .record import Pass
 from .seats import AtOutputs, Seat, softened
 from .stack import Stack, eye_like, solved
 from .steps import DEFAULT_RATE, Falling, Rate
@@ -38,7 +38,6 @@ class NaturalGaussian(AboutValues):
         for together (a step with each one's own mean diverges where they are coupled).
     """
 
-    levelled: ClassVar[bool] = True
     gram: Tensor
     level: Tensor
 
@@ -70,13 +69,12 @@ class NaturalGaussian(AboutValues):
         layout = getattr(kind, "layout", None)
         return layout is not None and all(factor in (DenseFactor, IdentityFactor) for factor, _ in layout(1))
 
-    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
-        if features is not None:
-            phi = side_by_side(features)
-            # I + G = I + λΦᵀΦ
-            self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
-            if isinstance(anchor, Tensor):  # features at rows do not move before the first step, which has them with it
-                self.seat = softened(anchor, self.softness, self.sizes).detach()
+    def start(self, anchor: Any, features: Sequence[Tensor]) -> None:
+        phi, seat = side_by_side(features), self._seat(anchor)
+        # I + G = I + λΦᵀΦ
+        self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
+        if type(seat) is Seat:  # features at rows do not move before the first step, which has them with it
+            self.seat = seat.kept.detach()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         softness = torch.as_tensor(
@@ -106,21 +104,25 @@ class NaturalGaussian(AboutValues):
         """Whether sites stay about u: a step has been taken, or curvatures will be those of draws."""
         return self.softness == _BY_DRAWS or self.steps > 0
 
-    def anchor_of(self, features: Any) -> Any:
+    def anchor_of(self, features: Any, mean: Any = None) -> Optional[Seat]:
         # It follows from the first step on in which features train.
-        return features.anchor if self.seat.numel() or features.trains else None
+        seat = self._seat(features.anchor if self.seat.numel() or features.trains else None)
+        if seat is not None and isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,)):
+            # of a constant mean that moves, or did
+            moves, ones = mean.requires_grad or self.level.numel(), features.ones
+            seat.level = mean * ones if moves and ones is not None else None
+        return seat
 
     def _seat(self, anchor: Any) -> Optional[Seat]:
         return Seat(softened(anchor, self.softness, self.sizes)) if isinstance(anchor, Tensor) else anchor
 
-    def _seen_from(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> Seen:
-        # Sites that belong to no seat yet, such as those of a start, stay as they are.
-        if seat is None or not self.seat.numel():
+    def _seen_from(self, seat: Optional[Seat]) -> Seen:
+        if seat is None or not self._turns(seat):
             return Seen(self._kept("loc"), None, (self.gram,))
         gram, near, rest = seat.turned(self.seat, self.gram, self._kept("loc"))
-        if level is not None and self.level.numel():
+        if seat.level is not None and self.level.numel():
             # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ
-            along = seat.coefficients(level - self.level)
+            along = seat.coefficients(seat.level - self.level)
             near, rest = near - along, rest + along
         return Seen(near, rest, (gram,))
 
@@ -130,20 +132,20 @@ class NaturalGaussian(AboutValues):
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """As of others, or what outputs of a network that moved ask for."""
         rate, seat = super().rate_of(passes, share), passes[-1].base.seat
-        if isinstance(seat, AtOutputs) and self.seat.numel() and isinstance(self.rate, Falling):
-            drawn = any(one.by_draws or one.draws for one in passes)
-            rate = rate if drawn else seat.lost(self.seat).clamp(rate, 1.0)
+        drawn = any(one.by_draws or one.draws for one in passes)
+        if isinstance(seat, AtOutputs) and self.seat.numel() and isinstance(self.rate, Falling) and not drawn:
+            rate = seat.lost(self.seat).clamp(rate, 1.0)
         return rate
 
-    def _made(self, seat: Optional[Seat], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
+    def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:
         try:
-            return super()._made(seat, level, known)
+            return super()._made(seat, held, known)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             # test_negative_curvatures_that_another_seat_magnifies_are_cut: beyond the prior's precision; the mean of u
             # is what it was.
-            seen = self._seen_from(seat, level)
-            gram = self._gram(seen.parts).detach()
-            if seat is None or not gram.isfinite().all() or not self.seat.numel():
+            seen = self._seen_from(held)
+            gram = seen.parts[0].detach()
+            if not (self._turns(seat) and gram.isfinite().all()):
                 raise
             seen = Seen(seen.near.detach(), None, (gram + lift_to(gram, -0.5),))
             return self._given(seen), seen
@@ -159,11 +161,11 @@ class NaturalGaussian(AboutValues):
     def _given(self, seen: Seen) -> Product:
         (gram,) = seen.parts
         q = self.of(gram, torch.zeros_like(seen.near) if seen.rest is None else seen.rest)
-        is_tilted = recorded() is None and (torch.is_grad_enabled() or self.is_tilted)
+        has_tilt = self.has_tilt
         for i, (own, factor) in enumerate(zip(self.slices, q.factors)):
             factor.loc = factor.loc + seen.near[..., own]
             # S = RAAᵀRᵀ
-            if is_tilted and not isinstance(factor, IdentityFactor):
+            if has_tilt and not isinstance(factor, IdentityFactor):
                 root = root_of_inverse(gram[..., own, own], what="I + G of natural steps")
                 q.factors[i] = DenseFactor(factor.loc, root @ self.tilt_matrix[..., own, own])
         return q

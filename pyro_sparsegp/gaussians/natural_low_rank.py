@@ -22,7 +22,7 @@ from .about_values import AboutValues, Parts, Seen
 from .factor_analysis import Formed, Products, above_one, lifted, sweep
 from .precision import LowRankFactor, leading_directions, small_columns
 from .product import Product
-from .record import Pass, recorded
+from .record import Pass
 from .seats import Seat, softened
 from .stack import Stack, each_times
 from .steps import DEFAULT_RATE, Rate
@@ -74,7 +74,7 @@ class NaturalLowRank(AboutValues):
         self.register_buffer("block", plus_one(square))
         self.register_buffer("gain", square)  # the positive part of D - I
 
-    def anchor_of(self, features: Any) -> Any:
+    def anchor_of(self, features: Any, mean: Any = None) -> Any:
         return features.anchors  # its blocks on the diagonal, in a list
 
     # States have the parts block by block.
@@ -106,13 +106,11 @@ class NaturalLowRank(AboutValues):
                 state_dict[prefix + name] = self.seat.new_zeros(0, 0)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def start(self, anchor: Any, features: Optional[Sequence[Tensor]]) -> None:
+    def start(self, anchor: Any, features: Sequence[Tensor]) -> None:
         """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
-        if features is None:
-            return
         stack = self._stack
         small = torch.cat(stack.blocks(self.low_rank.detach()), -2)
-        found, low_rank = leading_directions(features, small) if self.rank else (small.to(features[0]), small)
+        found, low_rank = leading_directions(features, small)
         pairs = zip(features, found.split(self.sizes, -2))
         # D = I + λΦ_cᵀΦ_c − U_cU_cᵀ
         block = stack.squares([plus_one(phi.mT @ phi - u @ u.mT) for phi, u in pairs])
@@ -132,9 +130,9 @@ class NaturalLowRank(AboutValues):
         soft = [eye if p is None else softened(p, self.softness, (len(eye),)) for p, eye in parts]
         return Seat(stack.squares(soft))
 
-    def _seen_from(self, seat: Optional[Seat], level: Optional[Tensor] = None) -> Seen:
+    def _seen_from(self, seat: Optional[Seat]) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
-        if seat is None or not self.seat.numel():
+        if seat is None or not self._turns(seat):
             return Seen(loc, None, (low_rank, self.block, self.gain))
         moved, stays, columns = seat.kept - self.seat, self._stays, stack.columns(loc)
         # T = I + L₀⁻¹(L − L₀)
@@ -172,7 +170,7 @@ class NaturalLowRank(AboutValues):
         # with RRᵀ = D⁻¹, P = R⁻ᵀ(I + RᵀBBᵀR)R⁻¹
         tril = root_of_inverse(block, False, "a block of a low-rank precision")
         # RA for D⁻¹ = RAAᵀRᵀ; a natural step starts without A
-        if self.base and recorded() is None and (torch.is_grad_enabled() or self.is_tilted):
+        if self.has_tilt:
             tril = each_times(tril, self.tilt_matrix)
         factor = LowRankFactor(self._stack, seen.near, each_times(tril.mT, low_rank), tril)
         if seen.rest is not None:
@@ -192,8 +190,7 @@ class NaturalLowRank(AboutValues):
     def _put_parts(self, parts: Parts) -> None:
         low_rank, block, gain = parts
         self._set("low_rank", low_rank)
-        if self.base:
-            self._buffers["block"], self._buffers["gain"] = block.to(self.block), gain.to(self.block)
+        self._buffers["block"], self._buffers["gain"] = block.to(self.block), gain.to(self.block)
 
     def _stepped(
         self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor

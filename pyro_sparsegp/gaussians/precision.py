@@ -165,10 +165,8 @@ class _LowRank(Coefficients):
     def _each(self, name: str) -> list[Tensor]:
         return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
 
-    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+    def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
         """Start S⁻¹ at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading R directions of λΦᵀΦ."""
-        if features is None:
-            return
         found = zip(
             *(part.split(self.sizes, -2) for part in leading_directions(features, torch.cat(self._each("b"), -2)))
         )

@@ -36,10 +36,7 @@ class Product(Gaussian):
 
     def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> None:
         self.sizes, self.factors, self.groups = tuple(sizes), list(factors), list(map(tuple, groups))
-        first, *others = self.factors or (None,)
-        self.batch_shape = torch.Size() if first is None else first.batch_shape
-        for factor in others:
-            self.batch_shape = broadcast_shapes(self.batch_shape, factor.batch_shape)
+        self.batch_shape = broadcast_shapes(*(factor.batch_shape for factor in self.factors))
 
     @property
     def loc(self) -> list[Tensor]:

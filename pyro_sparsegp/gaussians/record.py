@@ -34,7 +34,7 @@ class Row:
     mean: Tensor
     change: Tensor
     covariance: Optional[Tensor] = None
-    is_signed: Optional[bool] = None  # whether a curvature is negative, once that has been looked at
+    is_signed: bool = True  # whether a curvature may be negative: not, once an objective has looked
 
 
 class Curvature(NamedTuple):
@@ -84,15 +84,10 @@ class Pass:
 
         :param loc: m, ``(..., M)``.
         """
-        total = torch.zeros_like(loc)
-        for row in self.rows:
-            if row.mean.grad is not None:
-                # Φᵀg
-                total = total + (row.phi.mT @ row.mean.grad[..., None])[..., 0]
-        for _, w in self.draws:
-            if w.grad is not None:
-                total = total + w.grad.reshape(-1, *loc.shape).sum(0)
-        return total
+        pairs = [(row.phi, g) for row in self.rows if (g := row.mean.grad) is not None]
+        draws = [w.grad.reshape(-1, *loc.shape).sum(0) for _, w in self.draws if w.grad is not None]
+        # Φᵀg
+        return sum([(phi.mT @ g[..., None])[..., 0] for phi, g in pairs] + draws, torch.zeros_like(loc))
 
     def curvature(self, like: Tensor, precision: Callable[[], Tensor]) -> tuple[Tensor, Optional[Tensor]]:
         """The gradient by S but for the divergence's, ``(..., M, M)``, ΦᵀHΦ of all rows and that by draws; and what is
@@ -101,41 +96,31 @@ class Pass:
         :param like: a matrix of that shape.
         :param precision: gives S⁻¹, for draws.
         """
-        grams, cuts = [], []
-        for phi, h, gram, is_signed in self.curvatures():
-            # ΦᵀHΦ, and what lacks to Φᵀ|H|₊Φ
-            grams.append(phi.mT @ (phi * h[..., None]) if gram is None else gram)
-            if is_signed:
-                cuts.append(phi.mT @ (phi * (-h).clamp(min=0)[..., None]))
-        for centred, w in self.draws:
-            if w.grad is None:
-                continue
-            # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
-            one = (w.grad[..., None] * (precision() @ centred[..., None]).mT).reshape(-1, *like.shape).sum(0)
-            grams.append(0.25 * (one + one.mT))
-            cuts.append(lift_to(grams[-1].nan_to_num(), 0.0))
-        total = sum(grams[1:], grams[0]) if grams else torch.zeros_like(like)
-        return total.expand(like.shape), sum(cuts[1:], cuts[0]) if cuts else None
+        found = self.curvatures()
+        # ΦᵀHΦ, and what lacks to Φᵀ|H|₊Φ
+        grams = [phi.mT @ (phi * h[..., None]) if gram is None else gram for phi, h, gram, _ in found]
+        cuts = [phi.mT @ (phi * (-h).clamp(min=0)[..., None]) for phi, h, _, is_signed in found if is_signed]
+        # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
+        pairs = [(g[..., None], precision() @ v[..., None]) for v, w in self.draws if (g := w.grad) is not None]
+        each = [(grad * centred.mT).reshape(-1, *like.shape).sum(0) for grad, centred in pairs]
+        drawn = [0.25 * (one + one.mT) for one in each]
+        cuts += [lift_to(one.nan_to_num(), 0.0) for one in drawn]
+        return sum(grams + drawn, torch.zeros_like(like)), sum(cuts[1:], cuts[0]) if cuts else None
 
     def curvatures(self) -> list[Curvature]:
         """The gradients by variances, and of functions that have covariances too those along :func:`_axes_of`."""
         crosses = [(a, b, value.grad) for a, b, value in self.crosses if value.grad is not None]
         # Rows that meet others in a density; a group has as many data.
         crossed = dict.fromkeys(row for a, b, _ in crosses for row in (a, b))
-        found = [_curvature_of(row) for row in self.rows if row.change.grad is not None and row not in crossed]
+        found = [
+            Curvature(row.phi, h, getattr(row.covariance, "grad", None), row.is_signed)
+            for row in self.rows
+            if (h := row.change.grad) is not None and row not in crossed
+        ]
         for shape in {row.phi.shape for row in crossed}:
             group = [row for row in crossed if row.phi.shape == shape]
             found += _axes_of(group, [cross for cross in crosses if cross[0] in group])
         return found
-
-
-def _curvature_of(row: Row) -> Curvature:
-    h, by_covariance = row.change.grad, None if row.covariance is None else row.covariance.grad
-    assert h is not None
-    # An objective reads the signs of all rows at once; where it has not, this waits for the device.
-    if row.is_signed is None:
-        row.is_signed = bool(h.amin() < 0)
-    return Curvature(row.phi, h, by_covariance, row.is_signed)
 
 
 def _axes_of(group: list[Row], crosses: Sequence[tuple[Row, Row, Tensor]]) -> list[Curvature]:
@@ -184,21 +169,31 @@ class Record:
         # torch.autograd.grad leaves .grad alone
         for value, grad in zip(self.tensors, torch.autograd.grad(loss, self.tensors, allow_unused=True)):
             value.grad = grad
+        self.look([bool(sign) for sign in self.signs])
 
     @property
-    def rows(self) -> list[Row]:
-        """The rows that have a curvature."""
+    def _curved(self) -> list[Row]:
         every = itertools.chain(*self._passes.values())
         return [row for one in every for row in one.rows if row.change.grad is not None]
 
     @property
-    def largest(self) -> Optional[Tensor]:
-        """The largest gradient by means, variances and draws, 0 where no data depend on q; ``None`` without any."""
+    def signs(self) -> list[Tensor]:
+        """Of each row that has curvatures, whether one is negative: flags, to be read with others at one look."""
+        return [(h < 0).any() for row in self._curved if (h := row.change.grad) is not None]
+
+    def look(self, signs: Sequence[float]) -> None:
+        """Have these values of :attr:`signs` known, or steps cut what may be negative: more work, the same step."""
+        for row, sign in zip(self._curved, signs):
+            row.is_signed = bool(sign)
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest gradient by means, variances and draws, 0 where no data depend on q."""
         every = list(itertools.chain(*self._passes.values()))
         tensors = [w for one in every for _, w in one.draws]
         tensors += [part for one in every for row in one.rows for part in (row.mean, row.change)]
         found = [part.grad.abs().amax() for part in tensors if part.grad is not None]
-        return torch.stack(found).amax() if found else None
+        return torch.stack([self.zero.detach(), *found]).amax()
 
     @torch.no_grad()
     def step(self, share: float) -> None:

@@ -44,6 +44,7 @@ class Seat:
     """
 
     has_turn = True  # whether the way back is known: :meth:`turn`; else it is autograd's
+    level: Optional[Tensor] = None  # values, as of u, that f adds to, such as a constant mean's, if they may move
 
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
@@ -52,7 +53,7 @@ class Seat:
     def detached(self) -> Self:
         """This without its graph."""
         other = copy.copy(self)
-        other.kept = self.kept.detach()
+        other.kept, other.level = self.kept.detach(), None if self.level is None else self.level.detach()
         return other
 
     def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:

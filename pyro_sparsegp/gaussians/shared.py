@@ -144,9 +144,9 @@ class Shared(AbstractModule):
         self.coefficients, blocks = coefficients, iter(range(sum(numbers.values())))
         self.blocks = {name: list(itertools.islice(blocks, number)) for name, number in numbers.items()}
 
-    def forward(self, anchor: Optional[Tensor] = None, *given: Any) -> Whole:
+    def forward(self, anchor: Any = None) -> Whole:
         """q(w) for a run."""
-        return Whole(self.coefficients(anchor, *given), self.blocks)
+        return Whole(self.coefficients(anchor), self.blocks)
 
 
 class Part(Coefficients):

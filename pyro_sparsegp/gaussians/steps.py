@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,8 +66,9 @@ class Natural(Coefficients):
         rate = float(self.rate(self.steps) if callable(self.rate) else self.rate)
         # All rows have no noise to average out, so that the floor may be higher there:
         # test_the_floor_of_the_rate_is_higher_on_all_rows
-        if isinstance(self.rate, Falling) and rate < self.rate.whole:
-            rate = self.rate.whole if total_share(share, self._kept("loc")) > 0.999 else rate
+        floor = getattr(self.rate, "whole", rate)
+        if rate < floor and total_share(share, self._kept("loc")) > 0.999:
+            rate = floor
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be in [0, 1], of step {self.steps} it gives {rate}")
         return rate * self.share
@@ -76,13 +76,12 @@ class Natural(Coefficients):
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """ρ of a step by these passes."""
         rate = self.next_rate(share)
-        for one in passes:
-            # One draw shows a curvature with all its noise, which has to be averaged out:
-            # test_single_draws_of_an_inner_layer_do_not_throw_it_away
-            if one.draws:
-                rate = min(rate, max(0.02, 1 / (10 + self.steps / 8)))
-            if one.by_draws:
-                rate = min(rate, _BY_MARGINALS)
+        # One draw shows a curvature with all its noise, which has to be averaged out:
+        # test_single_draws_of_an_inner_layer_do_not_throw_it_away
+        if any(one.draws for one in passes):
+            rate = min(rate, max(0.02, 1 / (10 + self.steps / 8)))
+        if any(one.by_draws for one in passes):
+            rate = min(rate, _BY_MARGINALS)
         return rate
 
     def take(self, passes: list[Pass], share: float) -> None:
@@ -121,6 +120,11 @@ class Natural(Coefficients):
         if raw is not None and self._looked[0] != raw._version:
             self._looked = raw._version, bool(raw.any())
         return raw is not None and self._looked[1]
+
+    @property
+    def has_tilt(self) -> bool:
+        """Whether q is given with A, as plain parameters: to plain gradients, or once these have moved it."""
+        return "tilt" in self._parameters and recorded() is None and (torch.is_grad_enabled() or self.is_tilted)
 
     @torch.no_grad()
     def _end_tilt(self) -> None:
@@ -178,15 +182,13 @@ def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor
     :param cut: whether they are, ``(...)``; ``None`` is nowhere. Asked for where several functions of this posterior
         meet in densities, such as a mean and its log-noise.
     """
+    # of draws inputs are not known
+    most = shift.abs().amax(-1, keepdim=True) if taken.draws else torch.zeros_like(shift[..., :1])
     # |φᵀΔm|/‖φ‖ of each function value: test_counts_far_from_where_q_starts
-    farthest = []
     for row in taken.rows:
         moved = (row.phi @ shift[..., None])[..., 0].abs_()
         by = torch.linalg.vector_norm(row.phi, dim=-1).clamp_(min=torch.finfo(shift.dtype).tiny)
-        farthest.append((moved / by).amax(-1, keepdim=True))
-    if taken.draws:  # whose inputs are not known
-        farthest.append(shift.abs().amax(-1, keepdim=True))
-    most = functools.reduce(torch.maximum, farthest) if farthest else torch.zeros_like(shift[..., :1])
+        most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
     # test_a_mean_and_its_noise_do_not_diverge
     if cut is not None and taken.crosses:
         most = torch.where(cut[..., None], _CLOSER * most, most)

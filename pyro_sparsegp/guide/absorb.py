@@ -23,7 +23,7 @@ from ..program.facts import Structure
 from ..program.handlers import held_runs
 from ..program.reader import Reader
 from ..program.traces import all_sites, is_observation, repeatable, whole_plates
-from .field import anchor_of, level_of
+from .field import anchor_of
 from .first_call import require_separate_sites
 from .known import KnownGuide
 from .reading import SiteReading, settle
@@ -47,17 +47,17 @@ class _Sums:
     def __init__(self, run: Priors, name: str, forget: float) -> None:
         guide, process = run.guide, run.processes[name]
         module: SparseGP = guide.module_of(name)
-        self.coefficients, self.features, self.level = module.coefficients, module.features_for(process, name), None
+        self.coefficients, self.features = module.coefficients, module.features_for(process, name)
         self.phi, self.anchor = self.features(process.x), self.coefficients.anchor_of(self.features)
         if guide.facts.field:  # of this site alone, which follows others: they are at their medians
-            self.coefficients, self.level = guide.field.coefficients, level_of(guide, run.sites)
+            self.coefficients = guide.field.coefficients
             self.anchor = anchor_of(guide, run.bases, run.normal, run.sites)
-        gram, pull = self.coefficients.sums(self.anchor, self.level)
+        gram, pull = self.coefficients.sums(self.anchor)
         self._sums = (1 - forget) * gram, (1 - forget) * pull
 
     def put(self, sites: Sites) -> None:
         """Let q(w) have learned of the sites."""
-        self.coefficients.put_sums(self.anchor, *self.plus(sites), self.level)
+        self.coefficients.put_sums(self.anchor, *self.plus(sites))
 
     def plus(self, sites: Sites) -> tuple[Tensor, Tensor]:
         """G₀ + ΦᵀΛΦ and r₀ + Φᵀλ(z − μ)."""

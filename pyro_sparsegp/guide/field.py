@@ -296,22 +296,22 @@ def anchor_of(
         factor: Any = sum(logs).exp() if logs else 1.0  # type: ignore[union-attr]
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
         parts.append((factor * at).to(guide.like))  # priors of Python numbers have the default dtype
-    return AtValues(parts)
+    anchor, values = AtValues(parts), [_value_of(guide, name, sites[name]) for name in guide.facts.intercepts]
+    if values:  # what intercepts add to the values Ax: sites are about the sum, of which f is what they leave
+        anchor.level = guide.field.slopes @ torch.cat(values).to(guide.like)
+    return anchor
 
 
 def _unconstrained(site: Any) -> Tensor:
     return biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"]).reshape(-1)
 
 
-def level_of(guide: KnownGuide, sites: Mapping[str, Any]) -> Optional[Tensor]:
-    """What intercepts add to the values Ax: sites are about the sum, of which f is what they leave."""
-    facts, sites = guide.facts, {name: sites[name] for name in guide.facts.intercepts}
-    values = [_unconstrained(s) if n in facts.unconstrained else s["value"].reshape(-1) for n, s in sites.items()]
-    return guide.field.slopes @ torch.cat(values).to(guide.like) if values else None
+def _value_of(guide: KnownGuide, name: str, site: Mapping[str, Any]) -> Tensor:
+    return _unconstrained(site) if name in guide.facts.unconstrained else site["value"].reshape(-1)
 
 
 def field_given(
     guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
 ) -> Whole:
     """q(x | θ)."""
-    return guide.field(anchor_of(guide, bases, priors, sites), level_of(guide, sites))
+    return guide.field(anchor_of(guide, bases, priors, sites))

@@ -35,7 +35,6 @@ from .field import (
     hyperparameters_among,
     is_normal_prior,
     keep_rows,
-    level_of,
     make_field,
     residuals_of,
     run_standardised,
@@ -334,13 +333,13 @@ class Search:
         make_field(guide, facts.field)
         keep_rows(guide, {i: self.inputs[name] for i, name in enumerate(field) if name in facts.gps})
         drop_latents(guide, [name for name in field if name not in facts.gps])
-        q, anchor = guide.field.coefficients, anchor_of(guide, handler.bases, handler.priors, sites)
-        self._put(q, anchor, index, best)
-        facts.intercepts = list(intercepts)
+        anchor = anchor_of(guide, handler.bases, handler.priors, sites)
         if intercepts:
             slopes = anchor.detached.values(torch.cat(list(intercepts.values()), -1)[index])
             guide.field.register_buffer("slopes", slopes)  # what they add to the values that q(x) is about, (K, V)
-            q.level = level_of(guide, sites).detach()  # type: ignore[union-attr]
+            facts.intercepts = list(intercepts)
+            anchor = anchor_of(guide, handler.bases, handler.priors, sites)
+        self._put(guide.field.coefficients, anchor, index, best)
 
     def _factors(
         self, nested: Nested, predictors: Predictors, handler: Standardised, mode: Tensor, covariance: Tensor

@@ -143,9 +143,8 @@ class TraceQuadrature_ELBO(ELBO):
             if stands or not loss.requires_grad:  # which it has not if a mask leaves all out
                 break
             record.differentiate(loss)
-            found, pull = None, record.largest
-            pull = torch.zeros_like(loss.detach()) if pull is None else pull
-            if guide not in self._met and not bool(joined(pull)[0] != 0):  # of any process; NaN is a pull
+            found = None
+            if guide not in self._met and not bool(joined(record.largest)[0] != 0):  # of any process; NaN is a pull
                 break
             self._met.add(guide)
             record.step(guide.row_share)
@@ -184,12 +183,9 @@ class TraceQuadrature_ELBO(ELBO):
     def _check_gradients(self, guide: Any, record: Record) -> None:
         """Raise if they are not finite. The signs of curvatures, which natural steps ask for, are read at one look."""
         grads = {name: p.grad for name, p in guide.named_parameters() if p.grad is not None}
-        rows = record.rows
-        signs = [(row.change.grad < 0).any() for row in rows if row.change.grad is not None]
-        numbers = [*map(Tensor.sum, grads.values()), *signs]
+        numbers = [*map(Tensor.sum, grads.values()), *record.signs]
         found: list[float] = torch.stack(numbers).tolist() if numbers else []
-        for row, signed in zip(rows, found[len(grads) :]):
-            row.is_signed = bool(signed)
+        record.look(found[len(grads) :])
         # A sum may overflow.
         broken = [n for n, total in zip(grads, found) if not (math.isfinite(total) or grads[n].isfinite().all())]
         if not broken:
