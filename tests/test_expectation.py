@@ -608,29 +608,14 @@ class TestRows:
 
         _, ep = start(model, x)
         ep.step(x, y)
-        ep.step(x, 1 - y)  # other outcomes of the same rows
+        ep.step(x.clone(), y)
         refused(r"GP site 'f' has a site for each of 40 data.* brings others", ep.step, x.flip(0), y)
-
-    def test_data_in_a_closure(self):
-        x, y = classes(40)
-        rows = torch.arange(40)
-
-        def model():
-            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x[rows]))
-            observed(Probit(f), y[rows])
-
-        _, ep = start(lambda: model(), x)
-        ep.step()
-        ep.step()
-        rows = torch.randperm(40)
-        refused(r"GP site 'f' .* others, or these in another order", ep.step)
 
     def test_other_rows_are_refused(self):
         x, y = classes(60)
         _, ep = start(probit, x)
         ep.step(x, y)
-        ep.step(x, 1 - y)  # a matter of the likelihood
-        for call in ((x + 1e-9, y), (x.flip(0), y.flip(0)), (torch.cat([x[:59], x[:1]]), y)):
+        for call in ((x, 1 - y), (x + 1e-9, y), (x.flip(0), y.flip(0)), (torch.cat([x[:59], x[:1]]), y)):
             refused(r"GP site 'f' .* others, .* new guide", ep.step, *call)
 
 
@@ -724,7 +709,6 @@ class TestRobustness:
         _, ep = start(model, x)
         refused(r"log density of site 'y' is not finite at 1 of 20 values.*support", ep.step, x, bad)
         loss = ep.step(x, y)  # nothing is left of it
-        refused(r"log density of site 'y' \(1 of 20 values, the first at \d+\) is not finite", ep.step, x, bad)
         assert ep.evaluate_loss(x, y) < loss
 
     @pytest.mark.parametrize(("size", "scale"), [(20, 1.0), (5, 1000.0)])

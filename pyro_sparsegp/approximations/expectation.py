@@ -16,7 +16,7 @@ from ..numerics.linalg import over_lower
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 
-_BUFFERS = ("precision", "linear", "rows", "gram", "pull", "anchor", "fingerprints")
+_BUFFERS = ("precision", "linear", "rows", "gram", "pull", "anchor")
 
 
 class ExpectationGP(AbstractModule):
@@ -35,7 +35,6 @@ class ExpectationGP(AbstractModule):
     gram: Tensor  # Σ νφφᵀ, (..., M, M)
     pull: Tensor  # Σ bφ, (..., M)
     anchor: Tensor  # L that gram and pull belong to, (..., M, M); empty if w keeps its meaning
-    fingerprints: Tensor  # of the data: inputs, other arguments' rows, observations, (3, N); empty if not known
 
     def __init__(self, basis: Basis, batch_shape: Sequence[int], like: Tensor, family: dict[str, Any]) -> None:
         super().__init__()
@@ -48,25 +47,6 @@ class ExpectationGP(AbstractModule):
             self.register_buffer(buffer, like.new_zeros(*batch_shape, *shape))
         self.register_buffer("rows", like.new_zeros(0, size))
         self.register_buffer("anchor", like.new_zeros(0, 0))
-        self.register_buffer("fingerprints", torch.zeros(3, 0, dtype=torch.int64, device=like.device))
-
-    def require_data(self, found: Tensor, name: str) -> None:
-        """Raise unless data are those of the sites, row by row.
-
-        The inputs tell, or, where these move with parameters as a network's outputs do, the model's arguments, or else
-        the observations.
-
-        :param found: the data's :attr:`fingerprints`; 0 where there are none.
-        """
-        known = self.fingerprints.to(found.device)
-        if not known.numel():
-            return
-        same, told = (known == found).all(-1).tolist(), bool(known[1].any() and found[1].any())
-        if not (same[0] or same[1 if told else 2]):
-            raise ValueError(
-                f"GP site {name!r} has a site for each of {known.shape[-1]} data, and this call brings others, or "
-                "these in another order. Give the same rows in the same order; for other data, make a new guide."
-            )
 
     @property
     def empty(self) -> bool:
@@ -103,7 +83,6 @@ class ExpectationGP(AbstractModule):
                 self.precision = phi.new_zeros(*self.batch_shape, num)
                 self.linear = torch.zeros_like(self.precision)
                 self.rows = phi.new_zeros(*phi.shape[:-2], num, phi.shape[-1])
-                self.fingerprints = self.fingerprints[:, :0]
             self.rows[..., index, :] = rows
             self.precision[..., index] = sites.precision
             self.linear[..., index] = sites.linear
@@ -128,15 +107,8 @@ class ExpectationGP(AbstractModule):
         """What is needed to make the module anew before its state is loaded, in plain Python."""
         return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = self.gram.dtype
-        super()._apply(*args, **kwargs)
-        if self.gram.dtype != dtype:  # so will be the data's
-            self.fingerprints = self.fingerprints[:, :0]
-        return self
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.setdefault(prefix + "fingerprints", self.fingerprints[:, :0])  # older files have none
+        state_dict.pop(prefix + "fingerprints", None)  # of releases that knew rows by them
         for name in _BUFFERS:
             if prefix + name in state_dict:
                 setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))

@@ -26,13 +26,10 @@ from ..numerics.linalg import (
     solve_lower,
     variance_floor,
 )
-from ..numerics.rows import fingerprints
 from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..process import GaussianProcess
-from ..program.data import tensors
 from ..program.dependence import NONE
 from ..program.terms import Terms
-from ..program.traces import all_sites, is_observation
 from ..warned import warn_once
 from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola, prior_of
 
@@ -73,7 +70,6 @@ class SiteRun:
     the site found is ``exact`` whatever the cavity; the factor of q's precision, q's mean, and G(q) − G(p).
 
     :param method: the :class:`ExpectationPropagation` whose damping, power, nodes and processes these are.
-    :param call: the model's arguments.
     :param indices: the row numbers of the data given, if they were given.
     :raises ValueError: naming the site, if the rows are not the data that it has sites of, or do not say which.
     """
@@ -92,7 +88,6 @@ class SiteRun:
         process: GaussianProcess,
         terms: Terms,
         trace: poutine.Trace,
-        call: tuple[tuple, dict[str, Any]],
         indices: Optional[Tensor],
     ) -> None:
         guide: AutoSparseGP = method.guide
@@ -121,14 +116,7 @@ class SiteRun:
                 "give the plate their full number and row numbers, pyro.plate('data', N, subsample_size=B); "
                 "for other data, make a new guide."
             )
-        relation = guide.relation(*call)
-        self.given: Optional[Tensor] = None  # fingerprints of all data, if they are not known to be those of the sites
         with torch.no_grad():
-            # Where these are the same tensors nothing is read back from a device: test_a_family_stays_on_its_device.
-            if index is None and not (kept and relation is not None and relation.known):
-                observed = [s["value"] for n, s in all_sites(trace) if n in guide.facts.rows and is_observation(s)]
-                self.given = _fingerprints(process.x, tensors(call), observed)
-                module.require_data(self.given, name)
             # At the features that they are about, of the data given.
             self.sites = Sites(phi, torch.zeros_like(process.mean), torch.zeros_like(process.mean))
             if kept and index is None:
@@ -308,8 +296,6 @@ class SiteRun:
         module = self.module
         module.gram, module.pull = self._sums(sites)
         module.put(self.index, self.num, sites, None if self.anchor is None else self.anchor.detach())
-        if self.given is not None:
-            module.fingerprints = self.given
         if self.index is not None:
             progress.seen += sites.inputs.shape[-2]
             if progress.seen >= self.num:  # rounding errors of the running sums
@@ -351,20 +337,6 @@ class SiteRun:
 def _without_negative(sites: Sites) -> Sites:
     linear = torch.where(sites.precision < 0, 0.0, sites.linear)
     return Sites(sites.inputs, sites.precision.clamp(min=0), linear)
-
-
-def _fingerprints(x: Tensor, arguments: list[Tensor], observed: list[Tensor]) -> Tensor:
-    """Of all data's inputs, other arguments and observations, ``(3, N)``; 0 where there are none."""
-    arguments = [argument for argument in arguments if not any(argument is y for y in observed)]
-    num, none = x.shape[-2], x.new_zeros(x.shape[-2], dtype=torch.int64)
-    columns = [x.movedim(-2, 0)], _along(num, arguments), _along(num, observed)
-    return torch.stack([fingerprints(column) if column else none for column in columns])
-
-
-def _along(num: int, values: list[Tensor]) -> list[Tensor]:
-    """Those of the tensors that have so many rows, along the first dimension or else the last, rows first."""
-    shaped = [value for value in values if value.dim() and num in (value.shape[0], value.shape[-1])]
-    return [value if value.shape[0] == num else value.movedim(-1, 0) for value in shaped]
 
 
 def _rows(
