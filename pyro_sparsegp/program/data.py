@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics.rows import fingerprints
-
 _PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -50,7 +48,8 @@ class Relation:
             return False
         old, num = self._known.leaves, len(next(iter(self._new.values())))
         alike = [(old[path][0], new) for path, new in self._new.items() if path in old and len(new) == num]
-        return not alike or not torch.equal(*(fingerprints(rows).sort().values for rows in zip(*alike)))
+        tables = [torch.cat([t.double().reshape(len(t), -1) for t in part], 1).nan_to_num() for part in zip(*alike)]
+        return not alike or not torch.equal(*(table.unique(dim=0) for table in tables))
 
     @property
     def inputs(self) -> bool:
