@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -14,6 +13,8 @@ import pyro
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
+
+from ..program.data import map_tensors
 
 Device = Union[str, torch.device, None]
 _END = object()
@@ -35,7 +36,7 @@ def as_batches(
 ) -> Union[TensorBatches, LoadedBatches]:
     """Batches of ``data``, as :func:`~pyro_sparsegp.fit` takes them."""
     if isinstance(data, (Tensor, np.ndarray, tuple, Mapping)):
-        return TensorBatches(*_arguments(data), batch_size, size, device, seed)
+        return TensorBatches(*arguments_of(data), batch_size, size, device, seed)
     # A list of tensors could be (x, y) or batches of x.
     listed = isinstance(data, list) and any(isinstance(value, (Tensor, np.ndarray)) for value in data[:1])
     if listed or isinstance(data, Iterator) or not isinstance(data, Iterable):
@@ -48,7 +49,7 @@ def as_batches(
     return LoadedBatches(data, size, device, seed)
 
 
-def _arguments(data: Any) -> tuple[tuple, dict[str, Any]]:
+def arguments_of(data: Any) -> tuple[tuple, dict[str, Any]]:
     """A model's positional and keyword arguments out of a tensor, a tuple or list, or a dict of them."""
     if isinstance(data, Mapping):
         return (), dict(data)
@@ -64,8 +65,7 @@ def _made(function: Callable, args: tuple, kwargs: Mapping[str, Any], device: De
 
     def of(value: Any) -> Any:
         value = function(value)
-        value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+        return torch.as_tensor(value, device=device) if isinstance(value, (Tensor, np.ndarray)) else value
 
     return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
 
@@ -96,7 +96,6 @@ class TensorBatches:
             )
         self.args, self.kwargs, self.batch_size, self.device, self.seed = args, kwargs, batch_size, device, seed
         self.num, self.size, self.whole = rows[0], size or rows[0], batch_size is None
-        self._all: Optional[Batch] = None
 
     def __len__(self) -> int:
         return self.num // (self.batch_size or self.num)
@@ -104,23 +103,22 @@ class TensorBatches:
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from one on."""
         if self.batch_size is None:
-            yield from [self.everything()][start:]
+            yield from [self.everything][start:]
             return
         order = torch.randperm(self.num, generator=torch.Generator().manual_seed(self.seed + number))
         for rows in order[: len(self) * self.batch_size].split(self.batch_size)[start:]:
             yield self._take(rows)
 
+    @cached_property
     def everything(self) -> Batch:
         """All rows, in their own order."""
         # The same tensors in each step: by their identity a guide knows the data again.
-        if self._all is None:
-            self._all = Batch(*_made(lambda value: value, self.args, self.kwargs, self.device), self.num, self.num)
-        return self._all
+        return Batch(*_made(lambda value: value, self.args, self.kwargs, self.device), self.num, self.num)
 
     def first(self, num: int) -> Batch:
         """Rows for a guide's first call: so many random ones, or all."""
         if num >= self.num:
-            return self.everything()
+            return self.everything
         return self._take(torch.randperm(self.num, generator=torch.Generator().manual_seed(self.seed))[:num])
 
     def _take(self, rows: Tensor) -> Batch:
@@ -168,11 +166,7 @@ class LoadedBatches:
             if isinstance(getattr(part, "generator", None), torch.Generator):
                 part.generator.manual_seed(seed)  # type: ignore[union-attr]
             getattr(part, "set_epoch", id)(number)
-        state: dict[str, Any] = {
-            "torch": torch.Generator().manual_seed(seed).get_state(),
-            "random": random.Random(seed).getstate(),
-            "numpy": np.random.RandomState(seed % 2**32).get_state(),
-        }
+        state = pyro.util.get_rng_state()
 
         def apart(function: Callable[[], Any]) -> Any:
             nonlocal state
@@ -184,18 +178,17 @@ class LoadedBatches:
                 state = pyro.util.get_rng_state()
                 pyro.util.set_rng_state(outside)
 
-        stream = apart(lambda: iter(self.source))
-        for place in itertools.count():
-            item = apart(lambda: next(stream, _END))
-            if item is _END:
-                break
+        apart(lambda: pyro.set_rng_seed(seed % 2**32))
+        stream, place = apart(lambda: iter(self.source)), -1
+        while (item := apart(lambda: next(stream, _END))) is not _END:
+            place += 1
             if place >= start:
                 yield self._batch(item)
-        if not place:
+        if place < 0:
             raise ValueError("data gives no batches")
 
     def _batch(self, item: Any) -> Batch:
-        args, kwargs = _made(lambda value: value, *_arguments(item), self.device)
+        args, kwargs = _made(lambda value: value, *arguments_of(item), self.device)
         num = next((len(value) for value in (*args, *kwargs.values()) if _has_rows(value)), 0)
         if not num:
             raise ValueError(f"a batch of data must hold tensors with rows, got {type(item).__name__}")
@@ -211,10 +204,8 @@ class LoadedBatches:
                 break
             found.append(batch)
             rows += batch.num
-
-        def join(values: Sequence) -> Any:
-            return torch.cat(list(values)) if _has_rows(values[0]) else values[0]
-
-        args = tuple(map(join, zip(*(batch.args for batch in found))))
-        kwargs = {key: join([batch.kwargs[key] for batch in found]) for key in found[0].kwargs}
+        args, kwargs = map_tensors(
+            lambda *parts: torch.cat(parts) if parts[0].dim() else parts[0],
+            *((batch.args, batch.kwargs) for batch in found),
+        )
         return Batch(args, kwargs, rows, rows)

@@ -212,19 +212,13 @@ class _Loop:
         self.size, num = batches.size, getattr(batches, "num", None)
         if self.workers.num > 1 and num is not None:
             self.size = int(self.workers.sum(torch.tensor(float(num), dtype=torch.float64))[0])
-        # A model that makes do without is not told what it sees.
-        alone = batches.whole and self.workers.num == 1 and self.size == num
-        self.tells = "size" in self.takes and not (alone and self.takes["size"].default is not inspect.Parameter.empty)
-        if self.tells and self.size is None:
+        if "size" in self.takes and self.size is None:
             raise ValueError("size: the model takes the number of all rows, and data does not say it; give size=N")
 
     def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
         """The model's arguments."""
-        more: dict[str, Any] = {"size": self.size} if self.tells else {}
-        if "indices" in self.takes and batch.indices is not None:
-            more["indices"] = batch.indices
-        by_place = list(self.takes)[: len(batch.args)]
-        return batch.args, {name: value for name, value in more.items() if name not in by_place} | batch.kwargs
+        more, left = {"size": self.size, "indices": batch.indices}, list(self.takes)[len(batch.args) :]
+        return batch.args, {n: value for n, value in more.items() if n in left and value is not None} | batch.kwargs
 
     def _first(self) -> Batch:
         # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches.
@@ -238,7 +232,7 @@ class _Loop:
             self.guide.prepare(*args, **kwargs)
             if isinstance(batches, TensorBatches) and batches.num > _FIRST and self.guide.corrected_modules():
                 # Their diagonal is relative to all training inputs: test_a_deep_basis_has_seen_all_rows.
-                args, kwargs = self.call(batches.everything())
+                args, kwargs = self.call(batches.everything)
                 self.guide(*args, **kwargs)
         if not batches.whole:
             self._require_scaled(batches.first(few))

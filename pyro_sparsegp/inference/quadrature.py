@@ -30,7 +30,7 @@ from ..numerics.processes import joined
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState
-from ..warned import warn_once
+from ..warned import warn_once, without
 from .doubt import Doubt
 from .expected import sum_of_expectations, warn_of_unused
 from .field import bound_of_field
@@ -64,17 +64,13 @@ class TraceQuadrature_ELBO(ELBO):
     :param num_particles: the number of draws of other latents to average over.
     """
 
+    @without(compile="leave it out, steps run as they are; a network of the model's may be given to torch.compile")
     def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: Any) -> None:
         require_count(num_nodes, "TraceQuadrature_ELBO's num_nodes")
         if kwargs.get("vectorize_particles"):
             raise ValueError(
                 "TraceQuadrature_ELBO does not take vectorize_particles=True: function values are event dimensions "
                 "that become batch dimensions of the data. Use vectorize_particles=False, or more num_nodes."
-            )
-        if kwargs.pop("compile", False):
-            raise ValueError(
-                "TraceQuadrature_ELBO no longer takes compile: leave it out, steps run as they are; a network of the "
-                "model's may be given to torch.compile."
             )
         super().__init__(num_particles=num_particles, **kwargs)
         self.num_nodes = num_nodes
