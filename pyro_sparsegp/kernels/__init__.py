@@ -3,8 +3,7 @@
 from .adapters import from_function, from_gpytorch, from_pyro
 from .algebra import Constant, Kernel, Product, Scaled, Select, Sum
 from .anova import Anova
-from .categorical import Categorical
-from .coregionalisation import Coregionalisation
+from .categorical import Categorical, Coregionalisation
 from .deep import DeepBasis
 from .derivative import Derivative
 from .features import FeatureKernel, Linear, Polynomial, RandomFourier, White

@@ -17,15 +17,6 @@ from torch import Tensor
 from .algebra import Foreign, Kernel
 
 
-class _FromFunction(Foreign): ...
-
-
-class _FromPyro(Foreign): ...
-
-
-class _FromGPyTorch(Foreign): ...
-
-
 def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[Tensor], Tensor]) -> Kernel:
     """A kernel from two functions of tensors. It can be added, multiplied and put on columns like any other.
 
@@ -40,7 +31,7 @@ def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[
     for name, value in (("function", function), ("diag", diag)):
         if not callable(value) or isinstance(value, type):
             raise ValueError(f"from_function's {name} must be a function of tensors, got {value!r}")
-    return _FromFunction(lambda x, z: function(x, x if z is None else z), diag, function)
+    return Foreign(lambda x, z: function(x, x if z is None else z), diag, function)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -86,7 +77,7 @@ def from_pyro(kernel: Any) -> Kernel:
     if not _is_pyro_kernel(kernel):
         raise ValueError(f"from_pyro needs a pyro.contrib.gp.kernels.Kernel, got {type(kernel).__name__}")
     frozen = _freeze(kernel)
-    return _FromPyro(
+    return Foreign(
         lambda x, z: frozen(_matrix(x), None if z is None else _matrix(z)),
         lambda x: frozen(_matrix(x), diag=True),
         kernel,
@@ -116,4 +107,4 @@ def from_gpytorch(kernel: Any) -> Kernel:
                 "outputs are GaussianProcess(kernel, x).expand([P]).to_event(1), mixed in the model, A @ f, where they "
                 "are correlated."
             )
-    return _FromGPyTorch(lambda x, z: kernel(x, z).to_dense(), lambda x: kernel(x, diag=True), kernel)
+    return Foreign(lambda x, z: kernel(x, z).to_dense(), lambda x: kernel(x, diag=True), kernel)

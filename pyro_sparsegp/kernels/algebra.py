@@ -85,8 +85,7 @@ class Foreign(Kernel):
         return self.of.features(x) if hasattr(self.of, "features") else None
 
     def __repr__(self) -> str:
-        adapted = f"{type(self).__name__}({getattr(self.of, '__name__', type(self.of).__name__)})"
-        return repr(self.of) if type(self) is Foreign else adapted
+        return describe(self.of)
 
 
 def as_kernel(value: Any, name: str) -> Kernel:
@@ -407,7 +406,7 @@ def term_names(kernel: Any) -> tuple[str, ...]:
 def _kind(kernel: Any) -> str:
     while isinstance(kernel, _Modified):
         kernel = kernel.kernel
-    return type(kernel.of if type(kernel) is Foreign else kernel).__name__.lower()
+    return type(kernel.of if isinstance(kernel, Foreign) else kernel).__name__.lower()
 
 
 def _bracketed(kernel: Kernel, types: Any) -> str:
