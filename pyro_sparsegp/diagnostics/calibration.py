@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from ..numerics.codes import require_count
 from ..predict import predict
-from .given import guide_of, require_call
 from .groups import attributes, name_of
-from .sources import PriorSource
+from .sources import PriorSource, guide_of, require_call
 
 
 def sbc(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._version import __version__
 from ..program.traces import unmasked_rows
-from .given import signature_of
+from .sources import signature_of
 
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 _OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
@@ -50,7 +50,6 @@ class Table:
         if dtype not in ("float16", "float32", "float64"):
             raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
         self.shape, self.start = shape, 0
-        self.dtypes = {"sample_stats": "float64"}
         self.dtype = dtype
         self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
         self.arrays: dict[str, dict[str, np.ndarray]] = {}
@@ -93,7 +92,8 @@ class Table:
         block = (values.long() if (group, variable) in self.discrete else values).cpu().numpy()
         arrays = self.arrays.setdefault(group, {})
         if variable not in arrays:
-            kind = self.dtypes.get(group, self.dtype) if block.dtype.kind == "f" else block.dtype
+            floating = "float64" if group == "sample_stats" else self.dtype
+            kind = floating if block.dtype.kind == "f" else block.dtype
             # Zeros that nobody writes to take no memory: a row's draws lie side by side.
             arrays[variable] = np.moveaxis(np.zeros((*block.shape[1:], num), kind), -1, 0)
         arrays[variable][self.start : self.start + len(block)] = block

@@ -8,14 +8,14 @@ from typing import Any, Optional, Union
 import xarray
 from torch import Tensor
 
+from ..inference.batches import arguments_of
 from ..numerics.codes import require_count
 from ..predict import Call
 from ..program.traces import is_observation
 from ..warned import without
 from .draws import Draws, Source, seeded
-from .given import require_call
 from .groups import Table, constant_data, name_of
-from .sources import PriorSource, as_source
+from .sources import PriorSource, as_source, require_call
 
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
@@ -118,14 +118,12 @@ def _put(table: Table, source: Source, draws: Draws, groups: Mapping[str, Mappin
 
 
 def _arguments(predict: Arguments) -> Call:
-    if isinstance(predict, Mapping):
-        return (), dict(predict)
-    if not isinstance(predict, (Tensor, tuple, list)):
+    if not isinstance(predict, (Tensor, Mapping, tuple, list)):
         raise ValueError(
             "predict must be the model's arguments at new inputs, a tensor, a tuple or a mapping, got "
             f"{type(predict).__name__}"
         )
-    return (predict,) if isinstance(predict, Tensor) else tuple(predict), {}
+    return arguments_of(predict)
 
 
 def prior_predictive(

@@ -11,7 +11,7 @@ import numpy as np
 import xarray
 
 from ..numerics.codes import require_choice
-from .given import is_tree
+from .sources import is_tree
 from .tree import to_datatree
 
 _DENSITIES = {"vfe": "lp", "fitc": "lp_fitc"}  # in sample_stats, by target

@@ -30,10 +30,6 @@ except ImportError as error:
 __all__ = ["Model"]
 
 
-def _inputs_alone(x: Tensor) -> tuple[Any, ...]:
-    return (x,)
-
-
 class Model(BoTorchModel, FantasizeMixin):
     """A trained guide as a BoTorch model, for acquisition functions and their optimisers.
 
@@ -61,7 +57,7 @@ class Model(BoTorchModel, FantasizeMixin):
         model: Callable,
         guide: AutoSparseGP,
         site: Union[str, Sequence[str]] = "f",
-        arguments: Callable[[Tensor], tuple[Any, ...]] = _inputs_alone,
+        arguments: Callable[[Tensor], tuple[Any, ...]] = lambda x: (x,),
         noise: Union[float, Tensor, None] = None,
     ) -> None:
         super().__init__()
@@ -203,7 +199,7 @@ class Model(BoTorchModel, FantasizeMixin):
             "posterior(X, observation_noise=...) or condition_on_observations(X, Y, noise=...)."
         )
 
-    # Fantasies.
+    likelihood = None  # of which BoTorch's fantasize asks whether it is GPyTorch's, with a noise held
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None] = None, **kwargs: Any
@@ -222,18 +218,6 @@ class Model(BoTorchModel, FantasizeMixin):
         :raises ValueError: if the shapes do not fit, or no noise is given and the likelihood has none.
         """
         return _Given(self, X, Y, noise)
-
-    def fantasize(self, X: Tensor, sampler: Any, observation_noise: Optional[Tensor] = None, **kwargs: Any) -> Model:
-        """The models given measurements at X that are drawn from the posterior.
-
-        :param X: ``(..., n, D)``.
-        :param sampler: BoTorch's, of as many measurements as models are wanted.
-        :param observation_noise: variances, which broadcast to ``(..., n, P)``; by default the likelihood's.
-        :returns: a model of batch shape ``(draws, ...)``.
-        """
-        noisy: Any = True if observation_noise is None else torch.as_tensor(observation_noise)
-        drawn = sampler(self.posterior(X, observation_noise=noisy))
-        return self.condition_on_observations(X, drawn, noise=observation_noise)
 
     def _require_rows(self, X: Any, what: str) -> None:
         if not isinstance(X, Tensor) or X.dim() < 2:
