@@ -91,6 +91,7 @@ def steps_there(model, x, y, family, ep=False, **kwargs):
                 for posterior in guide.posterior(x[:10]).values():
                     posterior.mean, posterior.variance  # noqa: B018
             predict(model, guide, x[:10], num_samples=2)
+            guide(x[:10])
     finally:
         pyro.enable_validation(True)
     assert not [event for event in device.events if event[0] == "mix"]
@@ -144,6 +145,20 @@ def with_a_field(x, y=None):
     with pyro.plate("data", len(x)):
         rate = (mu + f + a[torch.arange(len(x), device=x.device) % 3]).exp()
         return pyro.sample("y", dist.Poisson(rate), obs=None if y is None else (y > 0.5).to(y))
+
+
+@pytest.mark.parametrize("family", [families.SVGP(5), families.SparseEP(5)])
+def test_priors_of_numbers_are_on_the_host(family):
+    def model(x, y=None):
+        mu, scale = pyro.sample("mu", dist.Normal(0.0, 1.0)), pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(0.7), x))
+        with pyro.plate("groups", 3):
+            a = pyro.sample("a", dist.Normal(0.0, scale))
+        with pyro.plate("data", len(x)):
+            mean = mu + f + a[torch.arange(len(x), device=x.device) % 3]
+            return pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+    steps_there(model, *data(num=24), family, ep=isinstance(family, families.SparseEP))
 
 
 @pytest.mark.parametrize(

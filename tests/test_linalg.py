@@ -4,10 +4,12 @@ import torch
 from pyro_sparsegp import GaussianProcess, kernels
 from pyro_sparsegp.families import SVGP
 from pyro_sparsegp.numerics.linalg import (
+    MAPPED,
     NumericalWarning,
     cholesky,
     default_jitter,
     factorised,
+    flags_kept,
     gaussian_kl,
     over_lower,
     over_upper,
@@ -23,6 +25,18 @@ def test_cholesky_adds_a_jitter_relative_to_the_diagonal():
     factor = cholesky(matrix)
     scale = default_jitter(torch.float64) * matrix.diagonal().mean()
     torch.testing.assert_close(factor @ factor.mT, matrix + scale * torch.eye(5), rtol=1e-13, atol=1e-12)
+
+
+def test_a_failed_factor_under_vmap_is_finite():
+    def factor(matrix):
+        with flags_kept() as flags:
+            return cholesky(matrix), flags[0]
+
+    token = MAPPED.set(True)
+    factors, flags = torch.func.vmap(factor)(torch.stack([2 * torch.eye(3), torch.full((3, 3), torch.nan)]))
+    MAPPED.reset(token)
+    assert factors.isfinite().all()
+    assert (flags > 0).tolist() == [False, True]
 
 
 def test_cholesky_batches_and_zero_jitter():

@@ -291,8 +291,8 @@ class Search:
         for name in self.able:
             if name in joint or (is_field and name in field):
                 continue
-            own = precision[rows[name], rows[name]].diagonal()
-            latent, unit = facts.latents[name], 1.0 if name in self.hyper else handler.priors[name].stddev.reshape(-1)
+            own, latent = precision[rows[name], rows[name]].diagonal(), facts.latents[name]
+            unit = 1.0 if name in self.hyper else handler.priors[name].stddev.reshape(-1).to(own)
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], unit * own.rsqrt()))
             guide.set_latent(name, mean, latent["event_dim"], scale)
         if joint:

@@ -143,7 +143,11 @@ def stand_in(fn: Any) -> Tensor:
 
 def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a run of the model with these arguments has data at ``rows``: it is run ahead, its GP sites at means."""
-    at_means = InitMessenger(lambda site: site["fn"].mean if as_process(site["fn"])[0] else site["fn"]())
+
+    def value_of(site: Any) -> Tensor:
+        return site["fn"].mean if as_process(site["fn"])[0] else site["fn"]().to(like.device)
+
+    at_means = InitMessenger(value_of)
     with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), at_means:
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return any(name in rows and is_observation(site) for name, site in all_sites(trace))

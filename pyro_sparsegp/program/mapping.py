@@ -68,7 +68,8 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
     def flagged(item: Draw) -> tuple[Draw, Tensor]:
         with flags_kept() as flags:
             found = one(item)
-        faults = [*flags, *(value.isnan() for value in tensors(found))]
+        # A plate's indices, whole numbers, may be on another device.
+        faults = [*flags, *(value.isnan() for value in tensors(found) if value.is_floating_point())]
         return found, torch.stack([fault.any() for fault in faults]).any()
 
     token = MAPPED.set(True)

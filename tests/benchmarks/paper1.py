@@ -1,6 +1,7 @@
 """Paper 1's regression experiments by ``fit`` as it comes, the paper's figures beside ours.
 
 python tests/benchmarks/paper1.py --data DIR --keep RUNS [--size 1024] [--sets kin40k] [--methods "SOLVE-GP M+M"]
+    [--device cuda]
 
 The rows of tables 2, 6 and 7 are printed. DIR holds ``<set>.npz`` with X and y. M is ``--size`` where the paper has
 1024. Under ``--keep`` are the runs, with their curves: steps, seconds, log-likelihood and RMSE of test rows. The same
@@ -40,36 +41,36 @@ FAMILIES = {
 }
 
 
-def split(directory, name, repeat):
+def split(options, name, repeat):
     """Training inputs and targets, test inputs and targets."""
-    x, y = bench.read(directory / f"{name}.npz")
+    x, y = bench.read(options.data / f"{name}.npz")
     order = bench.shuffled(len(x), repeat)
     own, test = order[: int(0.64 * len(x))], order[int(0.8 * len(x)) :]
-    x, y = (part.float() for part in bench.standardised(x, y, own))
+    x, y = (part.float().to(options.device) for part in bench.standardised(x, y, own))
     return x[own], y[own], x[test], y[test]
 
 
 def run(options, name, method, repeat):
     """Test log-likelihood, RMSE and seconds of one run."""
-    x, y, x_test, y_test = split(options.data, name, repeat)
+    x, y, x_test, y_test = split(options, name, repeat)
     path = options.keep and Path(options.keep, f"{name}, {method}, {options.size}, {options.steps}, {repeat}.curve")
     curve, spent = bench.kept(path).get("curve", []), bench.kept(path).get("spent", [])
     if curve and curve[-1][0] == options.steps:
         return *curve[-1][2:], curve[-1][1]
     bench.seeded(repeat)
     model = bench.regression(math.sqrt(x.shape[-1]), math.sqrt(0.1), ard=False)
-    guide, last = AutoSparseGP(model, FAMILIES[method](options.size)), bench.clock()
+    guide, last = AutoSparseGP(model, FAMILIES[method](options.size)), bench.clock(options.device)
 
     def note(losses):
         nonlocal last
         step = len(losses)
         curve[:], spent[:] = [point for point in curve if point[0] < step], spent[: step - 1]
-        spent.append((spent[-1] if spent else 0.0) + bench.clock() - last)
+        spent.append((spent[-1] if spent else 0.0) + bench.clock(options.device) - last)
         if step * 20 // options.steps > (step - 1) * 20 // options.steps:
             curve.append((step, spent[-1], *bench.scores(*bench.predicted(guide, x_test), y_test)[:2]))
             print(*(f"{value:.4g}" for value in curve[-1]), flush=True)
         bench.keep(path, {"curve": curve, "spent": spent})
-        last = bench.clock()
+        last = bench.clock(options.device)
 
     state = {"checkpoint": path.with_suffix(".fit"), "resume": True} if path else {}
     result = fit(model, guide, (x, y), batch_size=1024, steps=options.steps, stopping=note, progress=False, **state)
@@ -79,11 +80,21 @@ def run(options, name, method, repeat):
 
 def main():
     options = bench.parsed(
-        __doc__, data=Path, keep=None, size=1024, steps=700, repeats=1, sets=list(SETS), methods=list(FAMILIES)
+        __doc__,
+        data=Path,
+        device="cpu",
+        keep=None,
+        size=1024,
+        steps=700,
+        repeats=1,
+        sets=list(SETS),
+        methods=list(FAMILIES),
     )
     page = bench.Page()
-    page.say(f"{bench.machine()}, float32; {options.steps} steps of batch 1024; {options.repeats} splits.", "")
-    page.head("set", "method", "M", "test LL", "RMSE", "CPU seconds", "paper at M = 1024: LL, RMSE")
+    page.say(
+        f"{bench.machine(options.device)}, float32; {options.steps} steps of batch 1024; {options.repeats} splits.", ""
+    )
+    page.head("set", "method", "M", "test LL", "RMSE", "seconds", "paper at M = 1024: LL, RMSE")
     for name, method in itertools.product(options.sets, options.methods):
         results = zip(*[run(options, name, method, repeat) for repeat in range(options.repeats)])
         cells = (bench.mean_error(values, digits) for values, digits in zip(results, (3, 3, 0)))

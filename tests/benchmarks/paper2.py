@@ -1,6 +1,7 @@
 """Paper 2's table 1 on this machine: exact GP, SGPR, SVGP, GPyTorch's CG-based GP, CaGP-CG and CaGP-Opt side by side.
 
 python tests/benchmarks/paper2.py --data DIR [--sets parkinsons bike] [--seconds 120] [--keep RUNS] [--out table.md]
+    [--device cuda]
 
 DIR holds ``<set>.npz`` with X, y and packed official test masks (UCI). Split 0; inputs and targets standardised from
 the training rows; Matern-3/2, a length scale a column, an output scale, a noise, starting at 1, 1 and 0.3. A tenth
@@ -48,13 +49,15 @@ PAPER = {
 MODEL = bench.regression(1.0)
 
 
-def load(directory, name, most):
+def load(options, name):
     """Split 0: rows to train on, a tenth of them for validation, and those for tests."""
-    (x, y), test = bench.read(directory / f"{name}.npz"), bench.official(directory / f"{name}.npz")
+    path = options.data / f"{name}.npz"
+    (x, y), test = bench.read(path), bench.official(path)
     rows = (~test).nonzero()[:, 0][bench.shuffled(int((~test).sum()))]
     fit, valid = rows[len(rows) // 10 :], rows[: len(rows) // 10]
     x, y = bench.standardised(x, y, fit)
-    return [(x[part], y[part]) for part in (fit[:most], valid, test)]
+    x, y = x.to(options.device), y.to(options.device)
+    return [(x[part], y[part]) for part in (fit[: options.rows], valid, test)]
 
 
 # Trainers: of rows and a rate an epoch, an optimiser whose rate may fall, a predictor and the noise.
@@ -88,7 +91,7 @@ def with_gpytorch(cg):
     """GPyTorch's exact GP, trained by Cholesky or by conjugate gradients."""
 
     def trainer(x, y, rate):
-        gp = Exact(x, y, matern(x.shape[-1], 1.0, 1.0), gpytorch.likelihoods.GaussianLikelihood()).to(x.dtype)
+        gp = Exact(x, y, matern(x.shape[-1], 1.0, 1.0), gpytorch.likelihoods.GaussianLikelihood()).to(x)
         gp.likelihood.noise_covar.register_constraint("raw_noise", gpytorch.constraints.Positive())
         gp.likelihood.noise = 0.09
         objective = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp)
@@ -146,9 +149,9 @@ def one(trainer, dtype, split, options, name):
                 for p, value in zip(parameters, run["values"]):
                     p.data.copy_(value)
             while run["spent"] < options.seconds:
-                start = bench.clock()
+                start = bench.clock(options.device)
                 epoch()
-                run["spent"], run["epoch"] = run["spent"] + bench.clock() - start, run["epoch"] + 1
+                run["spent"], run["epoch"] = run["spent"] + bench.clock(options.device) - start, run["epoch"] + 1
                 spent = run["spent"]
                 if isinstance(optimiser, torch.optim.Adam):  # the rate falls linearly to a tenth
                     optimiser.param_groups[0]["lr"] = rate * max(0.1, 1 - 0.9 * spent / options.seconds)
@@ -179,13 +182,14 @@ def main():
         rates=[0.1, 0.03],
         seconds=120.0,
         rows=10**9,  # at most
+        device="cpu",
         keep=None,
         out=None,
     )
     page = bench.Page(options.out)
     page.say(
-        f"{bench.machine()}, GPyTorch {gpytorch.__version__}; {options.seconds:g} s of training for each method and "
-        f"rate of {options.rates}",
+        f"{bench.machine(options.device)}, GPyTorch {gpytorch.__version__}; {options.seconds:g} s of training for each "
+        f"method and rate of {options.rates}",
         "",
     )
     page.head(
@@ -193,7 +197,7 @@ def main():
         "paper: NLL, RMSE, time",
     )
     for name in options.sets:
-        split = load(options.data, name, options.rows)
+        split = load(options, name)
         for method in options.methods:
             trainer, dtype, only = METHODS[method]
             if not only or name in only:
