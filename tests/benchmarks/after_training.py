@@ -56,6 +56,12 @@ def by_hand(w, num, x, y=None):
     return arviz_base.from_dict({group: {"y": part[None].numpy()} for group, part in groups.items()})
 
 
+def covariances(x):
+    """Kernel matrices of 100 draws of hyperparameters."""
+    r = torch.cdist(*2 * [3**0.5 * x / (0.6 + 0.2 * torch.rand(100, 1, 4))])
+    return (1 + r) * torch.exp(-r)
+
+
 @torch.no_grad()
 def main():
     options = bench.parsed(__doc__, rounds=9, out=None)
@@ -77,6 +83,9 @@ def main():
         for data in ((more, y[:1000]), (x, y)):
             tree = partial(to_datatree, program, guide, *data, num_samples=100)
             cases[f"`to_datatree`{how}, {len(data[0])} rows"] = tree, "plain torch", partial(by_hand, w, num, *data)
+    cases |= {f"`predict`{how}, 500 inputs   ": (draws, "its 100 kernel matrices", partial(covariances, few))}
+    factors = partial(torch.linalg.cholesky, covariances(few) + 1e-4 * torch.eye(len(few)))
+    cases |= {f"`predict`{how}, 500 inputs    ": (draws, "their Cholesky factors", factors)}
     page = bench.Page(options.out)
     page.say(f"{bench.machine()}, GPyTorch {gpytorch.__version__}, {options.rounds} rounds", "")
     page.head("100 draws", "here (ms)", "beside", "its (ms)", "ratio")

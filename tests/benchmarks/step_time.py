@@ -1,6 +1,6 @@
 """One training step of README's model against GPyTorch, pyro.contrib.gp, Pyro's floor and plain torch, in one run.
 
-python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--launches] [--out step_time.md]
+python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--launches] [--first] [--out PAGE]
 
 The step is that of README as a user writes it: priors on the kernel's variance and length, Pyro's Adam, the default
 TraceQuadrature_ELBO; all rows, all of float32. "natural" is the default, "Adam" has ``natural=False``. GPyTorch's is
@@ -9,12 +9,16 @@ torch's learn kernels' parameters as numbers. "Pyro's floor" is a step of AutoNo
 with a plain normal for f: what Pyro's handlers, priors and optimisers take without any GP. Times, of this process's CPU
 (on a GPU by the clock), are medians over rounds that take turns, ratios medians of each round's ratio. "floor + plain"
 is the sum of two columns: handlers without a GP, and a GP without handlers. GPflow does not install here.
-``--launches`` counts the kernels that a GPU launches a step, or on a CPU would.
+``--first`` tells README's first step beside later ones, and what the import of this package adds to Pyro's, in fresh
+processes. ``--launches`` counts the kernels that a GPU launches a step, or on a CPU would.
 """
 
+import importlib
 import itertools
 import math
 import statistics
+import subprocess
+import sys
 import warnings
 from functools import partial
 
@@ -218,8 +222,33 @@ def measure(size, name, dtype, options):
     return [f"{m}, {num}", name, dtype, *medians, *(f"{bench.ratio(times, *pair):.2f}" for pair in RATIOS)]
 
 
+def first(options):
+    """README's first step in later ones' time, and the shares of imports."""
+    bench.seeded()
+    x = torch.rand(500, 1, device=options.device)
+    y = LIKELIHOODS["Poisson"](1 + torch.sin(8 * x[:, 0])).sample()
+    importlib.import_module("torch._dynamo")  # by Pyro's optimisers, of whatever program
+    step, times = ours("Poisson", x, y, x[:16]), []
+    for _ in range(41):
+        start = bench.clock(options.device)
+        step()
+        times.append(bench.clock(options.device) - start)
+    print(f"the first step takes as long as {times[0] / statistics.median(times[1:]):.0f} later ones")
+    code = (
+        "from time import process_time as t; a = t(); import pyro; b = t(); import pyro_sparsegp; print(t() - b, b - a)"
+    )
+    runs = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for _ in range(options.rounds)]
+    shares = [float(own) / float(pyros) for own, pyros in runs]
+    print(f"import pyro_sparsegp adds {statistics.median(shares):.0%} to import pyro")
+
+
 def main():
-    options = bench.parsed(__doc__, device="cpu", rounds=11, sizes=[""], dtypes=["float32"], launches=False, out=None)
+    options = bench.parsed(
+        __doc__, device="cpu", rounds=11, sizes=[""], dtypes=["float32"], first=False, launches=False, out=None
+    )
+    if options.first:
+        first(options)
+        return
     warnings.filterwarnings("ignore", category=gpytorch.utils.warnings.NumericalWarning)
     page = bench.Page(options.out)
     page.say(
