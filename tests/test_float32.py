@@ -239,3 +239,10 @@ def test_data_as_precise_as_the_jitter_are_told_of(family):
     with pytest.warns(UserWarning, match="noise variance of site .y., 1.0e-08, is not far above the jitter"):
         train(model := gaussian(kernels.RBF(0.2), 1e-4), AutoSparseGP(model, family), x, x[:, 0], steps=1)
     train(model := gaussian(kernels.RBF(0.2), 1e-4, jitter=1e-12), AutoSparseGP(model, family), x, x[:, 0], steps=1)
+
+
+def test_draws_at_many_inputs_need_no_warning(recwarn):
+    x = torch.rand(500, 1).float()
+    guide = prepared(gaussian(kernels.Matern32(0.3)), SVGP(16), x, torch.sin(8 * x[:, 0]))
+    guide.posterior(x)["f"].rsample()
+    assert [str(each.message) for each in recwarn if "jitter" in str(each.message)] == []

@@ -85,6 +85,13 @@ def cholesky(matrix: Tensor, jitter: Optional[float] = None, *arguments: Any, **
     return whitening(matrix, jitter, *arguments, **options).factor
 
 
+def residual_cholesky(matrix: Tensor, jitter: Optional[float], what: str, *arguments: Any) -> Tensor:
+    """The factor of k − ΦΦᵀ, by the difference of which an entry loses more of k than by rounding alone."""
+    # test_float32.py::test_draws_at_many_inputs_need_no_warning
+    least = max(default_jitter(matrix.dtype), 0.5 * rounding(matrix))
+    return cholesky(matrix, least if jitter is None else jitter, what, *arguments)
+
+
 def whitening(
     matrix: Tensor,
     jitter: Optional[float] = None,

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..bases.base import unexplained
 from ..kernels.algebra import term_names
 from ..kernels.anova import centred_on
-from ..numerics.linalg import cholesky, on_diagonal, side_by_side, sum_blocks, times
+from ..numerics.linalg import on_diagonal, residual_cholesky, side_by_side, sum_blocks, times
 
 _NODES = {1: 40, 2: 16, 3: 8}  # of a quadrature over the columns of an effect, along each of them
 
@@ -191,7 +191,7 @@ class Components(Sequence):
         prior, phi = self._prior(everything), self._stacked(everything, range(len(self._whole.coefficients.sizes)))
         what = f"the residual covariance of the components of site {self._whole.name!r}"
         scale = prior.diagonal(dim1=-2, dim2=-1).mean(-1)
-        return cholesky(unexplained(prior, phi), self._whole.process.jitter, what, scale)
+        return residual_cholesky(unexplained(prior, phi), self._whole.process.jitter, what, scale)
 
     def __repr__(self) -> str:
         return "[" + ", ".join(repr(part.process.kernel) for part in self._parts) + "]"

@@ -24,7 +24,7 @@ from ..gaussians.base import Gaussian
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
 from ..numerics.chunks import by_rows
-from ..numerics.linalg import above_rounding, cholesky, row_squares, solve_lower, sum_blocks, times
+from ..numerics.linalg import above_rounding, cholesky, residual_cholesky, row_squares, solve_lower, sum_blocks, times
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 from .components import Components
@@ -250,7 +250,7 @@ class SparsePosterior(TorchDistribution):
             scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
             what = f"the residual covariance of site {self.name!r}"
             made_of = partial(hyperparameters, self.process.kernel)
-            return cholesky(unexplained(prior, self.features), self.process.jitter, what, scale, made_of)
+            return residual_cholesky(unexplained(prior, self.features), self.process.jitter, what, scale, made_of)
 
         return self._cached("residual", compute)
 
