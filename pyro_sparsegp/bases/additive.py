@@ -20,6 +20,7 @@ from ..kernels.stacked import stacked, structure
 from ..numerics.linalg import Unbound, on_diagonal
 from ..numerics.shapes import broadcast_shapes
 from .base import Basis, Component, Features
+from .features import ExplicitFeatures
 from .inducing import InducingFeatures, InducingPoints, features_of
 from .variables import Values
 
@@ -172,6 +173,20 @@ class Additive(Basis):
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "additive", "names": list(self.names), "parts": [part.spec() for part in self.parts]}
+
+
+def rebuilt(spec: dict[str, Any], like: Tensor, trainable: bool, sets: Sequence[Any]) -> Any:
+    """A basis of that ``spec``, its values still to be loaded.
+
+    :param sets: the inducing inputs that its family declares: of each set, or of each summand.
+    """
+    if spec["kind"] == "additive":
+        parts = [rebuilt(part, like, trainable, [own]) for part, own in zip(spec["parts"], sets)]
+        return Additive(parts, spec["names"])
+    if spec["kind"] == "features":
+        rows = spec.get("rows")  # older files have none
+        return ExplicitFeatures(spec["size"], None if rows is None else like.new_zeros(rows))
+    return InducingPoints.rebuilt(spec, like, trainable, sets)
 
 
 def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[tuple[list[int], list[Any]]]:

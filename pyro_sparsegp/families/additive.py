@@ -47,7 +47,7 @@ class OnTerms(BasisFamily):
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         terms = process.kernel.terms
-        wanted = self._entries(len(terms))
+        wanted = self.sets(len(terms))
         if len(wanted) != len(terms):
             raise ValueError(
                 f"{type(self).__name__}'s inducing lists {len(wanted)} entries, the kernel of site {name!r} has "
@@ -68,20 +68,7 @@ class OnTerms(BasisFamily):
             parts.append(part.ordered(term) if self.is_natural else part)
         return require_basis(Additive(parts, term_names(process.kernel)), name)
 
-    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
-        wanted = self._entries(len(spec["parts"]))
-        return Additive(
-            [
-                ExplicitFeatures(part["size"])
-                if part["kind"] == "features"
-                else InducingPoints.rebuilt(part, like, self.trainable, [inducing])
-                for part, inducing in zip(spec["parts"], wanted)
-            ],
-            spec["names"],
-        )
-
-    def _entries(self, num_terms: int) -> list[Optional[Inducing]]:
-        # What is asked for, for each summand.
+    def sets(self, num_terms: int = 1) -> list[Any]:
         return list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * num_terms
 
 

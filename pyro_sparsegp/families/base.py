@@ -13,6 +13,7 @@ from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
 from ..bases import Basis, InducingVariables
+from ..bases.additive import rebuilt
 from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
@@ -48,7 +49,7 @@ class Family(ABC):
 
         def plain(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value.shape[-2] if value.dim() > 1 else len(value)
+                return len(value)
             if isinstance(value, (list, tuple)):
                 return [plain(part) for part in value]
             if isinstance(value, InducingVariables):
@@ -79,6 +80,8 @@ _NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "toleran
 class BasisFamily(Family):
     """A family on a basis: it says how this starts, and how it is made again before its state is loaded."""
 
+    trainable = False  # whether inducing inputs are learned
+
     @property
     def is_natural(self) -> bool:
         """Whether q(w) learns by natural gradients."""
@@ -88,9 +91,13 @@ class BasisFamily(Family):
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         """The basis, initialised from the inputs and hyperparameters of a first call."""
 
-    @abstractmethod
+    def sets(self, num_terms: int = 1) -> list[Any]:
+        """The inducing inputs that it declares, of each set, or of each of a kernel's terms."""
+        return [0]
+
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         """The basis of that ``spec``, its values still to be loaded."""
+        return rebuilt(spec, like, self.trainable, self.sets(len(spec.get("parts", ()))))
 
     @abstractmethod
     def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> Any:

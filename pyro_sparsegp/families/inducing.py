@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Union
 
-from torch import Tensor
-
 from ..approximations.optimal import ExactGP
 from ..bases import Basis, InducingPoints
 from ..bases.inducing import Inducing
@@ -38,17 +36,13 @@ class OnInducingPoints(BasisFamily):
     init: Union[str, Initialiser, None] = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
 
-    def sets(self) -> list[Inducing]:
-        """The sets of inducing inputs, in order."""
+    def sets(self, num_terms: int = 1) -> list[Any]:
         return [self.inducing]  # type: ignore[attr-defined]
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         require_own_diagonal(process.kernel, name)
         basis = InducingPoints.chosen(process.kernel, process.x, self.sets(), self.init, name, self.trainable)
         return basis.ordered(process.kernel) if self.is_natural else basis
-
-    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
-        return InducingPoints.rebuilt(spec, like, self.trainable, self.sets())
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +111,6 @@ class Exact(OptimalFamily):
                 "SVGP, by mini-batches, or ComputationAware."
             )
         return InducingPoints([])  # which are the rows of each call
-
-    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
-        return InducingPoints.rebuilt(spec, like, False, [0]) if spec["shapes"] else InducingPoints([])
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ class OnNestedPoints(OnInducingPoints):
     inducing: Inducing = 64
     orthogonal: Union[Inducing, Sequence[Inducing]] = 64
 
-    def sets(self) -> list[Inducing]:
+    def sets(self, num_terms: int = 1) -> list[Any]:
         more = self.orthogonal
         return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
 

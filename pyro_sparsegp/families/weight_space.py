@@ -1,9 +1,7 @@
 """Families on the kernel's own finite features (Zhu, Yuchi and Xie, 2025)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from ..approximations.optimal import ExactWeightSpaceGP
 from ..bases import Basis, ExplicitFeatures
@@ -27,9 +25,6 @@ class OnFeatures(BasisFamily):
             )
         return require_basis(ExplicitFeatures(phi.shape[-1]), name)
 
-    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
-        return ExplicitFeatures(spec["size"])
-
 
 @dataclass(frozen=True, eq=False)
 class WeightSpace(OnFeatures, FreeFormFamily):
@@ -49,10 +44,6 @@ class WeightSpace(OnFeatures, FreeFormFamily):
         basis = super().new_basis(process, name)
         follows = self.is_natural and basis.size <= _MOST_FOLLOWED
         return ExplicitFeatures.among(process.x, basis.size) if follows else basis
-
-    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
-        rows = spec.get("rows")  # older files have none
-        return ExplicitFeatures(spec["size"], None if rows is None else like.new_zeros(rows))
 
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
