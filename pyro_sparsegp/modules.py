@@ -38,6 +38,13 @@ def drop_stored(name: str) -> None:
         del store[key]
 
 
+def size_buffers(module: Any, state: dict[str, Any], prefix: str) -> None:
+    """Give a module's buffers the shapes of those of a state that is about to be loaded: training says their size."""
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if prefix + name in state:
+            setattr(module, name, buffer.new_zeros(state[prefix + name].shape))
+
+
 def at_path(module: Any, path: str) -> Any:
     """What a module has under a dotted name, or ``None``."""
     try:

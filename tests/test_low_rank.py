@@ -61,7 +61,7 @@ def test_what_a_sweep_leaves_is_positive_definite_in_both_triangles():
     data = 1.9 * low_rank @ low_rank.mT + 3 * torch.randn(9, 9, generator=generator)
     goal = Formed(STACK, data + 0.1 * torch.eye(9))
     aims = goal.blocks()
-    blocks, _ = sweep(goal, aims, torch.eye(3).repeat(3, 1, 1), low_rank)
+    blocks, *_ = sweep(goal, aims, torch.eye(3).repeat(3, 1, 1), low_rank)
     assert (blocks - blocks.mT).abs().max() > 1  # else nothing is seen here
     for part in above_one(blocks, aims):
         torch.testing.assert_close(part, part.mT, rtol=0, atol=1e-5 * part.abs().max().item())

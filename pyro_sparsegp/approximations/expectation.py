@@ -11,12 +11,10 @@ from torch import Tensor
 from ..bases import Basis
 from ..gaussians import from_natural, seen_from, weighted_gram
 from ..gaussians.sites import Sites
-from ..modules import AbstractModule
+from ..modules import AbstractModule, size_buffers
 from ..numerics.linalg import over_lower
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-
-_BUFFERS = ("precision", "linear", "rows", "gram", "pull", "anchor")
 
 
 class ExpectationGP(AbstractModule):
@@ -109,9 +107,7 @@ class ExpectationGP(AbstractModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(prefix + "fingerprints", None)  # of releases that knew rows by them
-        for name in _BUFFERS:
-            if prefix + name in state_dict:
-                setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
+        size_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -40,12 +40,12 @@ Parts = tuple[Tensor, ...]  # what a precision is made of
 
 
 class Seen(NamedTuple):
-    """Sites as they are seen from a seat: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, what P is made of,
-    and the seat that they belong to.
+    """Sites as they are seen from a seat: their mean a + P⁻¹b, ``(..., M)``, what P is made of, and the seat that they
+    belong to.
     """
 
     near: Tensor
-    rest: Optional[Tensor]
+    rest: Tensor
     parts: Parts
     seat: Optional[Seat] = None
 
@@ -142,12 +142,12 @@ class AboutValues(Natural):
     def _seat(self, anchor: Any) -> Optional[Seat]:
         """What sites are about in a run; ``None`` where that is w."""
 
-    def _turns(self, seat: Optional[Seat]) -> bool:
+    def _turns(self, seat: Any) -> bool:
         """Whether sites belong to a seat, and so turn with this one: those of a start belong to none, and stay."""
         return seat is not None and self.seat.numel() > 0
 
     @abstractmethod
-    def _seen_from(self, seat: Optional[Seat]) -> Seen:
+    def _seen_from(self, seat: Any) -> Seen:
         """The same sites from another seat, and under its level.
 
         Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
@@ -216,7 +216,7 @@ class AboutValues(Natural):
             self._level_out(held)
         q, seen = self._made(seat, held, self._is_known and (seat is None or seat.has_turn))
         loc = side_by_side([factor.loc for factor in q.factors])
-        base = Seen(loc.detach(), None, tuple(map(Tensor.detach, seen.parts)), held)
+        base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), held)
         return Recorded(q, record.new(self, base))
 
     def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:
@@ -319,9 +319,9 @@ class AboutValues(Natural):
             self._level_out(seat)
         seen = self._seen_from(seat)
         # r = P(a + P⁻¹b)
-        pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0]
+        pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0] + seen.rest
         known = float(self.steps > 0)
-        return known * self._gram(seen.parts), known * (pull if seen.rest is None else pull + seen.rest)
+        return known * self._gram(seen.parts), known * pull
 
     @torch.no_grad()
     def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
@@ -341,10 +341,10 @@ class AboutValues(Natural):
         return from_natural(gram, pull, self.sizes)
 
 
-def inverse_of(precision: Tensor, near: Tensor, rest: Optional[Tensor]) -> tuple[Tensor, ...]:
+def inverse_of(precision: Tensor, near: Tensor, rest: Tensor) -> tuple[Tensor, ...]:
     """m = a + P⁻¹b, S = P⁻¹, tr S and log|S|, unbatched."""
     upper = cholesky(precision, 0.0, "I + G of natural steps").mT  # by columns, as the library wants it
     covariance = torch.cholesky_inverse(upper, upper=True).mT
     # a + P⁻¹b
-    loc = near if rest is None else near + torch.cholesky_solve(rest[..., None], upper, upper=True)[..., 0]
+    loc = near + torch.cholesky_solve(rest[..., None], upper, upper=True)[..., 0]
     return loc, covariance, covariance.diagonal().sum(), -2 * upper.diagonal().log().sum()

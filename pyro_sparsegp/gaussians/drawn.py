@@ -13,6 +13,7 @@ every draw, so steps from a start at the mode and its curvature have next to no 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -118,23 +119,19 @@ class DrawnGaussian(Natural):
     def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
         root, loc = self.root, self.loc.data
         unit = weight / len(loc)  # every latent has told the weight
-        for noise, value in taken.draws:
-            for share, own, grad in by_draws(noise, value.grad) if value.grad is not None else ():
-                # Rᵀ∂: densities of q(θ) given the draw are constants of ε, whose part by R is told here.
-                pull = root.mT @ (grad / unit)
-                pull = torch.where(0 * pull.sum() == 0, pull, 0.0)  # 0 if it is not finite
-                # a ← a − ρRe
-                loc = torch.addmv(loc, root, _bounded(pull, rate), alpha=-share)
-                # R tril½(eεᵀ), lower triangular: sums of the columns from each one on.
-                along = root * pull
-                below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
-                # R tril½(eεᵀ)/(1 + εᵀε), bounded by what it is of R's diagonal: R stays a root
-                change = below * (own / (1 + own.square().sum()))
-                size = (change.diagonal() / root.diagonal()).square().amax()
-                self.root = self.root - change * (share * rate * (1 + size).rsqrt())
+        pairs = [(noise, grad) for noise, value in taken.draws if (grad := value.grad) is not None]
+        for share, own, grad in itertools.chain(*itertools.starmap(by_draws, pairs)):
+            # Rᵀ∂: densities of q(θ) given the draw are constants of ε, whose part by R is told here.
+            pull = root.mT @ (grad / unit)
+            pull = torch.where(0 * pull.sum() == 0, pull, 0.0)  # 0 if it is not finite
+            # a ← a − ρRe, ρe of a root mean square below ρ
+            bounded = pull * (rate * (1 + pull.square().mean()).rsqrt())
+            loc = torch.addmv(loc, root, bounded, alpha=-share)
+            # R tril½(eεᵀ), lower triangular: sums of the columns from each one on.
+            along = root * pull
+            below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
+            # R tril½(eεᵀ)/(1 + εᵀε), bounded by what it is of R's diagonal: R stays a root
+            change = below * (own / (1 + own.square().sum()))
+            size = (change.diagonal() / root.diagonal()).square().amax()
+            self.root = self.root - change * (share * rate * (1 + size).rsqrt())
         self._set("loc", loc)
-
-
-def _bounded(pull: Tensor, rate: Tensor) -> Tensor:
-    """ρe, of a root mean square below ρ."""
-    return pull * (rate * (1 + pull.square().mean()).rsqrt())

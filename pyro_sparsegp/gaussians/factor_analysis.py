@@ -167,12 +167,13 @@ class _Inverse:
 
 def sweep(
     target: Union[Formed, Products], aims: Optional[Tensor], blocks: Tensor, low_rank: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
     D ← blockdiag(P̂ − BβP̂), which rounding may leave indefinite; then B ← BE^½, the expansion.
 
     :param target: P̂.
     :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
+    :returns: D; D to be factorised, lifted where B has nearly all of a block of P̂ and what is left is rounding; and B.
     """
     inverse = _Inverse(target.stack, blocks, low_rank)
     root = solve_lower(inverse.inner, eye_like(inverse.inner))
@@ -186,12 +187,8 @@ def sweep(
     root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
     # B ← P̂βᵀE⁻¹, by which D = I is not expanded
     if aims is None:
-        return blocks, torch.cholesky_solve(seen.mT, root).mT
+        return blocks, blocks, torch.cholesky_solve(seen.mT, root).mT
     new = over_upper(seen, root)  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
     own = target.stack.cut(new)
-    return aims - each_times(own, own.mT), new
-
-
-def lifted(blocks: Tensor, aims: Tensor) -> Tensor:
-    """D of a sweep, to be factorised: where B has nearly all of a block of P̂, what is left is rounding, of any sign."""
-    return _lifted(blocks.clone(), _SHARE * torch.finfo(blocks.dtype).eps * aims.diagonal(dim1=-2, dim2=-1))
+    left = aims - each_times(own, own.mT)
+    return left, _lifted(left.clone(), _SHARE * torch.finfo(left.dtype).eps * aims.diagonal(dim1=-2, dim2=-1)), new

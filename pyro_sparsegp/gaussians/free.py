@@ -21,9 +21,8 @@ Layout = list[tuple[type[Factor], tuple[int, ...]]]
 class _Factored(Coefficients):
     """Coefficients as a product of factors; subclasses say which factor covers which blocks."""
 
-    is_joint: ClassVar[bool] = True  # whether one factor covers all blocks, else each has its own
     kind: ClassVar[type[Factor]] = DenseFactor
-    later: ClassVar[type[Factor]] = DenseFactor  # of blocks after the first
+    later: ClassVar[Optional[type[Factor]]] = None  # of blocks after the first; None where one factor covers all
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
         super().__init__(sizes, batch_shape, like)
@@ -53,9 +52,9 @@ class _Factored(Coefficients):
     @classmethod
     def layout(cls, num_blocks: int) -> Layout:
         """The factors, each with the blocks it covers."""
-        if cls.is_joint:
+        if cls.later is None:
             return [(cls.kind, tuple(range(num_blocks)))]
-        return [(cls.kind if b == 0 else cls.later, (b,)) for b in range(num_blocks)]
+        return [(kind, (b,)) for b, kind in zip(range(num_blocks), [cls.kind, *[cls.later] * num_blocks])]
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         # a factor's own arguments are its mean and, where it is free, its scale
@@ -73,7 +72,7 @@ class FullCholesky(_Factored):
 class BlockCholesky(_Factored):
     """N(m, S) with a full covariance within each block, none between blocks: S = blockdiag(L_bL_bᵀ)."""
 
-    is_joint = False
+    later = DenseFactor
 
 
 class Diagonal(_Factored):
@@ -94,7 +93,7 @@ class CholeskyIdentity(_Factored):
     As in orthogonally decoupled bases (Salimbeni, Cheng, Boots and Deisenroth, 2018).
     """
 
-    is_joint, later = False, IdentityFactor
+    later = IdentityFactor
 
 
 class Unwhitened(Coefficients):

@@ -107,19 +107,20 @@ class NaturalGaussian(AboutValues):
     def anchor_of(self, features: Any, mean: Any = None) -> Optional[Seat]:
         # It follows from the first step on in which features train.
         seat = self._seat(features.anchor if self.seat.numel() or features.trains else None)
-        if seat is not None and isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,)):
-            # of a constant mean that moves, or did
-            moves, ones = mean.requires_grad or self.level.numel(), features.ones
-            seat.level = mean * ones if moves and ones is not None else None
+        is_constant = isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,))
+        moves = is_constant and (mean.requires_grad or self.level.numel())  # or did
+        if seat is not None and moves and (ones := features.ones) is not None:
+            seat.level = mean * ones
         return seat
 
     def _seat(self, anchor: Any) -> Optional[Seat]:
         return Seat(softened(anchor, self.softness, self.sizes)) if isinstance(anchor, Tensor) else anchor
 
-    def _seen_from(self, seat: Optional[Seat]) -> Seen:
-        if seat is None or not self._turns(seat):
-            return Seen(self._kept("loc"), None, (self.gram,))
-        gram, near, rest = seat.turned(self.seat, self.gram, self._kept("loc"))
+    def _seen_from(self, seat: Any) -> Seen:
+        loc = self._kept("loc")
+        if not self._turns(seat):
+            return Seen(loc, torch.zeros_like(loc), (self.gram,))
+        gram, near, rest = seat.turned(self.seat, self.gram, loc)
         if seat.level is not None and self.level.numel():
             # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ
             along = seat.coefficients(seat.level - self.level)
@@ -147,20 +148,19 @@ class NaturalGaussian(AboutValues):
             gram = seen.parts[0].detach()
             if not (self._turns(seat) and gram.isfinite().all()):
                 raise
-            seen = Seen(seen.near.detach(), None, (gram + lift_to(gram, -0.5),))
+            seen = Seen(seen.near.detach(), torch.zeros_like(seen.near), (gram + lift_to(gram, -0.5),))
             return self._given(seen), seen
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:
         q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
         # the mean is that of the whole; such a factor has the prior's covariance
-        for i, (kind, _) in enumerate(self.layout):
-            if kind is IdentityFactor:
-                q.factors[i] = IdentityFactor(q.factors[i].loc)
+        pairs = zip(self.layout, q.factors)
+        q.factors = [IdentityFactor(f.loc) if kind is IdentityFactor else f for (kind, _), f in pairs]
         return q
 
     def _given(self, seen: Seen) -> Product:
         (gram,) = seen.parts
-        q = self.of(gram, torch.zeros_like(seen.near) if seen.rest is None else seen.rest)
+        q = self.of(gram, seen.rest)
         has_tilt = self.has_tilt
         for i, (own, factor) in enumerate(zip(self.slices, q.factors)):
             factor.loc = factor.loc + seen.near[..., own]

@@ -16,10 +16,10 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, solve_lower
+from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, side_by_side, solve_lower
 from ..numerics.processes import largest
 from .about_values import AboutValues, Parts, Seen
-from .factor_analysis import Formed, Products, above_one, lifted, sweep
+from .factor_analysis import Formed, Products, above_one, sweep
 from .precision import LowRankFactor, leading_directions, small_columns
 from .product import Product
 from .record import Pass
@@ -63,12 +63,12 @@ class NaturalLowRank(AboutValues):
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
         self.base = base
-        self.rank = max(self.sizes) if rank is None else rank
         self.sweeps, self.iterations, self.last_rate = sweeps, iterations, 1.0
         self._stack = stack = Stack(self.sizes)
         self._is_known = sum(self.sizes) <= _FEW and not self.batch_shape
         square = like.new_zeros(*batch_shape, len(self.sizes), stack.size, stack.size)
-        self.low_rank = torch.nn.Parameter(stack.rows(small_columns(self.sizes, batch_shape, self.rank, like)))
+        self.low_rank = torch.nn.Parameter(stack.rows(small_columns(self.sizes, batch_shape, rank, like)))
+        self.rank = self.low_rank.shape[-1]
         if base:
             self.tilt = torch.nn.Parameter(square.clone())
         self.register_buffer("block", plus_one(square))
@@ -91,20 +91,19 @@ class NaturalLowRank(AboutValues):
             destination.update((f"{prefix}{name}_{b}", part.contiguous()) for b, part in enumerate(parts))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        joins = {"loc": side_by_side, "low_rank": self._stack.rows}
         for name in _KEPT:
             keys = [f"{prefix}{name}_{b}" for b in range(len(self.sizes))]
             parts = [state_dict.pop(key) for key in keys if key in state_dict]
-            if name == "loc" and parts:
-                state_dict[prefix + name] = torch.cat(parts, -1)
-            elif name == "low_rank" and parts:
-                state_dict[prefix + name] = self._stack.rows(parts)
-            elif any(part.numel() for part in parts):
-                # Blocks about w had no L + ηsI where all of their size are.
-                eyes = [torch.eye(n).to(parts[0]) for n in self.sizes]
-                state_dict[prefix + name] = self._stack.squares([p if p.numel() else e for p, e in zip(parts, eyes)])
-            elif parts:
-                state_dict[prefix + name] = self.seat.new_zeros(0, 0)
+            if parts:
+                state_dict[prefix + name] = joins.get(name, self._squares)(parts)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _squares(self, parts: Sequence[Tensor]) -> Tensor:
+        # Blocks about w had no L + ηsI where all of their size are.
+        eyes = [torch.eye(n).to(parts[0]) for n in self.sizes]
+        some = any(part.numel() for part in parts)
+        return self._stack.squares([p if p.numel() else e for p, e in zip(parts, eyes)]) if some else parts[0]
 
     def start(self, anchor: Any, features: Sequence[Tensor]) -> None:
         """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
@@ -130,10 +129,10 @@ class NaturalLowRank(AboutValues):
         soft = [eye if p is None else softened(p, self.softness, (len(eye),)) for p, eye in parts]
         return Seat(stack.squares(soft))
 
-    def _seen_from(self, seat: Optional[Seat]) -> Seen:
+    def _seen_from(self, seat: Any) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
-        if seat is None or not self._turns(seat):
-            return Seen(loc, None, (low_rank, self.block, self.gain))
+        if not self._turns(seat):
+            return Seen(loc, torch.zeros_like(loc), (low_rank, self.block, self.gain))
         moved, stays, columns = seat.kept - self.seat, self._stays, stack.columns(loc)
         # T = I + L₀⁻¹(L − L₀)
         turn = plus_one(solve_lower(self.seat, moved))
@@ -173,8 +172,7 @@ class NaturalLowRank(AboutValues):
         if self.has_tilt:
             tril = each_times(tril, self.tilt_matrix)
         factor = LowRankFactor(self._stack, seen.near, each_times(tril.mT, low_rank), tril)
-        if seen.rest is not None:
-            factor.loc = seen.near + factor.times(seen.rest)
+        factor.loc = seen.near + factor.times(seen.rest)
         return Product(self.sizes, [factor], [range(len(self.sizes))])
 
     def _untilted(self, q: Product, parts: Parts) -> Parts:
@@ -210,8 +208,7 @@ class NaturalLowRank(AboutValues):
             aims = target.blocks() if self.base else None
             near, low_rank = parts[1], parts[0].flatten(-3, -2)
             for _ in range(self.sweeps or (1 if num <= _SMALL and self.last_rate <= _SLOW else 2)):
-                block, low_rank = sweep(target, aims, near, low_rank)
-                near = block if aims is None else lifted(block, aims)
+                block, near, low_rank = sweep(target, aims, near, low_rank)
             shift, failed = target.solve(stack.wide(right), near, low_rank, self.iterations)
         gain = parts[2]
         if aims is not None:

@@ -62,11 +62,11 @@ def from_natural(
     factor = cholesky(whole, 0.0, what)
     # m = P⁻¹r (Titsias, 2009, eq. 10; Shi et al., 2020, eq. 29)
     loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
-    if groups is None or len(groups) == 1:
-        return Product(sizes, [by_precision(loc, factor)], [tuple(range(len(sizes)))])
-    factors: list[Factor] = []
-    for own in slices(sizes, groups):
+    groups = [tuple(range(len(sizes)))] if groups is None else groups
+
+    def made(own: slice) -> Factor:
         # The leading block of a Cholesky factor is the factor of the leading block.
         block = factor[..., own, own] if own.start == 0 else cholesky(whole[..., own, own], 0.0, what)
-        factors.append(by_precision(loc[..., own], block))
-    return Product(sizes, factors, groups)
+        return by_precision(loc[..., own], block)
+
+    return Product(sizes, list(map(made, slices(sizes, groups))), groups)

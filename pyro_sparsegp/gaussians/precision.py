@@ -135,8 +135,12 @@ def leading_directions(features: Sequence[Tensor], small: Tensor) -> tuple[Tenso
     return found, found.to(small) + small * (found == 0).all(-2, keepdim=True)
 
 
-def small_columns(sizes: Sequence[int], batch_shape: Sequence[int], rank: int, like: Tensor) -> list[Tensor]:
-    """Where B starts, a block ``(..., M_b, R)`` each: B = 0 is a saddle, small and random it is none."""
+def small_columns(sizes: Sequence[int], batch_shape: Sequence[int], rank: Optional[int], like: Tensor) -> list[Tensor]:
+    """Where B starts, a block ``(..., M_b, R)`` each: B = 0 is a saddle, small and random it is none.
+
+    :param rank: R; ``None`` is the size of the largest block.
+    """
+    rank = max(sizes) if rank is None else rank
     scale = 0.1 / max(sum(sizes) * rank, 1) ** 0.25
     return [scale * torch.randn(*batch_shape, num, rank, dtype=like.dtype, device=like.device) for num in sizes]
 
@@ -154,7 +158,6 @@ class _LowRank(Coefficients):
     ) -> None:
         super().__init__(sizes, batch_shape, like)
         self.sizes = tuple(sizes)
-        rank = max(self.sizes) if rank is None else rank
         for i, (num, b) in enumerate(zip(self.sizes, small_columns(sizes, batch_shape, rank, like))):
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
             setattr(self, f"b_{i}", PyroParam(b))

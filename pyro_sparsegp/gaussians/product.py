@@ -90,9 +90,7 @@ class Product(Gaussian):
     @property
     def covariance_matrix(self) -> Tensor:
         blocks = [factor.covariance_matrix for factor in self.factors]
-        num = sum(self.sizes)
-        total = self.factors[0].loc.new_zeros(*self.batch_shape, num, num) if self.factors else torch.zeros(0, 0)
-        return on_diagonal(blocks, total)
+        return on_diagonal(blocks, blocks[0].new_zeros(*self.batch_shape, *[sum(self.sizes)] * 2))
 
 
 class Recorded(Product):

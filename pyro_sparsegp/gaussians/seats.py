@@ -165,8 +165,6 @@ class AtValues(AtRows):
 
 def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
     """L + ηsI, with s² the mean of diag(LLᵀ) over each block, whose units may be far apart."""
-    if not softness:
-        return anchor.contiguous()
     # by row_squares, whose way back makes one matrix; that of a norm makes three
     squares = row_squares(anchor).split(list(sizes), -1)
     means = side_by_side([part.mean(-1, keepdim=True).expand_as(part) for part in squares])

@@ -14,7 +14,7 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..modules import AbstractModule
+from ..modules import AbstractModule, size_buffers
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,7 @@ class KeptSites(AbstractModule):
         self.start_over()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("inputs", "precision", "linear"):
-            if prefix + name in state_dict:
-                setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
+        size_buffers(self, state_dict, prefix)
         state_dict.pop(prefix + "corrected", None)  # of releases that kept other sites for predictions
         self.progress["marginals"] = None
         super()._load_from_state_dict(state_dict, prefix, *args)

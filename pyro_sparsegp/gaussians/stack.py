@@ -29,8 +29,7 @@ class Stack:
     def own(self, like: Tensor) -> Tensor:
         """1 where a number is a block's own, else 0, ``(C, M)``."""
         # Kept where it was asked for last: no step copies it to a device.
-        if self._own.dtype != like.dtype or self._own.device != like.device:
-            self._own = self._own.to(like)
+        self._own = self._own.to(like)
         return self._own
 
     def rows(self, blocks: Sequence[Tensor]) -> Tensor:

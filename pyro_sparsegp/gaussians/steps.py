@@ -10,6 +10,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from ..modules import size_buffers
 from ..numerics.processes import joined, largest, total_share
 from .base import Coefficients
 from .record import Pass, recorded
@@ -162,11 +163,7 @@ class Natural(Coefficients):
         state_dict.pop(prefix + "unit_unconstrained", None)
         if "tilt" in self._parameters:
             state_dict.setdefault(prefix + "tilt", torch.zeros_like(self.tilt))
-        for name, buffer in list(self.named_buffers(recurse=False)):
-            # Some have no size until a step says it.
-            key = prefix + name
-            if key in state_dict and buffer.shape != state_dict[key].shape:
-                setattr(self, name, buffer.new_zeros(state_dict[key].shape))
+        size_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
