@@ -220,14 +220,14 @@ scale-ignored: test_theorems.py::test_mini_batches_by_quadrature_are_unbiased
 - return scale_and_mask(value, site["scale"], site["mask"]).sum()
 + return scale_and_mask(value, 1.0, site["mask"]).sum()
 nodes-by-the-variance: test_quadrature.py::test_quadrature_against_a_fine_grid
-- value = value + root * site.noise
-+ value = value + root.square() * site.noise
+- return sum((root * site.noise for root, site in pairs), self.mean)
++ return sum((root.square() * site.noise for root, site in pairs), self.mean)
 divergence-of-each-site: test_joint.py::test_several_outputs
 - first, self._counted = not self._counted, True
 + first, self._counted = True, True
 rows-apart: test_joint.py::test_three_sites_are_drawn_row_by_row
-- covariance = covariance - mine * its
-+ covariance = covariance + mine * its
+- covariance = sum((-mine * its for mine, its in zip(roots, other.roots)), self.row_covariance(other))
++ covariance = sum((mine * its for mine, its in zip(roots, other.roots)), self.row_covariance(other))
 never-crossed: test_joint.py::test_sites_that_meet_across_rows_have_the_bound_of_joint_draws
 - if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in terms)
 + if False

@@ -50,7 +50,7 @@ class ExplicitFeatures(Basis):
         return (self.size,) if self.size else ()
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> KernelFeatures:
-        return KernelFeatures(kernel, self.size, self.rows)
+        return KernelFeatures(kernel, self.sizes, self.rows)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "features", "size": self.size, "rows": None if self.rows is None else list(self.rows.shape)}
@@ -60,13 +60,13 @@ class KernelFeatures(Features):
     """The kernel's own finite features as the basis.
 
     :param kernel: k, with k(x, z) = φ(x)ᵀφ(z).
-    :param size: R.
+    :param sizes: (R,), or nothing.
     :param rows: see :class:`ExplicitFeatures`.
     """
 
-    def __init__(self, kernel: Any, size: int, rows: Optional[Tensor] = None) -> None:
-        super().__init__(kernel, (size,) if size else ())
-        self.size, self.rows = size, rows
+    def __init__(self, kernel: Any, sizes: tuple[int, ...], rows: Optional[Tensor] = None) -> None:
+        super().__init__(kernel, sizes)
+        self.size, self.rows = sum(sizes), rows
         self._known: Optional[tuple[Tensor, Explicit]] = None  # at the last inputs
 
     def explicit(self, x: Tensor) -> Explicit:
@@ -113,8 +113,7 @@ class KernelFeatures(Features):
             and Xie, 2025, eq. 12).
         """
 
-        def sums(rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
-            found = self._explicit(self.kernel, rows) if is_long(x) else self.explicit(x)
+        def sums(found: Explicit, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
             phi = found.features
             if absorb:
                 # 1/(1/λ + c) = λ/(1 + λc) with c = k(x, x) − ‖φ‖² (eq. 12)
@@ -125,10 +124,14 @@ class KernelFeatures(Features):
             return weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
 
         if not is_long(x):
-            return sums(x, precision, linear)
+            return sums(self.explicit(x), precision, linear)
+
+        def of(rows: slice) -> tuple[Tensor, Tensor]:
+            return sums(self._explicit(self.kernel, x[rows]), precision[..., rows], linear[..., rows])
+
         totals: Any = (0, 0)
         for rows in chunks_of(x):
-            gram, right = dropping(sums, x[rows], precision[..., rows], linear[..., rows])
+            gram, right = dropping(of, rows)
             totals = totals[0] + gram, totals[1] + right
         return totals
 
@@ -149,7 +152,7 @@ class KernelFeatures(Features):
 
     def components(self) -> list[Component]:
         blocks, terms = tuple(range(len(self.sizes))), self.kernel.terms
-        parts = [self] if len(terms) == 1 else [_TermFeatures(terms, i, self.size) for i in range(len(terms))]
+        parts = [self] if len(terms) == 1 else [_TermFeatures(terms, i, self.sizes) for i in range(len(terms))]
         return [(part.kernel, part, blocks) for part in parts]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
@@ -163,8 +166,8 @@ class KernelFeatures(Features):
 class _TermFeatures(Features):
     """The features of one summand, at their place among those of all, with zeros for the others'."""
 
-    def __init__(self, terms: Sequence[Any], index: int, size: int) -> None:
-        super().__init__(terms[index], (size,) if size else ())
+    def __init__(self, terms: Sequence[Any], index: int, sizes: tuple[int, ...]) -> None:
+        super().__init__(terms[index], sizes)
         self.terms, self.index = terms, index
 
     def __call__(self, x: Tensor) -> list[Tensor]:

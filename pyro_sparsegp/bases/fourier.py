@@ -36,7 +36,7 @@ class FourierCoefficients(InducingVariables):
 
     def __init__(self, low: float, high: float, num_frequencies: int) -> None:
         super().__init__()
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        if not -math.inf < low < high < math.inf:
             raise ValueError(f"FourierCoefficients' low must be below high, both finite, got {low} and {high}")
         require_count(num_frequencies, "FourierCoefficients' num_frequencies")
         self.low, self.high, self.num_frequencies = float(low), float(high), num_frequencies
@@ -112,8 +112,7 @@ class FourierCoefficients(InducingVariables):
         found = torch.where(
             ((t >= self.low) & (t <= self.high))[..., None], inside, self._beyond(t, rate[..., None], order)
         )
-        found = found / norms[..., None, :]
-        return found if variance is None else found * as_tensor(variance, x).sqrt()[..., None, None]
+        return found / norms[..., None, :] * as_tensor(variance, x).sqrt()[..., None, None]
 
     def _beyond(self, t: Tensor, rate: Tensor, order: int) -> Tensor:
         # cov(f(t), u) beyond the interval, (..., N, M), from h at its nearer end, with rates (..., 1, 1).
@@ -132,12 +131,12 @@ class FourierCoefficients(InducingVariables):
 
 def _parts(kernel: Any) -> tuple[Any, Any, Any]:
     # A Matérn kernel, its variance and the column it reads.
-    variance: Any = None
+    variance: Any = 1.0
     column: Any = None
     inner = kernel
     while isinstance(inner, (Scaled, Select)):
         if isinstance(inner, Scaled):
-            variance = inner.variance if variance is None else variance * inner.variance
+            variance = variance * inner.variance
         else:
             if len(inner.dims) != 1 or column is not None:
                 break
@@ -153,9 +152,7 @@ def _parts(kernel: Any) -> tuple[Any, Any, Any]:
 
 def _rate(matern: Any, like: Tensor) -> Tensor:
     # λ = √(2ν)/ℓ, (..., 1).
-    lengthscale = as_tensor(matern.lengthscale, like)
-    if not lengthscale.dim():
-        lengthscale = lengthscale[None]
+    lengthscale = torch.atleast_1d(as_tensor(matern.lengthscale, like))
     if lengthscale.shape[-1] != 1:
         raise ValueError(f"FourierCoefficients need one length scale, got {lengthscale.shape[-1]}")
     return math.sqrt(matern.twice_nu) / lengthscale

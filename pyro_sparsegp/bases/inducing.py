@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any, Optional, Union
 
 import torch
@@ -41,7 +42,7 @@ class InducingFeatures(CrossFeatures):
     def __init__(
         self, kernel: Any, variables: Sequence[Variables], factor: Tensor, whitened: Optional[Whitening] = None
     ) -> None:
-        super().__init__(kernel, tuple([part.size for part in variables]))
+        super().__init__(kernel, tuple(map(attrgetter("size"), variables)))
         self.variables, self.factor, self._whitened = list(variables), factor, whitened
         self._joined = _join(self.variables)
 
@@ -159,16 +160,15 @@ class InducingPoints(Basis):
         """
         width, source = x.shape[-1], kernel.source
         found: list[Any] = [_own(z, x, trainable) if isinstance(z, InducingVariables) else z for z in sets]
-        values = {i for i, z in enumerate(found) if not isinstance(z, InducingVariables)}
-        images = {i for i, z in enumerate(found) if source is None or (isinstance(z, Tensor) and z.shape[-1] == width)}
-        ways: list[tuple[set[int], Callable]] = [
-            (values & images, lambda some: choose_inputs(kernel, x, some, init, name, columns)),
-            (values - images, lambda some: choose_inputs(source, _some_source_inputs(kernel, x), some, init, name)),
-        ]
-        for here, choose in ways:
-            for i, z in zip(sorted(here), choose([found[i] for i in sorted(here)]) if here else ()):
-                found[i] = z
-        of_source, units = [i in values - images for i in range(len(sets))], _units(x, found) if trainable else None
+        here = [i for i, z in enumerate(found) if not isinstance(z, InducingVariables)]
+        in_x = [i for i in here if source is None or (isinstance(found[i], Tensor) and found[i].shape[-1] == width)]
+        in_source = [i for i in here if i not in in_x]
+        given = dict(zip(in_x, choose_inputs(kernel, x, [found[i] for i in in_x], init, name, columns)))
+        if in_source:
+            rows = _some_source_inputs(kernel, x)
+            given |= zip(in_source, choose_inputs(source, rows, [found[i] for i in in_source], init, name))
+        found = [given.get(i, z) for i, z in enumerate(found)]
+        of_source, units = [i in in_source for i in range(len(sets))], _units(x, found) if trainable else None
         basis = cls(found, trainable, columns, width, of_source, None, kernel.code_columns(width), units)
         # The jitter biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its
         # inverse root (tests/benchmarks/jitter.md).
@@ -220,8 +220,8 @@ class InducingPoints(Basis):
     def inputs(self) -> list[Any]:
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
         found = []
-        for i in range(len(self.sizes)):
-            z, unit = getattr(self, f"inputs_{i}", None), None if self.of_source[i] else self.unit
+        for i, of_source in enumerate(self.of_source):
+            z, unit = getattr(self, f"inputs_{i}", None), None if of_source else self.unit
             found.append(getattr(self, f"variables_{i}") if z is None else z if unit is None else z * unit)
         return found
 

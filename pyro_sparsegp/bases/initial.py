@@ -95,7 +95,7 @@ def k_means(kernel: Any, x: Tensor, num: int, num_iterations: int = 25, most: in
 
 
 def _flat_mean(value: Tensor, event_dim: int) -> Tensor:
-    return value.flatten(0, -event_dim - 1).mean(0) if value.dim() > event_dim else value
+    return value.reshape(-1, *value.shape[-event_dim:]).mean(0)
 
 
 @torch.no_grad()
@@ -127,8 +127,7 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
         num //= len(axes[column])
     grid = torch.cartesian_prod(*[axes[column] for column in columns]).reshape(-1, len(columns))
     full = x[:1].repeat(len(grid), 1)
-    for i, column in enumerate(columns):
-        full[:, column] = grid[:, i]
+    full[:, list(columns)] = grid
     return full
 
 
@@ -182,17 +181,18 @@ def choose_inputs(
     :raises ValueError: naming the site, if there are fewer distinct inputs than points, or shapes do not fit.
     """
     rows = x.detach().flatten(0, -2)
+    read = columns or tuple(range(rows.shape[-1]))
     init = init or ("pivots" if rows.shape[0] > _MANY else "greedy")
     if not callable(init) and init not in _NAMED:
         raise ValueError(
             f"init must be one of {sorted(_NAMED)} or a callable (kernel, x, num) -> (num, D), got {init!r}"
         )
     for given in sets:
-        _check(given, rows, name, columns)
+        _check(given, name, {rows.shape[-1], len(read)})
     wanted = [given for given in sets if not isinstance(given, Tensor)]
     free = iter(_chosen(kernel, rows, wanted, init, name, columns) if wanted else [])
     found = [given.to(rows) if isinstance(given, Tensor) else next(free) for given in sets]
-    return [z if columns is None or z.shape[-1] == len(columns) else _those(z, columns) for z in found]
+    return [z if z.shape[-1] == len(read) else _those(z, read) for z in found]
 
 
 def _chosen(
@@ -213,7 +213,7 @@ def _chosen(
             "inputs: take fewer, give the inputs as a tensor, or first call the guide once on representative "
             "inputs, for example on all of them."
         )
-    chosen = (init if callable(init) else _NAMED[init])(kernel, rows, sum(wanted)).to(rows)
+    chosen = _NAMED.get(init, init)(kernel, rows, sum(wanted)).to(rows)  # type: ignore[arg-type, operator]
     if init == "grid" and len(wanted) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6
         wanted = [len(chosen)]
     if chosen.shape != (sum(wanted), rows.shape[-1]):
@@ -242,9 +242,8 @@ def _num_distinct(rows: Tensor, enough: int) -> int:
     return shown if step == 1 or shown >= enough else rows.unique(dim=0).shape[0]
 
 
-def _check(given: Any, rows: Tensor, name: str, columns: Optional[tuple[int, ...]]) -> None:
+def _check(given: Any, name: str, widths: set[int]) -> None:
     if isinstance(given, Tensor):
-        widths = {rows.shape[-1]} if columns is None else {rows.shape[-1], len(columns)}
         if given.dim() != 2 or given.shape[-1] not in widths or not given.shape[0]:
             raise ValueError(
                 f"the inducing inputs of site {name!r} must be a tensor (M, {' or '.join(map(str, sorted(widths)))}), "

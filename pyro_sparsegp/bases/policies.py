@@ -96,7 +96,7 @@ class KrylovPolicy(Policy):
         tiny = torch.finfo(start.dtype).tiny
         chosen = start.new_zeros(*shape, min(self.num, shape[-1]))
         q = start / first.clamp(min=tiny)
-        pivot, zeta, beta = torch.ones_like(first), first, torch.zeros_like(first)
+        pivot, residual, beta = torch.ones_like(first), first, torch.zeros_like(first)
         live = first > tiny
         for j in range(chosen.shape[-1]):
             chosen[..., j] = torch.where(live, q, 0.0)
@@ -104,11 +104,12 @@ class KrylovPolicy(Policy):
             alpha = (q * product).sum(-1, keepdim=True)
             # The pivots of the tridiagonal matrix give the residual's norm, β|ζ|.
             pivot = alpha - beta.square() / pivot
-            zeta = (first if j == 0 else -beta * zeta) / pivot
+            zeta = residual / pivot
             for _ in range(2):  # reorthogonalise twice: once is not enough
                 product = product - (chosen @ (chosen.mT @ product[..., None]))[..., 0]
             beta = product.norm(dim=-1, keepdim=True)
-            live = live & (beta * zeta.abs() > self.tolerance * first)
+            residual = -beta * zeta
+            live = live & (residual.abs() > self.tolerance * first)
             if j % _LOOK == _LOOK - 1 and not live.any():
                 break
             q = product / beta.clamp(min=tiny)

@@ -129,11 +129,11 @@ Variables = Union[InducingVariables, Values]  # a set of inducing variables
 
 def widened(kernel: Any, variables: list[Any]) -> list[Any]:
     """The sets with inputs in float64, where these are float32 and all kernels follow; otherwise the same list."""
-    for part in variables:
-        if not isinstance(part, Values) or wider(part.z) == part.z.dtype:
-            return variables
-        if not in_any_dtype(kernel.source if isinstance(part, SourceValues) else kernel):
-            return variables
+    narrow = [part for part in variables if isinstance(part, Values) and wider(part.z) != part.z.dtype]
+    if len(narrow) < len(variables):
+        return variables
+    if not all(in_any_dtype(kernel.source if isinstance(part, SourceValues) else kernel) for part in narrow):
+        return variables
     return [type(part)(part.z.to(wider(part.z))) for part in variables]
 
 
@@ -158,9 +158,9 @@ def freeze(module: Any) -> None:
             value = getattr(part, name).detach().clone()
             delattr(part, name)
             part.register_buffer(name, value)
-        for name, value in list(part._parameters.items()):
+        for name, parameter in list(part.named_parameters(recurse=False)):
             delattr(part, name)
-            part.register_buffer(name, None if value is None else value.detach().clone())
+            part.register_buffer(name, parameter.detach().clone())
 
 
 def between(kernel: Any, first: Variables, second: Variables) -> Tensor:

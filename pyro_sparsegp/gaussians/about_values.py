@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -129,6 +130,7 @@ class AboutValues(Natural):
     loc: Any
     seat: Tensor
     _stack: Stack  # of the blocks that turn by themselves
+    _stays: Any = None  # the part K of P that does not turn, as a stack; None is I
     _is_known: bool  # whether q is given by its S, which is quicker where it is small: one covariance, without copies
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
@@ -167,11 +169,6 @@ class AboutValues(Natural):
     @abstractmethod
     def _given(self, seen: Seen) -> Product:
         """q(w) of these sites, with the graph of what they are made of and of the tilt."""
-
-    @property
-    def _stays(self) -> Optional[Tensor]:
-        """The part K of P that does not turn, as a stack; ``None`` is I."""
-        return None
 
     @abstractmethod
     def _nearest(self, precision: Tensor) -> Parts:
@@ -215,7 +212,7 @@ class AboutValues(Natural):
         if self.is_tilted:
             self._level_out(held)
         q, seen = self._made(seat, held, self._is_known and (seat is None or seat.has_turn))
-        loc = side_by_side([factor.loc for factor in q.factors])
+        loc = side_by_side(list(map(attrgetter("loc"), q.factors)))
         base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), held)
         return Recorded(q, record.new(self, base))
 
@@ -293,13 +290,9 @@ class AboutValues(Natural):
         if cut is None and is_shared():
             cut = torch.zeros_like(target)
         target, *more = joined(target, *(() if cut is None else (cut,)))
-        rate, each = rate[..., None, None], (2 * rate / weight)[..., None, None]
-
+        rate, each = rate[..., None, None], (2 * rate / weight)[..., None, None].expand_as(target)
         # G ← (1 − ρ)G + (ρ/c)Φᵀ2HΦ
-        def moved(target: Tensor) -> Tensor:
-            return torch.mul(gram, 1 - rate).addcmul_(target, each.expand_as(target))
-
-        new = moved(target)
+        new = torch.mul(gram, 1 - rate).addcmul_(target, each)
         if not more:
             return new, None
         # Curvatures stay negative where that leaves enough (test_negative_curvature_of_heavy_tails): above half of the
@@ -307,7 +300,7 @@ class AboutValues(Natural):
         eye = eye_like(target)
         left = new + 0.5 * eye, new + 0.5 * (eye - gram)
         is_cut = sum(torch.linalg.cholesky_ex(part.nan_to_num()).info.abs() for part in left) > 0
-        return torch.where(is_cut[..., None, None], moved(target + more[0]), new), is_cut
+        return torch.where(is_cut[..., None, None], torch.addcmul(new, more[0], each), new), is_cut
 
     # Sums of sites for others.
 

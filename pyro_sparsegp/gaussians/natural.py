@@ -104,16 +104,17 @@ class NaturalGaussian(AboutValues):
         """Whether sites stay about u: a step has been taken, or curvatures will be those of draws."""
         return self.softness == _BY_DRAWS or self.steps > 0
 
-    def anchor_of(self, features: Any, mean: Any = None) -> Optional[Seat]:
+    def anchor_of(self, features: Any, mean: Any = None) -> Any:
         # It follows from the first step on in which features train.
-        seat = self._seat(features.anchor if self.seat.numel() or features.trains else None)
+        anchor = features.anchor if self.seat.numel() or features.trains else None
         is_constant = isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,))
         moves = is_constant and (mean.requires_grad or self.level.numel())  # or did
-        if seat is not None and moves and (ones := features.ones) is not None:
-            seat.level = mean * ones
-        return seat
+        if anchor is not None and moves and (ones := features.ones) is not None:
+            anchor = self._seat(anchor)
+            anchor.level = mean * ones
+        return anchor
 
-    def _seat(self, anchor: Any) -> Optional[Seat]:
+    def _seat(self, anchor: Any) -> Any:
         return Seat(softened(anchor, self.softness, self.sizes)) if isinstance(anchor, Tensor) else anchor
 
     def _seen_from(self, seat: Any) -> Seen:
@@ -133,9 +134,9 @@ class NaturalGaussian(AboutValues):
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """As of others, or what outputs of a network that moved ask for."""
         rate, seat = super().rate_of(passes, share), passes[-1].base.seat
-        drawn = any(one.by_draws or one.draws for one in passes)
-        if isinstance(seat, AtOutputs) and self.seat.numel() and isinstance(self.rate, Falling) and not drawn:
-            rate = seat.lost(self.seat).clamp(rate, 1.0)
+        if isinstance(seat, AtOutputs) and self.seat.numel() and isinstance(self.rate, Falling):
+            drawn = any(one.by_draws or one.draws for one in passes)
+            rate = rate if drawn else seat.lost(self.seat).clamp(rate, 1.0)
         return rate
 
     def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:

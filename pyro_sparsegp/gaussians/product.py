@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Optional
 
 import torch
@@ -36,7 +37,7 @@ class Product(Gaussian):
 
     def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> None:
         self.sizes, self.factors, self.groups = tuple(sizes), list(factors), list(map(tuple, groups))
-        self.batch_shape = broadcast_shapes(*(factor.batch_shape for factor in self.factors))
+        self.batch_shape = broadcast_shapes(*map(attrgetter("batch_shape"), self.factors))
 
     @property
     def loc(self) -> list[Tensor]:
@@ -56,13 +57,13 @@ class Product(Gaussian):
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
-        return _sum(mean for mean, _ in parts), _sum(change for _, change in parts)
+        return _sum(map(itemgetter(0), parts)), _sum(map(itemgetter(1), parts))
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return _sum(f.covariance(phi) - phi @ phi.mT for f, phi in zip(self.factors, self._join(features)))
 
     def kl(self) -> Tensor:
-        return _sum([factor.kl() for factor in self.factors])
+        return _sum(map(methodcaller("kl"), self.factors))
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return self._split([factor.loc + factor.noise(shape) for factor in self.factors])
@@ -101,7 +102,7 @@ class Recorded(Product):
     """
 
     def __init__(self, q: Product, taken: Pass) -> None:
-        super().__init__(q.sizes, q.factors, q.groups)
+        vars(self).update(vars(q))
         self.taken = taken
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -155,7 +156,7 @@ class Continued(Product):
     """
 
     def __init__(self, q: Product, gram: Tensor, pull: Tensor) -> None:
-        super().__init__(q.sizes, q.factors, q.groups)
+        vars(self).update(vars(q))
         self.gram, self.pull = gram, pull
 
     def kl(self) -> Tensor:

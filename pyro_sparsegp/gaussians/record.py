@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -84,10 +85,11 @@ class Pass:
 
         :param loc: m, ``(..., M)``.
         """
-        pairs = [(row.phi, g) for row in self.rows if (g := row.mean.grad) is not None]
-        draws = [w.grad.reshape(-1, *loc.shape).sum(0) for _, w in self.draws if w.grad is not None]
         # Φᵀg
-        return sum([(phi.mT @ g[..., None])[..., 0] for phi, g in pairs] + draws, torch.zeros_like(loc))
+        total = [(row.phi.mT @ g[..., None])[..., 0] for row in self.rows if (g := row.mean.grad) is not None]
+        if self.draws:
+            total += [w.grad.reshape(-1, *loc.shape).sum(0) for _, w in self.draws if w.grad is not None]
+        return sum(total, torch.zeros_like(loc))
 
     def curvature(self, like: Tensor, precision: Callable[[], Tensor]) -> tuple[Tensor, Optional[Tensor]]:
         """The gradient by S but for the divergence's, ``(..., M, M)``, ΦᵀHΦ of all rows and that by draws; and what is
@@ -100,24 +102,25 @@ class Pass:
         # ΦᵀHΦ, and what lacks to Φᵀ|H|₊Φ
         grams = [phi.mT @ (phi * h[..., None]) if gram is None else gram for phi, h, gram, _ in found]
         cuts = [phi.mT @ (phi * (-h).clamp(min=0)[..., None]) for phi, h, _, is_signed in found if is_signed]
-        # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
-        pairs = [(g[..., None], precision() @ v[..., None]) for v, w in self.draws if (g := w.grad) is not None]
-        each = [(grad * centred.mT).reshape(-1, *like.shape).sum(0) for grad, centred in pairs]
-        drawn = [0.25 * (one + one.mT) for one in each]
-        cuts += [lift_to(one.nan_to_num(), 0.0) for one in drawn]
-        return sum(grams + drawn, torch.zeros_like(like)), sum(cuts[1:], cuts[0]) if cuts else None
+        if self.draws:
+            # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
+            pairs = [(g[..., None], precision() @ v[..., None]) for v, w in self.draws if (g := w.grad) is not None]
+            each = [(grad * centred.mT).reshape(-1, *like.shape).sum(0) for grad, centred in pairs]
+            drawn = [0.25 * (one + one.mT) for one in each]
+            grams, cuts = grams + drawn, cuts + [lift_to(one.nan_to_num(), 0.0) for one in drawn]
+        return sum(grams, torch.zeros_like(like)), sum(cuts[1:], cuts[0]) if cuts else None
 
     def curvatures(self) -> list[Curvature]:
         """The gradients by variances, and of functions that have covariances too those along :func:`_axes_of`."""
         crosses = [(a, b, value.grad) for a, b, value in self.crosses if value.grad is not None]
         # Rows that meet others in a density; a group has as many data.
-        crossed = dict.fromkeys(row for a, b, _ in crosses for row in (a, b))
+        crossed = dict.fromkeys(itertools.chain(*map(itemgetter(slice(2)), crosses)))
         found = [
             Curvature(row.phi, h, getattr(row.covariance, "grad", None), row.is_signed)
             for row in self.rows
             if (h := row.change.grad) is not None and row not in crossed
         ]
-        for shape in {row.phi.shape for row in crossed}:
+        for shape in set(map(attrgetter("phi.shape"), crossed)):
             group = [row for row in crossed if row.phi.shape == shape]
             found += _axes_of(group, [cross for cross in crosses if cross[0] in group])
         return found
@@ -169,22 +172,16 @@ class Record:
         # torch.autograd.grad leaves .grad alone
         for value, grad in zip(self.tensors, torch.autograd.grad(loss, self.tensors, allow_unused=True)):
             value.grad = grad
-        self.look([bool(sign) for sign in self.signs])
-
-    @property
-    def _curved(self) -> list[Row]:
-        every = itertools.chain(*self._passes.values())
-        return [row for one in every for row in one.rows if row.change.grad is not None]
-
-    @property
-    def signs(self) -> list[Tensor]:
-        """Of each row that has curvatures, whether one is negative: flags, to be read with others at one look."""
-        return [(h < 0).any() for row in self._curved if (h := row.change.grad) is not None]
-
-    def look(self, signs: Sequence[float]) -> None:
-        """Have these values of :attr:`signs` known, or steps cut what may be negative: more work, the same step."""
-        for row, sign in zip(self._curved, signs):
+        for row, sign in self.signs.items():
             row.is_signed = bool(sign)
+
+    @property
+    def signs(self) -> dict[Row, Tensor]:
+        """Whether a curvature is negative, of each row that has some: to be read with other numbers at one look. Where
+        nobody looks, steps cut what may be negative: more work, the same step.
+        """
+        rows = itertools.chain(*map(attrgetter("rows"), itertools.chain(*self._passes.values())))
+        return {row: (h < 0).any() for row in rows if (h := row.change.grad) is not None}
 
     @property
     def largest(self) -> Tensor:

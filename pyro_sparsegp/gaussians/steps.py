@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 from typing import Any, Optional, Union
 
 import torch
@@ -79,9 +80,9 @@ class Natural(Coefficients):
         rate = self.next_rate(share)
         # One draw shows a curvature with all its noise, which has to be averaged out:
         # test_single_draws_of_an_inner_layer_do_not_throw_it_away
-        if any(one.draws for one in passes):
+        if any(map(attrgetter("draws"), passes)):
             rate = min(rate, max(0.02, 1 / (10 + self.steps / 8)))
-        if any(one.by_draws for one in passes):
+        if any(map(attrgetter("by_draws"), passes)):
             rate = min(rate, _BY_MARGINALS)
         return rate
 
@@ -91,7 +92,7 @@ class Natural(Coefficients):
             return
         rate = self.last_rate = self.rate_of(passes, share)
         # c of each pass; the objective is their sum
-        weights = joined(*[one.weight(self.batch_shape) for one in passes])
+        weights = joined(*map(methodcaller("weight", self.batch_shape), passes))
         total = sum(weights[1:], weights[0])
         parts = [rate * (weight / total) for weight in weights]
         for i, (one, weight) in enumerate(zip(passes, weights)):

@@ -179,9 +179,11 @@ class TraceQuadrature_ELBO(ELBO):
     def _check_gradients(self, guide: Any, record: Record) -> None:
         """Raise if they are not finite. The signs of curvatures, which natural steps ask for, are read at one look."""
         grads = {name: p.grad for name, p in guide.named_parameters() if p.grad is not None}
-        numbers = [*map(Tensor.sum, grads.values()), *record.signs]
+        signs = record.signs
+        numbers = [*map(Tensor.sum, grads.values()), *signs.values()]
         found: list[float] = torch.stack(numbers).tolist() if numbers else []
-        record.look(found[len(grads) :])
+        for row, signed in zip(signs, found[len(grads) :]):
+            row.is_signed = bool(signed)
         # A sum may overflow.
         broken = [n for n, total in zip(grads, found) if not (math.isfinite(total) or grads[n].isfinite().all())]
         if not broken:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..bases.base import unexplained
 from ..numerics.linalg import cholesky, default_jitter, variance_floor
-from .sparse_posterior import SparsePosterior
+from .sparse_posterior import SparsePosterior, kept
 
 OTHER_LATENTS = "for another posterior of a latent override get_posterior(name, prior) in a subclass"
 
@@ -83,33 +83,24 @@ class RowSite(ExpectedSite):
     beside: Sequence[RowSite] = ()
     noise: Any = None
 
-    @property
+    @kept
     def roots(self) -> list[Tensor]:
         """L_kj for the sites j beside it and for itself, ``(..., N)`` each."""
-
-        def compute() -> list[Tensor]:
-            if not self.beside:
-                return [self.stddev]
-            roots: list[Tensor] = []
-            for other in self.beside:
-                covariance = self.row_covariance(other)
-                for mine, its in zip(roots, other.roots):
-                    covariance = covariance - mine * its
-                roots.append(covariance / other.roots[-1])
-            left = self.variance
-            for root in roots:
-                left = left - root.square()
-            return [*roots, left.clamp(min=variance_floor(self.variance)).sqrt()]
-
-        return self._cached("roots", compute)
+        if not self.beside:
+            return [self.stddev]
+        roots: list[Tensor] = []
+        for other in self.beside:
+            # L_kj = (Σ_kj − Σ_i L_ki L_ji)/L_jj
+            covariance = sum((-mine * its for mine, its in zip(roots, other.roots)), self.row_covariance(other))
+            roots.append(covariance / other.roots[-1])
+        left = sum((-root.square() for root in roots), self.variance)
+        return [*roots, left.clamp(min=variance_floor(self.variance)).sqrt()]
 
     def value_of(self, noise: Any) -> Tensor:
         """The values of its t, and of those of the sites beside it."""
         self.noise = noise
-        value = self.mean
-        for root, site in zip(self.roots, [*self.beside, self]):
-            value = value + root * site.noise
-        return value
+        pairs = zip(self.roots, [*self.beside, self])
+        return sum((root * site.noise for root, site in pairs), self.mean)
 
 
 class MarginalSite(RowSite):
@@ -152,9 +143,8 @@ class GroupedSite(ExpectedSite):
         tril = cholesky(
             unexplained(prior, phi), jitter, f"the residual covariance of site {self.name!r} in a group", scale
         )
-        value = _each(tril, torch.randn(num, *shape, size, dtype=x.dtype, device=x.device))
-        for block, w in zip(phi, self.coefficients.rsample(torch.Size((num, *shape)))):
-            value = value + _each(block, w)
+        noise = _each(tril, torch.randn(num, *shape, size, dtype=x.dtype, device=x.device))
+        value = sum(map(_each, phi, self.coefficients.rsample(torch.Size((num, *shape)))), noise)
         return self.process.mean_at(self.process.x) + value.movedim(0, -2).flatten(-2)
 
 

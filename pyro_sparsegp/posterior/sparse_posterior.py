@@ -24,11 +24,32 @@ from ..gaussians.base import Gaussian
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
 from ..numerics.chunks import by_rows
-from ..numerics.linalg import above_rounding, cholesky, residual_cholesky, row_squares, solve_lower, sum_blocks, times
+from ..numerics.linalg import (
+    above_rounding,
+    cholesky,
+    plus_one,
+    residual_cholesky,
+    row_squares,
+    solve_lower,
+    sum_blocks,
+    times,
+)
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 from .components import Components
 from .paths import sample_paths
+
+
+class kept(property):
+    """A property that is found once, for a posterior and its copies in traces, which share what is kept."""
+
+    def __get__(self, posterior: Any, owner: Any = None) -> Any:
+        if posterior is None:
+            return self
+        name, found = self.fget.__name__, posterior._cache  # type: ignore[union-attr]
+        if name not in found:
+            found[name] = self.fget(posterior)  # type: ignore[misc]
+        return found[name]
 
 
 class SparsePosterior(TorchDistribution):
@@ -66,42 +87,28 @@ class SparsePosterior(TorchDistribution):
         batch_shape = broadcast_shapes(process.batch_shape, coefficients.batch_shape)
         super().__init__(batch_shape, process.event_shape, validate_args=False)
 
-    def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
-        if key not in self._cache:
-            self._cache[key] = compute()
-        return self._cache[key]
-
-    @property
+    @kept
     def features(self) -> list[Tensor]:
         """Φ at the inputs, a block ``(..., N, M_b)`` for each block of coefficients."""
-        return self._cached("features", lambda: self.basis(self.process.x))
+        return self.basis(self.process.x)
 
-    # The dict, which copies in traces share, is looked into by hand: closures cost calls (test_runs.py, `few_files`).
-
-    @property
+    @kept
     def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        if "moments" not in self._cache:
-            process, known = self.process, self._cache.get("features")
-            self._cache["moments"] = self.basis.marginals(process.kernel, process.x, self.coefficients, known)
-        return self._cache["moments"]
+        process, known = self.process, self._cache.get("features")
+        return self.basis.marginals(process.kernel, process.x, self.coefficients, known)
 
-    @property
+    @kept
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
-        if "mean" not in self._cache:
-            mean = self.process.mean_at(self.process.x) + self._moments[0]
-            self._cache["mean"] = mean.expand(self._batch_shape + self._event_shape)
-        return self._cache["mean"]
+        mean = self.process.mean_at(self.process.x) + self._moments[0]
+        return mean.expand(self._batch_shape + self._event_shape)
 
-    @property
+    @kept
     def variance(self) -> Tensor:
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
-        if "variance" not in self._cache:
-            _, change, known = self._moments
-            prior = self.process.kernel.diag(self.process.x) if known is None else known
-            variance = above_rounding(prior + change, prior)
-            self._cache["variance"] = variance.expand(self._batch_shape + self._event_shape)
-        return self._cache["variance"]
+        _, change, known = self._moments
+        prior = self.process.kernel.diag(self.process.x) if known is None else known
+        return above_rounding(prior + change, prior).expand(self._batch_shape + self._event_shape)
 
     @property
     def stddev(self) -> Tensor:
@@ -140,7 +147,8 @@ class SparsePosterior(TorchDistribution):
         """Independent normals with this posterior's mean and variance, batch shape ``(..., N)``."""
         return dist.Normal(self.mean, self.stddev, validate_args=False)
 
-    @property
+    @kept
+    @torch.no_grad()
     def mathematical_variance(self) -> Tensor:
         """The variance, ``(..., N)``, that the exact posterior given the same Gaussian sites would have.
 
@@ -149,24 +157,18 @@ class SparsePosterior(TorchDistribution):
 
         :raises ValueError: if the family keeps no sites.
         """
-
-        def compute() -> Tensor:
-            if self.sites is None:
-                raise ValueError(
-                    f"the posterior of site {self.name!r} has no Gaussian sites to compute the exact posterior from; "
-                    "use a family on sites, such as ComputationAware or SGPR."
-                )
-            root, x, kernel = self.sites.precision.sqrt(), self.sites.inputs, self.process.kernel
-            # k − k(·, X)Λ^½(I + Λ^½KΛ^½)⁻¹Λ^½k(X, ·): no division by a λ of 0
-            gram = root[..., None] * kernel(x) * root[..., None, :]
-            eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
-            factor = cholesky(gram + eye, 0.0, f"I + Λ^½KΛ^½ of site {self.name!r}")
-            explained = solve_lower(factor, root[..., None] * kernel(x, self.process.x)).square().sum(-2)
-            variance = kernel.diag(self.process.x) - explained
-            return variance.clamp(min=0).expand(self._batch_shape + self._event_shape)
-
-        with torch.no_grad():
-            return self._cached("mathematical", compute)
+        if self.sites is None:
+            raise ValueError(
+                f"the posterior of site {self.name!r} has no Gaussian sites to compute the exact posterior from; "
+                "use a family on sites, such as ComputationAware or SGPR."
+            )
+        root, x, kernel = self.sites.precision.sqrt(), self.sites.inputs, self.process.kernel
+        # k − k(·, X)Λ^½(I + Λ^½KΛ^½)⁻¹Λ^½k(X, ·): no division by a λ of 0
+        gram = root[..., None] * kernel(x) * root[..., None, :]
+        factor = cholesky(plus_one(gram), 0.0, f"I + Λ^½KΛ^½ of site {self.name!r}")
+        explained = solve_lower(factor, root[..., None] * kernel(x, self.process.x)).square().sum(-2)
+        variance = kernel.diag(self.process.x) - explained
+        return variance.clamp(min=0).expand(self._batch_shape + self._event_shape)
 
     @property
     def computational_variance(self) -> Tensor:
@@ -177,12 +179,10 @@ class SparsePosterior(TorchDistribution):
         """
         return (self.variance - self.mathematical_variance).detach()
 
-    @property
+    @kept
     def kl(self) -> Tensor:
         """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
-        if "kl" not in self._cache:
-            self._cache["kl"] = self.coefficients.kl().expand(self._batch_shape)
-        return self._cache["kl"]
+        return self.coefficients.kl().expand(self._batch_shape)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> SparsePosterior:
         """Independent copies with the given batch shape."""
@@ -241,18 +241,14 @@ class SparsePosterior(TorchDistribution):
         """A joint draw of r ~ N(0, ρ) at the inputs, of the shape of ``like``, ``(..., N)``, in O(N³)."""
         return times(self.residual_tril, torch.randn_like(like))
 
-    @property
+    @kept
     def residual_tril(self) -> Tensor:
-        """Cholesky factor of ρ, the residual's covariance at the inputs, ``(..., N, N)``; computed once."""
-
-        def compute() -> Tensor:
-            prior = self.process.kernel(self.process.x)
-            scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
-            what = f"the residual covariance of site {self.name!r}"
-            made_of = partial(hyperparameters, self.process.kernel)
-            return residual_cholesky(unexplained(prior, self.features), self.process.jitter, what, scale, made_of)
-
-        return self._cached("residual", compute)
+        """Cholesky factor of ρ, the residual's covariance at the inputs, ``(..., N, N)``."""
+        prior = self.process.kernel(self.process.x)
+        scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+        what = f"the residual covariance of site {self.name!r}"
+        made_of = partial(hyperparameters, self.process.kernel)
+        return residual_cholesky(unexplained(prior, self.features), self.process.jitter, what, scale, made_of)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log dq/dp = log q(w) − log p(w) at the coefficients of the last draw, in nats.
@@ -268,10 +264,10 @@ class SparsePosterior(TorchDistribution):
         centred = value - self.process.mean_at(self.process.x)
         return self.coefficients.log_ratio_at(w, centred).expand(value.shape[:-1])
 
-    @property
+    @kept
     def components(self) -> Components:
         """The posterior of each summand of the kernel, in the order of ``kernel.terms``, without the mean μ."""
-        return self._cached("components", lambda: Components(self))
+        return Components(self)
 
     def part(self, term: Any, basis: Features, blocks: Sequence[int], x: Tensor) -> SparsePosterior:
         """The posterior of a summand of the kernel at inputs x.
