@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, itemgetter, methodcaller
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -120,13 +119,9 @@ class Recorded(Product):
     def note_draws(self) -> None:
         self.taken.by_draws = True
 
-    def cross_change(
-        self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Optional[Row], Optional[Row]]
-    ) -> Tensor:
+    def cross_change(self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Row, Row]) -> Tensor:
         value = self.taken.keep(super().cross_change(features, others, rows))
-        one, other = rows
-        if one is not None and other is not None:
-            self.taken.crosses.append((one, other, value))
+        self.taken.crosses.append((*rows, value))
         return value
 
     def kl(self) -> Tensor:

@@ -98,9 +98,8 @@ class RowSite(ExpectedSite):
 
     def value_of(self, noise: Any) -> Tensor:
         """The values of its t, and of those of the sites beside it."""
-        self.noise = noise
-        pairs = zip(self.roots, [*self.beside, self])
-        return sum((root * site.noise for root, site in pairs), self.mean)
+        self.noise, value = noise, self.mean  # whose row is recorded, before covariances of rows are
+        return sum((root * site.noise for root, site in zip(self.roots, [*self.beside, self])), value)
 
 
 class MarginalSite(RowSite):
