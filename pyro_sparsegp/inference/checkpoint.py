@@ -72,13 +72,10 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
     if isinstance(model, nn.Module):
         model.load_state_dict(state["model"])
     store, own, optim = pyro.get_param_store(), f"{guide._pyro_name}.", own_optim(method)
-    here = dict(store.named_parameters())
     for name, (value, constraint) in state["parameters"].items():
-        if name in here and here[name].shape == value.shape:
-            # In place: a network's own parameters are in the store.
-            here[name].data.copy_(value)
-        else:
-            store.setdefault(name, torch.distributions.transform_to(constraint)(value), constraint)
+        known: Any = store.setdefault(name, torch.distributions.transform_to(constraint)(value), constraint)
+        # In place: a network's own parameters are in the store.
+        known.unconstrained().data.copy_(value)
     optim.optim_objs.clear()
     optim.grad_clip.clear()
     optim.set_state({own + n[1:] if n.startswith(".") else n: value for n, value in state["optim"].items()})

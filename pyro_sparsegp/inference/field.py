@@ -7,6 +7,7 @@ natural steps are those of a Gaussian process on them. Parameters of one density
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,40 +49,41 @@ def bound_of_field(
 
         sites = run()
         links = {name: own for name, own in facts.links.items() if name in sites and is_observation(sites[name])}
-        expected = _Expected(whole.q, layout, Predictors(sites, links, x, layout, run), x)
+        found = Predictors(sites, links, x, layout, run)
+        moments = _moments(whole.q, layout, found, x)
     first = guide_trace.nodes[next(iter(facts.field))]
     total = -weighted_sum(whole.q.kl(), {**first, "mask": None})
     for name in links:
         if sites[name]["mask"] is not False:
-            total = total + expected.of(name, num_nodes)
+            own = {key: moments[name, key] for key in links[name]}
+            covariance = _covariance(whole.q, own)
+            total = total + found.expected(name, {key: one[0] for key, one in own.items()}, covariance, num_nodes)
     total = total + log_density_minus_kl(model_trace, guide_trace, {*facts.field, *links})
     return total if torch.is_grad_enabled() else total.detach()
 
 
-class _Expected:
-    """Expectations over the linear predictors of a run with the field at its mean.
+def _moments(q: Any, layout: Layout, found: Predictors, x: Tensor) -> dict[Place, tuple[Tensor, Tensor, Any, Any]]:
+    """The means and variances of the linear predictors of a run with the field at its mean, their features and rows.
 
     :param x: what that run was standardised by.
     """
+    at = {}
+    for place in found.eta:
+        features, residual = found.dense(place), found.residuals[place]
+        blocks = list(features.split(layout.sizes, -1))
+        mean, change = q.moments(blocks)
+        prior = features.square().sum(-1) + residual.square().sum(-1)
+        # η at m, whose derivative by m is that of the features' mean.
+        here = found.eta[place] - features @ x[: layout.num].detach() + mean
+        at[place] = here, above_rounding(prior + change, prior), blocks, q.row
+    return at
 
-    def __init__(self, q: Any, layout: Layout, found: Predictors, x: Tensor) -> None:
-        self.q, self.found = q, found
-        self.at: dict[Place, tuple[Tensor, Tensor, list[Tensor], Any]] = {}
-        for place in found.eta:
-            features, residual = found.dense(place), found.residuals[place]
-            blocks = list(features.split(layout.sizes, -1))
-            mean, change = q.moments(blocks)
-            prior = features.square().sum(-1) + residual.square().sum(-1)
-            # η at m, whose derivative by m is that of the features' mean.
-            here = found.eta[place] - features @ x[: layout.num].detach() + mean
-            self.at[place] = here, above_rounding(prior + change, prior), blocks, q.row
 
-    def of(self, name: str, num_nodes: int) -> Tensor:
-        """The expectation of a site's log density, scaled, masked and summed."""
-        keys = list(self.found.links[name])
-        covariance = {(key, key): self.at[name, key][1] for key in keys}
-        if len(keys) == 2:
-            (_, _, blocks, row), (_, _, others, its) = (self.at[name, key] for key in keys)
-            prior = sum((phi * psi).sum(-1) for phi, psi in zip(blocks, others))
-            covariance[keys[0], keys[1]] = prior + self.q.cross_change(blocks, others, (row, its))
-        return self.found.expected(name, {key: self.at[name, key][0] for key in keys}, covariance, num_nodes)
+def _covariance(q: Any, moments: dict[str, tuple[Tensor, Tensor, Any, Any]]) -> dict[tuple[str, str], Tensor]:
+    """By pairs of the parameters of one density, one or two."""
+    found = {(key, key): variance for key, (_, variance, *_) in moments.items()}
+    for one, other in itertools.combinations(moments, 2):
+        (*_, blocks, row), (*_, others, its) = moments[one], moments[other]
+        prior = sum((phi * psi).sum(-1) for phi, psi in zip(blocks, others))
+        found[one, other] = prior + q.cross_change(blocks, others, (row, its))
+    return found

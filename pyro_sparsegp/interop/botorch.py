@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
@@ -83,8 +84,12 @@ class Model(BoTorchModel, FantasizeMixin):
         if joint:
             raise ValueError(f"Model's sites {joint[0]} have one posterior, and outputs are taken to be independent")
         self._parts = model, guide  # in a tuple: BoTorch's train() and eval() are not the guide's
-        self.arguments, self.noise = arguments, noise
-        self._outputs: Optional[list[int]] = None
+        modules = guide.modules_by_site()
+        num = sum(modules[name].batch_shape.numel() for name in self.sites)
+        self._outputs = list(range(num))
+        # For each of the outputs, (..., P).
+        self.noise = None if noise is None else torch.as_tensor(noise) + guide.like.new_zeros(num)
+        self.arguments = arguments
 
     @property
     def guide(self) -> AutoSparseGP:
@@ -99,21 +104,16 @@ class Model(BoTorchModel, FantasizeMixin):
     @property
     def num_outputs(self) -> int:
         """How many outputs there are, P."""
-        modules = self.guide.modules_by_site()
-        every = sum(modules[name].batch_shape.numel() for name in self.sites)
-        return every if self._outputs is None else len(self._outputs)
+        return len(self._outputs)
 
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outputs."""
-        noise = self.noise
-        if isinstance(noise, Tensor) and noise.dim() and noise.shape[-1] > 1:
-            noise = noise[..., idcs]
-        new = Model(*self._parts, self.sites, self.arguments, noise)
+        new = copy.copy(self)
         new._outputs = self._of(idcs)
         return new
 
     def _of(self, chosen: Sequence[int]) -> list[int]:
-        outputs = list(range(self.num_outputs)) if self._outputs is None else self._outputs
+        outputs = self._outputs
         unknown = [i for i in chosen if not -len(outputs) <= i < len(outputs)]
         if unknown:
             raise ValueError(f"Model has {len(outputs)} outputs, numbers 0 to {len(outputs) - 1}; got {unknown}")
@@ -160,16 +160,15 @@ class Model(BoTorchModel, FantasizeMixin):
         """Means ``(P, ..., q)`` and covariances ``(P, ..., q, q)``."""
         batch, q = X.shape[:-2], X.shape[-2]
         posteriors = self.guide.posterior(*self.arguments(X.reshape(-1, X.shape[-1])))
-        chosen = self._of(range(self.num_outputs))
-        means = torch.cat([_by_output(posteriors[name].mean) for name in self.sites])[chosen]
-        blocks = torch.cat([_by_output(_blocks(posteriors[name], q), 3) for name in self.sites])[chosen]
+        means = torch.cat([_by_output(posteriors[name].mean) for name in self.sites])[self._outputs]
+        blocks = torch.cat([_by_output(_blocks(posteriors[name], q), 3) for name in self.sites])[self._outputs]
         return means.reshape(-1, *batch, q), blocks.reshape(-1, *batch, q, q)
 
     def _noises(self, X: Tensor) -> Tensor:
         """The variances of measurements, ``(P, ..., q)``: those given, or the likelihood's."""
         if self.noise is not None:
-            given = torch.as_tensor(self.noise, dtype=X.dtype, device=X.device)
-            return given.expand(*X.shape[:-1], self.num_outputs).movedim(-1, 0)
+            given = self.noise.to(X)
+            return given.expand(*X.shape[:-1], given.shape[-1]).movedim(-1, 0)[self._outputs]
         (model, guide), arguments = self._parts, self.arguments(X.reshape(-1, X.shape[-1]))
         means = {site: posterior.mean for site, posterior in guide.posterior(*arguments).items()}
         with torch.no_grad():
@@ -177,7 +176,7 @@ class Model(BoTorchModel, FantasizeMixin):
         with pyro.validation_enabled(False), poutine.block():
             trace = poutine.trace(poutine.condition(model, {**latents, **means})).get_trace(*arguments)
         found = torch.cat([self._noise(name, means[name], trace) for name in self.sites])
-        return found[self._of(range(self.num_outputs))].reshape(-1, *X.shape[:-1])
+        return found[self._outputs].reshape(-1, *X.shape[:-1])
 
     def _noise(self, name: str, mean: Tensor, trace: poutine.Trace) -> Tensor:
         """The variance of an observation of each of a site's values, ``(P, N)``."""
@@ -252,11 +251,6 @@ class _Given(Model):
     def batch_shape(self) -> torch.Size:
         """That of the measurements."""
         return self.values.shape[:-2]
-
-    @property
-    def num_outputs(self) -> int:
-        """How many outputs there are, P."""
-        return self.before.num_outputs
 
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outputs."""

@@ -228,8 +228,6 @@ def variance_floor(prior: Tensor) -> Tensor:
     """
     info = torch.finfo(prior.dtype)
     prior = prior.detach()
-    if not prior.shape[-1]:
-        return prior
     return 10 * info.eps * torch.maximum(prior, info.eps * prior.amax(-1, keepdim=True)).clamp(min=info.tiny / info.eps)
 
 
