@@ -11,7 +11,7 @@ from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess,
 from pyro_sparsegp.distributions import Probit
 from pyro_sparsegp.families import SVGP, CoupledPrecision, SparseEP
 from pyro_sparsegp.inference.distributed import SharedOptim, agree
-from pyro_sparsegp.numerics.processes import sharing
+from pyro_sparsegp.numerics.processes import Workers, sharing
 
 NUM, BATCH = 60, 20
 
@@ -74,7 +74,7 @@ def by_svi(mode, data, z, group):
         optim = pyro.optim.Adam({"lr": 0.05})
         svi = pyro.infer.SVI(logistic, guide, SharedOptim(optim) if group else optim, TraceQuadrature_ELBO())
         guide(*data[0], size=NUM)
-        agree(guide, group)
+        agree(guide, Workers(group))
         pyro.set_rng_seed(2)
         with sharing(group):
             losses = [svi.step(*batch, size=NUM) for batch in data]

@@ -128,10 +128,10 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="have one posterior, and outputs are taken to be independent"):
         Model(heteroscedastic, guide, site=["f", "g"])
     model = gaussian(KERNEL)
-    refused("never called", lambda: Model(model, AutoSparseGP(model, SVGP(4))))
+    refused("has not been called", lambda: Model(model, AutoSparseGP(model, SVGP(4))))
     guide = trained(model, SVGP(4), x, y, steps=1)
-    refused(r"guide must be an AutoSparseGP, got .*The order is Model\(model, guide\)", Model, guide, model)
-    refused(r"model is 'heteroscedastic', but its guide has .*guide.model, guide", Model, heteroscedastic, guide)
+    refused(r"Model\(model, guide\) needs an AutoSparseGP guide, got function", Model, guide, model)
+    refused(r"runs the guide's own model; it was given another", Model, heteroscedastic, guide)
     refused(r"'g' is none of the guide's GP sites, \['f'\]", Model, model, guide, site="g")
     refused(r"X is \(..., q, D\), got a tensor of shape \(2,\)", lambda: Model(model, guide).posterior(x[0]))
 

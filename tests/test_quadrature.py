@@ -342,7 +342,7 @@ def test_the_loss_as_a_module_has_no_parameters_before_the_guide_has():
     model = Model()
     guide = AutoSparseGP(model, SVGP(5))
     loss = TraceQuadrature_ELBO(2)(model, guide)
-    with pytest.raises(ValueError, match=r"no parameters before its first call: call it with the data, guide\(x, y\)"):
+    with pytest.raises(ValueError, match=r"has not been called: call it with the data, guide\(x, y\)"):
         torch.optim.Adam(loss.parameters())
     loss(x, y)
     names = {name for name, _ in loss.named_parameters()}

@@ -166,9 +166,7 @@ class GuideSource(Source):
     name = "variational"
 
     def __init__(self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> None:
-        structure = guide.structure
-        if structure is None:
-            raise ValueError("the guide has not been initialised: train it, or call it once with the data, guide(x, y)")
+        structure = guide.facts
         projected = [f for f, spec in structure.gps.items() if spec["basis"].get("kind") == "projection"]
         if projected and not marginal:
             raise ValueError(

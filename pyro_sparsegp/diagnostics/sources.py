@@ -14,6 +14,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..guide import AutoSparseGP
+from ..inference.quadrature import own_guide
 from ..predict import Call, Trained, bare_model, sampled
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
@@ -63,11 +64,7 @@ def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any],
     require_call("a posterior's draws", order, model, *now)
     guide = guide_of(result)
     if guide is not None:
-        if model != guide.model:
-            raise ValueError(
-                "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
-            )
-        return GuideSource(guide, args, kwargs, marginal)
+        return GuideSource(own_guide(model, guide, "a posterior's draws"), args, kwargs, marginal)
     samples, old, diverging = sampled(result, None if has_run else now)
     return SampleSource(model, samples, diverging, now, old if marginal else now, marginal and has_run)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Optional
+from typing import Any
 
 import pyro
 import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
+from ..guide import AutoSparseGP
 from ..numerics.processes import Workers, joined
 
 
@@ -47,14 +48,20 @@ _UNIQUE = re.compile(r"_[0-9a-f]{12}(?=\.|$)")
 
 
 def _name(parameter: Tensor) -> str:
-    name = pyro.get_param_store().param_name(parameter)
-    if name is None:
-        raise ValueError("a parameter without a name in Pyro's store cannot be shared between processes")
-    return _UNIQUE.sub("", name)
+    return _UNIQUE.sub("", str(pyro.get_param_store().param_name(parameter)))
 
 
-def agree(guide: torch.nn.Module, group: Optional[Any]) -> None:
-    """Give a guide and the model's parameters in Pyro's store the values that they have in the first process."""
+def agree(guide: AutoSparseGP, workers: Workers) -> None:
+    """Give a guide and the model's parameters in Pyro's store the values that they have in the first process.
+
+    :raises ValueError: naming a latent site that has a value for each row.
+    """
+    local = guide.core.facts.local_latents if workers.num > 1 else ()
+    if local:  # whose values processes would mix: test_distributed.py::test_latents_of_rows_are_refused
+        raise ValueError(
+            f"several processes do not take latents inside plates: site {local[0]!r} has a value for each row, and "
+            "each process has other rows. Train in one process."
+        )
     own = {id(p) for p in guide.parameters()}
     store = [p for p in dict(pyro.get_param_store().named_parameters()).values() if id(p) not in own]
-    Workers(group).agree([*guide.parameters(), *guide.buffers(), *sorted(store, key=_name)])
+    workers.agree([*guide.parameters(), *guide.buffers(), *sorted(store, key=_name)])

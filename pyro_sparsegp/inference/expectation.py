@@ -91,8 +91,6 @@ class ExpectationPropagation:
         for name, value in (("damping", damping), ("power", power)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
                 raise ValueError(f"ExpectationPropagation's {name} must be a number in (0, 1], got {value!r}")
-        if not isinstance(tolerance, (int, float)) or tolerance < 0:
-            raise ValueError(f"ExpectationPropagation's tolerance must be a number of at least 0, got {tolerance!r}")
         require_choice(schedule, "ExpectationPropagation's schedule", "inner", "outer")
         require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
         require_count(max_sweeps, "ExpectationPropagation's max_sweeps")
@@ -171,7 +169,7 @@ class ExpectationPropagation:
             guide.prepare(*args, **kwargs)
             self._check_fit()
             if not self._agreed:
-                agree(guide, self.workers.group)
+                agree(guide, self.workers)
                 self._agreed = True
             run = Priors(guide, rows=rows_of(guide, args, kwargs), at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
@@ -236,8 +234,6 @@ class ExpectationPropagation:
                 f"{free or list(facts.latents)} distributions. Leave point_estimates and get_posterior alone, or "
                 "take SVI with a family such as SVGP for posteriors of hyperparameters."
             )
-        if self.workers.num > 1 and any(latent["plates"] for latent in facts.latents.values()):
-            raise ValueError("with a process group, latents inside plates are not supported: shares would mix them")
         self._checked = True
 
     def _sweep_all(

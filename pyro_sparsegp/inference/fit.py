@@ -25,11 +25,12 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.arrival import check, moments, moved
 from ..numerics.processes import Workers, joined, sharing
+from ..program.traces import repeatable
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .distributed import SharedOptim, agree
 from .expectation import ExpectationPropagation
-from .quadrature import TraceQuadrature_ELBO
+from .quadrature import TraceQuadrature_ELBO, own_guide
 from .recipe import FallingAdam, falling
 
 # Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
@@ -126,9 +127,8 @@ def fit(
         if name not in _LEFT:
             raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
         raise ValueError(f"{name}= was removed from fit: {_LEFT[name]}.")
-    if not isinstance(guide, AutoSparseGP) or model != guide.model:
-        got = f"one of {guide.model!r}" if isinstance(guide, AutoSparseGP) else type(guide).__name__
-        raise ValueError(f"guide must be an AutoSparseGP of the model given, AutoSparseGP(model, ...), got {got}")
+    if own_guide(model, guide, "fit") is not guide:
+        raise ValueError("fit takes the guide itself: give SVI one under handlers, fit(..., method=SVI(...))")
     if resume and checkpoint is None:
         raise ValueError("resume=True continues from the file checkpoint, and none is given")
     method = _method(model, guide, optim, loss, method, group)
@@ -236,23 +236,16 @@ class _Loop:
                 self.guide(*args, **kwargs)
         if not batches.whole:
             self._require_scaled(batches.first(few))
-        local = self.guide.core.facts.local_latents if self.workers.num > 1 else ()
-        if local:  # whose values processes would mix: test_distributed.py::test_latents_of_rows_are_refused
-            raise ValueError(
-                f"fit with group= does not take latents inside plates: site {local[0]!r} has a value for each row, "
-                "and each process has other rows. Fit it in one process."
-            )
-        agree(self.guide, self.workers.group)
+        agree(self.guide, self.workers)
 
     @torch.no_grad()
     def _require_scaled(self, batch: Batch) -> None:
         """Raise if a batch's observations are not scaled up to all rows."""
-        (args, kwargs), random = self.call(batch), files.random_state()
-        with poutine.block():
-            self.guide(*args, **kwargs)
-        # What the look drew is of a batch's size, which differs between processes: their draws have to agree
+        args, kwargs = self.call(batch)
+        # What the look draws is of a batch's size, which differs between processes: their draws have to agree
         # (test_two_processes_are_one).
-        files.set_random_state(random)
+        with repeatable(self.guide.like), poutine.block():
+            self.guide(*args, **kwargs)
         observed = {n: s for n, s in self.guide.trace.nodes.items() if s["type"] == "sample" and s["is_observed"]}
         for name, site in observed.items():
             full = [frame.full_size for frame in site["cond_indep_stack"] if frame.size == batch.num]

@@ -370,12 +370,7 @@ class TraceQuadrature_ELBO(ELBO):
 
 class _Module(ELBOModule):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        guide = poutine.unwrap(self.guide)
-        if isinstance(guide, AutoSparseGP) and guide.structure is None:
-            raise ValueError(
-                "the guide has no parameters before its first call: call it with the data, guide(x, y), before an "
-                "optimiser asks TraceQuadrature_ELBO()(model, guide) for them."
-            )
+        _ = own_guide(self.model, self.guide, "TraceQuadrature_ELBO").facts  # raises before the guide's first call
         return super().named_parameters(*args, **kwargs)
 
 

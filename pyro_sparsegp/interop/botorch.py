@@ -13,6 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..guide import AutoSparseGP
+from ..inference.quadrature import own_guide
 from ..numerics.linalg import cholesky, solve_lower
 from ..numerics.shapes import broadcast_shapes
 from ..posterior.drawing import by_groups
@@ -62,25 +63,16 @@ class Model(BoTorchModel, FantasizeMixin):
         noise: Union[float, Tensor, None] = None,
     ) -> None:
         super().__init__()
-        if not isinstance(guide, AutoSparseGP):
-            turned = " The order is Model(model, guide)." if isinstance(model, AutoSparseGP) else ""
-            raise ValueError(f"Model's guide must be an AutoSparseGP, got {_name_of(guide)}.{turned}")
-        if model != guide.model:
-            raise ValueError(
-                f"Model's model is {_name_of(model)}, but its guide has the model {_name_of(guide.model)}. "
-                "Give the guide's own model: Model(guide.model, guide)."
-            )
-        if guide.structure is None:
-            raise ValueError("Model's guide was never called: train it on the data first, or call guide(x, y)")
+        facts = own_guide(model, guide, "Model(model, guide)").facts
         self.sites = (site,) if isinstance(site, str) else tuple(site)
         if not self.sites or len(set(self.sites)) < len(self.sites):
             raise ValueError(f"Model's site is a name, or several different names, got {site!r}")
         _require_noise(noise)
-        known = sorted(guide.structure.gps)
+        known = sorted(facts.gps)
         unknown = [name for name in self.sites if name not in known]
         if unknown:
             raise ValueError(f"Model's site {unknown[0]!r} is none of the guide's GP sites, {known}")
-        joint = [group for group in guide.structure.joint if len(set(group) & set(self.sites)) > 1]
+        joint = [group for group in facts.joint if len(set(group) & set(self.sites)) > 1]
         if joint:
             raise ValueError(f"Model's sites {joint[0]} have one posterior, and outputs are taken to be independent")
         self._parts = model, guide  # in a tuple: BoTorch's train() and eval() are not the guide's
@@ -273,10 +265,6 @@ class _Given(Model):
         change = (cross.mT @ solve_lower(factor, missed[..., None]))[..., 0]
         reduced = covariance[..., num:, num:] - cross.mT @ cross
         return mean[..., num:] + change, reduced
-
-
-def _name_of(thing: Any) -> str:
-    return repr(getattr(thing, "__qualname__", type(thing).__name__))
 
 
 def _by_output(values: Tensor, dims: int = 1) -> Tensor:

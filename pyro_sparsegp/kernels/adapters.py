@@ -34,12 +34,6 @@ def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[
     return Foreign(lambda x, z: function(x, x if z is None else z), diag, function)
 
 
-def _matrix(x: Tensor) -> Tensor:
-    if x.dim() != 2:
-        raise ValueError(f"pyro.contrib.gp kernels take inputs (N, D) without batch dimensions, got {tuple(x.shape)}")
-    return x
-
-
 @functools.cache
 def _frozen_class(cls: type) -> type:
     return types.new_class(f"Frozen{cls.__name__}", (cls,), exec_body=lambda ns: ns.update(__call__=cls.forward))  # type: ignore[attr-defined]
@@ -77,11 +71,7 @@ def from_pyro(kernel: Any) -> Kernel:
     if not _is_pyro_kernel(kernel):
         raise ValueError(f"from_pyro needs a pyro.contrib.gp.kernels.Kernel, got {type(kernel).__name__}")
     frozen = _freeze(kernel)
-    return Foreign(
-        lambda x, z: frozen(_matrix(x), None if z is None else _matrix(z)),
-        lambda x: frozen(_matrix(x), diag=True),
-        kernel,
-    )
+    return Foreign(frozen, lambda x: frozen(x, diag=True), kernel)
 
 
 def from_gpytorch(kernel: Any) -> Kernel:
