@@ -469,10 +469,10 @@ def test_prior_predictive_without_observations():
 def test_refusals():
     guide, x, y = fitted()
     refused("num_samples", to_datatree, regression, guide, x, y, num_samples=0)
-    refused("another model", to_datatree, bernoulli, guide, x, y)
+    refused("given another", to_datatree, bernoulli, guide, x, y)
     refused("must be an AutoSparseGP guide", to_datatree, regression, 3, x, y)
     refused("give the training", to_datatree, regression, guide, x)
-    refused("initialised", lambda: to_datatree(regression, AutoSparseGP(regression, SVGP(3)), x, y))
+    refused("has not been called", lambda: to_datatree(regression, AutoSparseGP(regression, SVGP(3)), x, y))
     refused("got list", to_datatree, regression, [], x, y)
     svi = pyro.infer.SVI(regression, guide, pyro.optim.Adam({}), TraceQuadrature_ELBO())
     assert to_datatree(regression, svi, x, y, num_samples=2).posterior["noise"].shape == (1, 2)

@@ -64,7 +64,7 @@ def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any],
     require_call("a posterior's draws", order, model, *now)
     guide = guide_of(result)
     if guide is not None:
-        return GuideSource(own_guide(model, guide, "a posterior's draws"), args, kwargs, marginal)
+        return GuideSource(own_guide(model, guide, "this diagnostic"), args, kwargs, marginal)
     samples, old, diverging = sampled(result, None if has_run else now)
     return SampleSource(model, samples, diverging, now, old if marginal else now, marginal and has_run)
 
