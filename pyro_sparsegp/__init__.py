@@ -10,10 +10,9 @@ from .inference import ExpectationPropagation, FitResult, ProjectedLikelihood, T
 from .numerics.linalg import NumericalWarning
 from .outputs import mix_outputs
 from .posterior.sparse_posterior import SparsePosterior
-from .predict import predict
+from .predict import Whitening, WhitenReparam, predict
 from .process import GaussianProcess
 from .program.enumeration import class_probabilities
-from .whitening import Whitening, WhitenReparam
 
 __all__ = [
     "AutoSparseGP",

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.distributions import Probit
 from pyro_sparsegp.families import SVGP, CoupledPrecision, SparseEP
-from pyro_sparsegp.inference.distributed import SharedOptim, agree
+from pyro_sparsegp.inference.optimisers import SharedOptim, agree
 from pyro_sparsegp.numerics.processes import Workers, sharing
 
 NUM, BATCH = 60, 20

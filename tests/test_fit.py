@@ -16,7 +16,7 @@ from pyro_sparsegp.families import SGPR, SVGP, FreeSites, SparseEP, WeightSpace
 from pyro_sparsegp.inference import checkpoint
 from pyro_sparsegp.inference.batches import as_batches
 from pyro_sparsegp.inference.fit import fell
-from pyro_sparsegp.inference.recipe import FallingAdam, falling
+from pyro_sparsegp.inference.optimisers import FallingAdam, falling
 
 from . import fit_worker
 from .fit_worker import regression

@@ -22,7 +22,6 @@ ORDER = [
     {"families"},
     {"distributions"},
     {"program"},
-    {"whitening"},
     {"guide"},
     {"predict"},
     {"inference"},

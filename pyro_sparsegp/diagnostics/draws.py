@@ -14,7 +14,6 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from ..approximations.optimal import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
 from ..guide.runs import LARGEST_JOINT
+from ..inference.expected import weighted_sum
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs, Call
 from ..program.checks import require_sizes
@@ -290,8 +290,7 @@ def sites_of(trace: Any) -> dict[str, Any]:
 
 def log_density_of(site: Any) -> Tensor:
     """The log density of a site's value, summed, with the site's scale and mask."""
-    density = torch.as_tensor(site["fn"].log_prob(site["value"]))
-    return scale_and_mask(density, site["scale"], site["mask"]).double().sum()
+    return weighted_sum(torch.as_tensor(site["fn"].log_prob(site["value"])).double(), site)
 
 
 def is_factor(site: Any) -> bool:

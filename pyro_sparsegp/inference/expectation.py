@@ -25,7 +25,7 @@ from ..program.dependence import ELEMENTWISE, NONE
 from ..program.handlers import held_runs
 from ..program.terms import Owners, Terms
 from ..warned import without
-from .distributed import agree
+from .optimisers import agree
 from .quadrature import own_guide
 from .refinement import Progress, SiteRun
 

@@ -28,10 +28,9 @@ from ..numerics.processes import Workers, joined, sharing
 from ..program.traces import repeatable
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
-from .distributed import SharedOptim, agree
 from .expectation import ExpectationPropagation
+from .optimisers import FallingAdam, SharedOptim, agree, falling
 from .quadrature import TraceQuadrature_ELBO, own_guide
-from .recipe import FallingAdam, falling
 
 # Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
 _FELL, _FELL_A_ROW = 0.5, 1e-3

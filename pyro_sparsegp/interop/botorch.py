@@ -67,7 +67,6 @@ class Model(BoTorchModel, FantasizeMixin):
         self.sites = (site,) if isinstance(site, str) else tuple(site)
         if not self.sites or len(set(self.sites)) < len(self.sites):
             raise ValueError(f"Model's site is a name, or several different names, got {site!r}")
-        _require_noise(noise)
         known = sorted(facts.gps)
         unknown = [name for name in self.sites if name not in known]
         if unknown:
@@ -79,8 +78,7 @@ class Model(BoTorchModel, FantasizeMixin):
         modules = guide.modules_by_site()
         num = sum(modules[name].batch_shape.numel() for name in self.sites)
         self._outputs = list(range(num))
-        # For each of the outputs, (..., P).
-        self.noise = None if noise is None else torch.as_tensor(noise) + guide.like.new_zeros(num)
+        self.noise = None if noise is None else _noises_of(noise, guide.like.new_zeros(num))
         self.arguments = arguments
 
     @property
@@ -282,8 +280,9 @@ def _blocks(posterior: SparsePosterior, q: int) -> Tensor:
     return found.expand(len(x), *posterior.batch_shape, q, q).movedim(0, -3)
 
 
-def _require_noise(noise: Any) -> None:
-    given = 0.0 if noise is None else noise
-    value = torch.as_tensor(given if isinstance(given, (int, float, Tensor)) else math.nan)
+def _noises_of(noise: Any, outputs: Tensor) -> Tensor:
+    """Variances of measurements of all outputs, ``(..., P)``."""
+    value = torch.as_tensor(noise if isinstance(noise, (int, float, Tensor)) else math.nan)
     if not bool((value.isfinite() & (value >= 0)).all()):
         raise ValueError(f"Model's noise is a variance, or a tensor of them, of at least 0; got {noise!r}")
+    return value + outputs
