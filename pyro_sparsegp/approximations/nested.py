@@ -18,7 +18,7 @@ from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .free import SparseGP
-from .optimal import OptimalGP, gradients_unless
+from .on_sites import OptimalGP, gradients_unless
 
 
 class DecoupledGP(SparseGP):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..gaussians.base import Gaussian
-from ..gaussians.optimal import weighted_gram
+from ..gaussians.product import weighted_gram
 from ..gaussians.seats import AtRows
 from ..kernels.base import Explicit
 from ..numerics.chunks import by_rows, chunks_of, dropping, is_long

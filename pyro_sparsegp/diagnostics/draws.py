@@ -18,7 +18,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..approximations.optimal import ExactWeightSpaceGP
+from ..approximations.on_sites import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
 from ..guide.runs import LARGEST_JOINT
 from ..inference.expected import weighted_sum

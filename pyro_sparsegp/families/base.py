@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
-from ..approximations.optimal import OptimalGP
+from ..approximations.on_sites import OptimalGP
 from ..bases import Basis, InducingVariables
 from ..bases.additive import rebuilt
 from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate

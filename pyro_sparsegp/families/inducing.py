@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Union
 
-from ..approximations.optimal import ExactGP
+from ..approximations.on_sites import ExactGP
 from ..bases import Basis, InducingPoints
 from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..approximations.nested import BlockwiseGP, ConditionalGP, DecoupledGP, SemiCollapsedGP
-from ..approximations.optimal import OptimalGP
+from ..approximations.on_sites import OptimalGP
 from ..bases.inducing import Inducing
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..numerics.codes import require_choice, require_count

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..approximations.optimal import ExactWeightSpaceGP
+from ..approximations.on_sites import ExactWeightSpaceGP
 from ..bases import Basis, ExplicitFeatures
 from ..gaussians import FullCholesky
 from ..process import GaussianProcess

@@ -6,9 +6,8 @@ from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
 from .free import BlockCholesky, CholeskyIdentity, Diagonal, FullCholesky, Identity, Unwhitened
 from .natural import NaturalGaussian
 from .natural_low_rank import NaturalLowRank
-from .optimal import from_natural, optimal, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
-from .product import Continued, Product
+from .product import Continued, Product, from_natural, optimal, weighted_gram
 from .projected import ProjectedGaussian
 from .seats import AtOutputs, AtRows, AtValues, seen_from
 from .shared import Part, Share, Shared, Whole, padded

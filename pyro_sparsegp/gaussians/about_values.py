@@ -27,8 +27,7 @@ from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, plus_one, root_of_inverse, side_by_side, tril_of_product, wider
 from ..numerics.processes import is_shared, joined
 from .factors import CovarianceFactor
-from .optimal import from_natural
-from .product import Product, Recorded
+from .product import Product, Recorded, from_natural
 from .record import Pass, recorded
 from .seats import Seat
 from .stack import Stack, each_times, eye_like

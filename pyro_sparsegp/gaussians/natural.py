@@ -12,8 +12,7 @@ from ..numerics.linalg import cholesky, lift_to, on_diagonal, plus_one, root_of_
 from .about_values import AboutValues, Parts, Seen
 from .factors import DenseFactor, IdentityFactor
 from .free import FullCholesky
-from .optimal import from_natural
-from .product import Product, slices
+from .product import Product, from_natural, slices
 from .record import Pass
 from .seats import AtOutputs, Seat, softened
 from .stack import Stack, eye_like, solved

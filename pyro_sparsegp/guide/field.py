@@ -20,7 +20,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..approximations.optimal import ExactGP
+from ..approximations.on_sites import ExactGP
 from ..gaussians import AtValues, NaturalGaussian, Shared, Whole
 from ..numerics.linalg import cholesky, side_by_side
 from ..program.declared import parameters

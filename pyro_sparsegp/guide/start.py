@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
-from ..approximations.optimal import ExactGP, OptimalGP
+from ..approximations.on_sites import ExactGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
 from ..numerics.functions import jacobian
