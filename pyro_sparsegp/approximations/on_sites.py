@@ -183,7 +183,7 @@ class ExactWeightSpaceGP(OptimalGP):
 
     def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
         with gradients_unless(exact):
-            gram, pull = features.gram(sites.inputs, sites.precision, sites.linear)
+            gram, pull = features.gram(sites)
             return features, None, from_natural(gram, pull, features.sizes, None, name)
 
     def at_new_inputs(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites) -> SparsePosterior:
@@ -194,5 +194,5 @@ class ExactWeightSpaceGP(OptimalGP):
         """
         settled = process.relative_to(sites.inputs)
         features = self.basis(settled.kernel, process.jitter, name)
-        gram, pull = features.gram(sites.inputs, sites.precision, sites.linear, settled is not process)
+        gram, pull = features.gram(sites, settled is not process)
         return kind(settled, features, from_natural(gram, pull, features.sizes, None, name), name, sites)

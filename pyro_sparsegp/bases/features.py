@@ -16,6 +16,7 @@ from torch import Tensor
 from ..gaussians.base import Gaussian
 from ..gaussians.product import weighted_gram
 from ..gaussians.seats import AtRows
+from ..gaussians.sites import Sites
 from ..kernels.base import Explicit
 from ..numerics.chunks import by_rows, chunks_of, dropping, is_long
 from ..numerics.linalg import row_squares
@@ -104,11 +105,9 @@ class KernelFeatures(Features):
         """Whether the features are of parameters or latents with a gradient, as one row's show."""
         return self.rows is not None and self._explicit(self.kernel, self.rows[..., :1, :]).features.requires_grad
 
-    def gram(self, x: Tensor, precision: Tensor, linear: Tensor, absorb: bool = False) -> tuple[Tensor, Tensor]:
-        """ΦᵀΛΦ, ``(..., R, R)``, and Φᵀλ(z − μ), ``(..., R)``, at the inputs x of sites.
+    def gram(self, sites: Sites, absorb: bool = False) -> tuple[Tensor, Tensor]:
+        """ΦᵀΛΦ, ``(..., R, R)``, and Φᵀλ(z − μ), ``(..., R)``, of sites.
 
-        :param precision: λ, ``(..., N)``.
-        :param linear: λ(z − μ), ``(..., N)``.
         :param absorb: take the residual as further noise of the sites, 1/λ + k(x, x) − ‖φ‖² (Zhu, Yuchi
             and Xie, 2025, eq. 12).
         """
@@ -123,11 +122,12 @@ class KernelFeatures(Features):
             # ΦᵀΛΦ and Φᵀλ(z − μ)
             return weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
 
+        x = sites.inputs
         if not is_long(x):
-            return sums(self.explicit(x), precision, linear)
+            return sums(self.explicit(x), sites.precision, sites.linear)
 
         def of(rows: slice) -> tuple[Tensor, Tensor]:
-            return sums(self._explicit(self.kernel, x[rows]), precision[..., rows], linear[..., rows])
+            return sums(self._explicit(self.kernel, x[rows]), sites.precision[..., rows], sites.linear[..., rows])
 
         totals: Any = (0, 0)
         for rows in chunks_of(x):

@@ -94,8 +94,7 @@ class FourierCoefficients(InducingVariables):
     def covariance(self, kernel: Any) -> Tensor:
         # The scale of u is free: with unit variances the jitter of a Cholesky factor is relative to each of them.
         matern, _, _ = _parts(kernel)
-        rate, order = _rate(matern, self.interval), _ORDERS[type(matern)]
-        gram, norms = self._norms(rate, order)
+        gram, norms = self._norms(_rate(matern, self.interval), _ORDERS[type(matern)])
         return gram / (norms[..., :, None] * norms[..., None, :])
 
     def cross(self, kernel: Any, x: Tensor) -> Tensor:

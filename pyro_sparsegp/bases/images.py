@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.patches import patch_grid, patches
-from .initial import k_means
+from .initial import k_means, some_distinct
 
 
 def as_images(values: Tensor, num: int) -> Tensor:
@@ -64,9 +64,7 @@ def inducing_patches(
     """
     grid = patch_grid(image_shape, patch_shape, stride)
     images = images[torch.randperm(len(images), device=images.device)[:1000]]
-    found = patches(images, image_shape, patch_shape, stride).flatten(0, 1)
-    found = found[torch.randperm(len(found), device=images.device)[: 200 * num]].unique(dim=0)
-    found = found[torch.randperm(len(found), device=images.device)[: 100 * num]]
+    found = some_distinct(patches(images, image_shape, patch_shape, stride).flatten(0, 1), 200 * num)[: 100 * num]
     if len(found) < num:
         raise ValueError(f"inducing_patches cannot return {num} patches: the images have {len(found)} distinct patches")
     centres = k_means(None, found, num, most=100 * num)

@@ -21,7 +21,7 @@ from ..gaussians import AtOutputs
 from ..kernels.base import hyperparameters
 from ..numerics.linalg import Whitening, default_jitter, over_upper, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
-from .initial import Initialiser, choose_inputs, coarse_to_fine
+from .initial import Initialiser, choose_inputs, coarse_to_fine, some_distinct
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
 
 Inducing = Union[int, Tensor, InducingVariables]
@@ -311,13 +311,11 @@ def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVar
     return own
 
 
-def _some_source_inputs(kernel: Any, x: Tensor, rows: int = 1000, most: int = 100_000) -> Tensor:
-    # Distinct inputs of the kernel's source, (n, d), that f reads at some random rows of x.
+def _some_source_inputs(kernel: Any, x: Tensor) -> Tensor:
+    # Distinct inputs of the kernel's source, (n, d), that f reads at some random rows of x: an empty patch counts once.
     x = x.detach().flatten(0, -2)
-    x = x[torch.randperm(x.shape[0], device=x.device)[:rows]]
-    found = kernel.source_inputs(x).flatten(0, -2)
-    found = found[torch.randperm(found.shape[0], device=x.device)[:most]].unique(dim=0)  # an empty patch counts once
-    return found[torch.randperm(found.shape[0], device=x.device)]
+    x = x[torch.randperm(x.shape[0], device=x.device)[:1000]]
+    return some_distinct(kernel.source_inputs(x).flatten(0, -2), 100_000)
 
 
 def _join(variables: Sequence[Variables]) -> list[Variables]:

@@ -70,6 +70,12 @@ def _pivots(kernel: Any, x: Tensor, num: int, draw: Callable[[Tensor], Tensor]) 
     return torch.cat([some[chosen], some[others], x[:rest]])
 
 
+def some_distinct(x: Tensor, most: int) -> Tensor:
+    """The distinct rows, in random order, of at most so many of x, ``(N, D)``."""
+    found = x[torch.randperm(len(x), device=x.device)[:most]].unique(dim=0)
+    return found[torch.randperm(len(found), device=x.device)]
+
+
 @torch.no_grad()
 def k_means(kernel: Any, x: Tensor, num: int, num_iterations: int = 25, most: int = 20_000) -> Tensor:
     """``num`` centres of Lloyd's k-means on standardised columns of at most max(20,000, 20·num) random rows.
@@ -183,14 +189,15 @@ def choose_inputs(
     rows = x.detach().flatten(0, -2)
     read = columns or tuple(range(rows.shape[-1]))
     init = init or ("pivots" if rows.shape[0] > _MANY else "greedy")
-    if not callable(init) and init not in _NAMED:
+    choose: Any = _NAMED.get(init, init)  # type: ignore[arg-type]
+    if not callable(choose):
         raise ValueError(
             f"init must be one of {sorted(_NAMED)} or a callable (kernel, x, num) -> (num, D), got {init!r}"
         )
     for given in sets:
         _check(given, name, {rows.shape[-1], len(read)})
     wanted = [given for given in sets if not isinstance(given, Tensor)]
-    free = iter(_chosen(kernel, rows, wanted, init, name, columns) if wanted else [])
+    free = iter(_chosen(kernel, rows, wanted, init, choose, name, columns) if wanted else [])
     found = [given.to(rows) if isinstance(given, Tensor) else next(free) for given in sets]
     return [z if z.shape[-1] == len(read) else _those(z, read) for z in found]
 
@@ -199,11 +206,12 @@ def _chosen(
     kernel: Any,
     rows: Tensor,
     wanted: list[int],
-    init: Union[str, Initialiser],
+    init: Any,
+    choose: Initialiser,
     name: str,
     columns: Optional[tuple[int, ...]],
 ) -> Sequence[Tensor]:
-    # Sets of so many inputs each.
+    # Sets of so many inputs each, by an initialiser of this name.
     distinct = _num_distinct(rows if columns is None else _those(rows, columns), sum(wanted))
     if columns is not None:
         wanted = [min(num, distinct) for num in wanted]
@@ -213,7 +221,7 @@ def _chosen(
             "inputs: take fewer, give the inputs as a tensor, or first call the guide once on representative "
             "inputs, for example on all of them."
         )
-    chosen = _NAMED.get(init, init)(kernel, rows, sum(wanted)).to(rows)  # type: ignore[arg-type, operator]
+    chosen = choose(kernel, rows, sum(wanted)).to(rows)
     if init == "grid" and len(wanted) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6
         wanted = [len(chosen)]
     if chosen.shape != (sum(wanted), rows.shape[-1]):

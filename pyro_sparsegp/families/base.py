@@ -177,8 +177,7 @@ class FreeFormFamily(BasisFamily):
     def learning(self, natural: bool) -> Self:
         """This family, whose q(w) learns by natural gradients, or as parameters."""
         other = copy.copy(self)  # not dataclasses.replace, which asks a subclass's __init__ for the fields
-        for name, value in (("natural", natural), ("rate", self.rate if natural else None)):
-            object.__setattr__(other, name, value)
+        object.__setattr__(other, "natural", natural)
         return other
 
     def chosen_coefficients(self) -> NewCoefficients:

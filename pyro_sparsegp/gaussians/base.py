@@ -30,11 +30,6 @@ class Gaussian(ABC):
     row: Any = None  # the last marginals given, where natural steps record them
 
     @property
-    def share(self) -> Any:
-        """The :class:`~.shared.Share` that this is, or is made of, where several sites have one q; else ``None``."""
-        return None
-
-    @property
     @abstractmethod
     def loc(self) -> list[Tensor]:
         """m, a block ``(..., M_b)`` each."""

@@ -99,7 +99,7 @@ class LowRankFactor(Factor):
 
 
 class LowRankGaussian(Product):
-    """N(m, S) with S = L(I + BBᵀ)⁻¹Lᵀ, L = blockdiag(L_b): storage and cost are linear in the number of blocks.
+    """N(m, S) with S = L(I + BBᵀ)⁻¹Lᵀ.
 
     :param loc: m, a block ``(..., M_b)`` each.
     :param b: B, a block ``(..., M_b, R)`` each.
@@ -116,8 +116,8 @@ class LowRankGaussian(Product):
 def leading_directions(features: Sequence[Tensor], small: Tensor) -> tuple[Tensor, Tensor]:
     """U = ΦᵀP, ``(..., ΣM_b, R)``, for R orthonormal columns P that hold the leading directions of ΦᵀΦ.
 
-    By subspace iteration: UUᵀ is at most ΦᵀΦ, and nothing of size (ΣM_b)² is formed. The level that plain kernels share
-    is the first of them; from a random start B would find it very slowly.
+    By subspace iteration: UUᵀ is at most ΦᵀΦ. The level that plain kernels share is the first of them, which B would
+    find very slowly from a random start.
 
     :param small: a small random U. Where the data have fewer directions than U has columns, its columns stay: at 0 they
         would have no gradient.

@@ -60,10 +60,6 @@ class Share(Gaussian):
         self._drawn: Optional[list[Tensor]] = None
 
     @property
-    def share(self) -> Share:
-        return self
-
-    @property
     def loc(self) -> list[Tensor]:
         return self._own(self.whole.q.loc)
 

@@ -21,6 +21,7 @@ from torch.distributions import constraints, register_kl
 
 from ..bases.base import Features, unexplained
 from ..gaussians.base import Gaussian
+from ..gaussians.shared import Share
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
 from ..numerics.chunks import by_rows
@@ -125,9 +126,9 @@ class SparsePosterior(TorchDistribution):
         """Cov(f(x), g(x')) with another site's posterior of the same run, ``(..., N, N')``: 0, unless both sites have
         one posterior.
         """
-        mine, its = self.coefficients.share, other.coefficients.share
+        mine, its = self.coefficients, other.coefficients
         shape = (*self._batch_shape, *self._event_shape, *other.event_shape)
-        if mine is None or its is None or mine.whole is not its.whole:
+        if not (isinstance(mine, Share) and isinstance(its, Share) and mine.whole is its.whole):
             return self.mean.new_zeros(shape)
         if mine.blocks == its.blocks:
             raise ValueError(f"both posteriors are of site {self.name!r}; its covariance is covariance_matrix")
@@ -135,8 +136,8 @@ class SparsePosterior(TorchDistribution):
 
     def row_covariance(self, other: SparsePosterior) -> Tensor:
         """The diagonal of :meth:`covariance_with`, ``(..., N)``, for as many inputs."""
-        mine, its = self.coefficients.share, other.coefficients.share
-        return mine.row_covariance(self.features, its, other.features)
+        mine: Any = self.coefficients
+        return mine.row_covariance(self.features, other.coefficients, other.features)
 
     def prior_variance_of(self, rows: Tensor) -> Tensor:
         """diag(Ak(x, x)Aᵀ), ``(..., K)``, for a matrix A, ``(..., K, N)``, at O(KN²)."""
