@@ -82,9 +82,9 @@ class SparseGP(AbstractModule):
         """
         features: Any = self.basis(process.kernel, process.jitter, name)
         if self.kept_rows is not None:
-            origin = process.origin
-            is_known = origin is not None and origin.parameters == self.network
-            features.hold_at(origin.at(self.kept_rows) if origin is not None and is_known else None)
+            origin: Any = process.origin
+            is_known = getattr(origin, "parameters", None) == self.network
+            features.hold_at(origin.at(self.kept_rows) if is_known else None)
         return features
 
     @property

@@ -156,7 +156,7 @@ class KernelFeatures(Features):
         return [(part.kernel, part, blocks) for part in parts]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        if not self.sizes or self.kernel.prior_functions(1, 1, x) is None:
+        if self.kernel.prior_functions(1, 1, x) is None:
             return None  # a residual has no finite draw
         phi = self(x[..., :1, :])[0]
         w = torch.randn(num, *phi.shape[:-2], phi.shape[-1], dtype=x.dtype, device=x.device)
@@ -175,7 +175,7 @@ class _TermFeatures(Features):
         start = sum(term.features(x[..., :1, :]).shape[-1] for term in before)
         whole = phi.new_zeros(*phi.shape[:-1], sum(self.sizes))
         whole[..., start : start + phi.shape[-1]] = phi
-        return [whole] if self.sizes else []
+        return [whole]
 
     def components(self) -> list[Component]:
         return [(self.kernel, self, tuple(range(len(self.sizes))))]

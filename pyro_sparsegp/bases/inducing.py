@@ -51,15 +51,12 @@ class InducingFeatures(CrossFeatures):
         """Z, ``(M, D)``, where u is f(Z)."""
         return self._joined[0].z  # type: ignore[union-attr]
 
-    def covariance_with(self, x: Tensor) -> Tensor:
-        """K_fu, ``(..., N, M)``."""
-        return side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
-
     def __call__(self, x: Tensor) -> list[Tensor]:
         first, *others = self._joined
         if type(first) is Values and first.z is x and not others:
             return [self.factor]  # K_ZZ L⁻ᵀ = L, but for the jitter
-        cross = self.covariance_with(x)
+        # K_fu, (..., N, M)
+        cross = side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
         phi = over_upper(cross, self.factor) if self._whitened is None else self._whitened(cross)
         return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
 

@@ -196,7 +196,9 @@ class NaturalLowRank(AboutValues):
         stack, num, cut = self._stack, sum(self.sizes), None
         target: Union[Formed, Products]
         with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out
-            if num > _FEW and not _is_signed(taken):
+            # whether curvatures may be negative, in any of the processes: all of them then form P̂
+            signed = bool(taken.draws) or any(part.is_signed for part in taken.curvatures())
+            if num > _FEW and not largest(rate.new_tensor(float(signed))) > 0:
                 each = (rate / weight)[..., None, None]
                 rows = [(stack.wide(part.phi), each * (2 * part.h)[..., None]) for part in taken.curvatures()]
                 target = Products(stack, parts[1], parts[0].flatten(-3, -2), rate[..., None, None], rows)
@@ -216,9 +218,3 @@ class NaturalLowRank(AboutValues):
             block, gain = above_one(torch.where(block.isfinite().all(), block, parts[1]), aims)
         failed = failed + sum(flag.count_nonzero() for flag in flags)
         return (stack.cut(low_rank), block, gain), stack.narrow(shift), cut, failed
-
-
-def _is_signed(taken: Pass) -> bool:
-    """Whether curvatures are negative, or may be, in any of the processes."""
-    signed = bool(taken.draws) or any(part.is_signed for part in taken.curvatures())
-    return bool(largest(taken.base.near.new_tensor(float(signed))) > 0)
