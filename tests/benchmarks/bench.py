@@ -5,6 +5,7 @@ import itertools
 import math
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -98,6 +99,17 @@ def clock(device="cpu"):
     return time.process_time()
 
 
+def place(options, *limits, kind="run"):
+    """Where a run is kept, by its limits, and by its device if that is not the CPU; nowhere without ``--keep``."""
+    if not options.keep:
+        return None
+    Path(options.keep).mkdir(parents=True, exist_ok=True)
+    parts = [*limits, *[options.device] * (options.device != "cpu")]
+    return Path(
+        options.keep, ", ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts) + f".{kind}"
+    )
+
+
 def kept(path):
     """What :func:`keep` wrote there, or nothing."""
     return torch.load(path, weights_only=False) if path and path.exists() else {}
@@ -108,6 +120,11 @@ def keep(path, state):
     if path:
         torch.save(state, part := path.with_suffix(".part"))
         part.replace(path)
+
+
+def tell(values):
+    """A point of a curve as it comes, beside the page."""
+    print(*(f"{value:.4g}" for value in values), file=sys.stderr, flush=True)
 
 
 def epochs(num, batch):

@@ -16,6 +16,7 @@ Scores are averages over test rows, on standardised targets. Seconds hold the fi
 
 import itertools
 import math
+import sys
 from pathlib import Path
 
 import bench
@@ -53,7 +54,7 @@ def split(options, name, repeat):
 def run(options, name, method, repeat):
     """Test log-likelihood, RMSE and seconds of one run."""
     x, y, x_test, y_test = split(options, name, repeat)
-    path = options.keep and Path(options.keep, f"{name}, {method}, {options.size}, {options.steps}, {repeat}.curve")
+    path = bench.place(options, name, method, options.size, options.steps, repeat, kind="curve")
     curve, spent = bench.kept(path).get("curve", []), bench.kept(path).get("spent", [])
     if curve and curve[-1][0] == options.steps:
         return *curve[-1][2:], curve[-1][1]
@@ -68,13 +69,15 @@ def run(options, name, method, repeat):
         spent.append((spent[-1] if spent else 0.0) + bench.clock(options.device) - last)
         if step * 20 // options.steps > (step - 1) * 20 // options.steps:
             curve.append((step, spent[-1], *bench.scores(*bench.predicted(guide, x_test), y_test)[:2]))
-            print(*(f"{value:.4g}" for value in curve[-1]), flush=True)
+            bench.tell(curve[-1])
         bench.keep(path, {"curve": curve, "spent": spent})
         last = bench.clock(options.device)
 
     state = {"checkpoint": path.with_suffix(".fit"), "resume": True} if path else {}
     result = fit(model, guide, (x, y), batch_size=1024, steps=options.steps, stopping=note, progress=False, **state)
-    print(*result.notes, sep="\n", flush=True)
+    if result.reason == "interrupted":
+        raise KeyboardInterrupt  # the same command goes on from here
+    print(*result.notes, sep="\n", file=sys.stderr, flush=True)
     return *curve[-1][2:], curve[-1][1]
 
 

@@ -137,7 +137,7 @@ def one(trainer, dtype, split, options, name):
     for rate in options.rates:
         torch.manual_seed(0)
         pyro.set_rng_seed(0)
-        path = options.keep and Path(options.keep, f"{name}, {rate:g}, {options.seconds:g}.run")
+        path = bench.place(options, name, *[options.rows] * (options.rows < 10**9), float(rate), float(options.seconds))
         try:
             epoch, optimiser, predict, noise = trainer(x, y, rate)
             parameters = [p for group in optimiser.param_groups for p in group["params"]]

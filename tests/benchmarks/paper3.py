@@ -247,7 +247,7 @@ def fit(method, train, valid, test, options, path):
             with torch.no_grad():
                 more = float(loss), unevenness(method, x), float(method.noise(x).sqrt())
             run["curve"].append((run["count"], run["spent"], *tested, *more))
-            print(*(f"{value:.4g}" for value in run["curve"][-1]), flush=True)
+            bench.tell(run["curve"][-1])
             if nll < run["best"][0]:
                 run["best"] = nll, method.state()
             now = {"now": method.state(), "optimiser": optimiser.state_dict(), "random": torch.get_rng_state()}
@@ -293,8 +293,8 @@ def table(options):
             method = Method(label, ResNet, train[0], seed)
             train = tuple(part[: options.exact_rows] if method.exact else part for part in train)
             rows = len(train[0])
-            limits = f"{options.rate:g}, {options.rest:g}, {options.seconds:g}, {options.iterations}"
-            path = options.keep and Path(options.keep, f"{name}, {label}, {seed}, {limits}.run")
+            limits = (float(options.rate), float(options.rest), float(options.seconds), options.iterations)
+            path = bench.place(options, name, label, seed, *limits)
             try:
                 spent, count = fit(method, train, valid, test, options, path)
                 found.append((*scores(*method.predict(test[0], *train), test[1]), spent, count))
