@@ -10,11 +10,10 @@ import torch
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.bases import actions as actions_module
 from pyro_sparsegp.bases import policies
-from pyro_sparsegp.bases.policies import local_blocks
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 from pyro_sparsegp.gaussians import ProjectedGaussian
+from pyro_sparsegp.numerics import chunks
 
 from .models import (
     assert_alike,
@@ -137,12 +136,12 @@ def test_other_inputs_keep_the_sites():
 
 def test_blocks_of_twice_as_many_are_halves():
     x = torch.rand(64, 3)
-    coarse, fine = local_blocks(x, 8).reshape(8, 8), local_blocks(x, 16).reshape(16, 4)
+    coarse, fine = policies.local_blocks(x, 8).reshape(8, 8), policies.local_blocks(x, 16).reshape(16, 4)
     sets = [set(block.tolist()) for block in coarse]
     assert all(any(set(block.tolist()) <= one for one in sets) for block in fine)
     spread = torch.stack([x[block].var(0).sum() for block in coarse]).mean()
     assert spread < 0.4 * x.var(0).sum()  # neighbours
-    assert sorted(local_blocks(torch.rand(17, 2), 5).tolist()) == list(range(17))
+    assert sorted(policies.local_blocks(torch.rand(17, 2), 5).tolist()) == list(range(17))
 
 
 def test_cg_actions_are_residuals_of_conjugate_gradients():
@@ -191,7 +190,7 @@ def test_eigenvectors_of_many_rows(monkeypatch):
     exact_vectors = fitted(x, y, ComputationAware(10, "eigen")).posterior(x)["f"].basis.actions.matrix
     monkeypatch.setattr(policies, "_EXACT", 50)
     monkeypatch.setattr(policies, "_WHOLE", 50)
-    monkeypatch.setattr(actions_module, "_MEMORY", 1000)
+    monkeypatch.setattr(chunks, "_PIECE", 1000)
     iterated = fitted(x, y, ComputationAware(10, "eigen")).posterior(x)["f"].basis.actions.matrix
     a, b = torch.linalg.qr(exact_vectors)[0], torch.linalg.qr(iterated)[0]
     assert torch.linalg.svdvals(a.mT @ b).min() > 0.999
@@ -211,7 +210,8 @@ def test_blocks_of_the_kernel_change_nothing(policy, monkeypatch):
         return [torch.tensor(loss), *own, *(p.grad for _, p in pyro.get_param_store().named_parameters())]
 
     whole = gradients()
-    monkeypatch.setattr(actions_module, "_MEMORY", 50 * 7)
+    monkeypatch.setattr(chunks, "_PIECE", 50 * 7)
+    monkeypatch.setattr(chunks, "_KEPT", 10)
     for a, b in zip(whole, gradients()):
         torch.testing.assert_close(a, b)
 

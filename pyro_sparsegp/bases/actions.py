@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from ..gaussians.sites import Sites
-from ..numerics.chunks import dropping, more_on
+from ..numerics.chunks import at_once, dropping, in_pieces
 from ..numerics.linalg import cholesky, over_upper, solve_lower
 from .base import CrossFeatures
-
-_MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches like
 
 
 class Actions(ABC):
@@ -72,30 +70,25 @@ class BlockActions(Actions):
         self.inputs = sites.inputs.index_select(-2, order)
         precision = sites.precision.index_select(-1, order)
         self.weights = values * precision
-        noise = self._sum((self.weights * values)[..., None, :])[..., 0, :]
+        noise = _sums(self.weights * values, self.sizes, -1)
         # A block without information: an action of zeros, with a noise that keeps G regular.
         self.noise = torch.where(noise > 0, noise, torch.ones_like(noise))
-        self.target = self._sum((values * sites.linear.index_select(-1, order))[..., None, :])[..., 0, :]
-
-    def _sum(self, columns: Tensor) -> Tensor:
-        # Sums of (..., B, N) over each block of columns, (..., B, i).
-        return _sums(columns, self.sizes, -1)
+        self.target = _sums(values * sites.linear.index_select(-1, order), self.sizes, -1)
 
     @property
     def log_gram(self) -> Tensor:
-        gram = self._sum(self.weights.square()[..., None, :])[..., 0, :]
+        gram = _sums(self.weights.square(), self.sizes, -1)
         return torch.where(gram > 0, gram, torch.ones_like(gram)).log().sum(-1)
 
     def right(self, block: Tensor) -> Tensor:
-        return self._sum(block * self.weights[..., None, :])
+        return _sums(block * self.weights[..., None, :], self.sizes, -1)
 
     def left(self, columns: Tensor) -> Tensor:
         return _sums(columns.index_select(-2, self.order) * self.weights[..., None], self.sizes, -2)
 
     def gram(self, kernel: Any) -> Tensor:
         # k is symmetric: rows of blocks against the columns from them on give both sides of the diagonal.
-        num, ends = self.inputs.shape[-2], list(itertools.accumulate(self.sizes))
-        most = chunk_memory(self.inputs)
+        num, most, ends = self.inputs.shape[-2], at_once(self.inputs), list(itertools.accumulate(self.sizes))
         if num * num <= most or num * self.sizes[0] > 16 * most:  # all at once; or blocks so large that rows are cut
             products = kernel_times(kernel, self.inputs, self)
         else:
@@ -172,21 +165,10 @@ def _sums(values: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     return torch.cat([part.unflatten(dim, shape).sum(dim) for part, shape in zip((first, second), shapes)], dim)
 
 
-def chunk_memory(x: Tensor) -> int:
-    """How many numbers of a kernel matrix are held at once."""
-    return more_on(x) * _MEMORY
-
-
 def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
-    """k(x, X)S, ``(..., B, i)``: blocks of the kernel matrix are formed, used and dropped, on the way back too."""
-
-    def product(rows: Tensor) -> Tensor:
-        return actions.right(kernel(rows, actions.inputs))
-
-    num = max(1, chunk_memory(x) // actions.inputs.shape[-2])
-    if x.shape[-2] <= num:
-        return product(x)
-    return torch.cat([dropping(product, rows) for rows in x.split(num, -2)], -2)
+    """k(x, X)S, ``(..., B, i)``, by blocks of the kernel matrix."""
+    z = actions.inputs
+    return in_pieces(lambda rows: actions.right(kernel(x[..., rows, :], z)), x.shape[-2], z.shape[-2], x, -2)
 
 
 class ProjectedFeatures(CrossFeatures):

@@ -84,15 +84,12 @@ class AdditiveFeatures(Features):
 
     @property
     def anchor(self) -> Optional[Tensor]:
-        found = self._in_order(lambda features: [features.anchor])
-        given = [anchor for anchor in found if anchor is not None]
+        found = list(zip(self.sizes, self.anchors))
+        given = [anchor for _, anchor in found if anchor is not None]
         if not given:
             return None
         like, batch = given[0], broadcast_shapes(*(anchor.shape[:-2] for anchor in given))
-        own = [
-            torch.eye(sum(part.sizes), dtype=like.dtype, device=like.device) if anchor is None else anchor
-            for part, anchor in zip(self.parts, found)
-        ]
+        own = [torch.eye(n, dtype=like.dtype, device=like.device) if a is None else a for n, a in found]
         return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 
     @property

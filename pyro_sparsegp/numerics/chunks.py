@@ -20,6 +20,11 @@ def more_on(like: Tensor) -> int:
     return 1 if like.device.type == "cpu" else 32
 
 
+def at_once(like: Tensor) -> int:
+    """How many numbers, as of a kernel matrix, are made at once on a tensor's device."""
+    return more_on(like) * _PIECE
+
+
 def is_long(x: Tensor) -> bool:
     """Whether inputs ``(N, D)`` have too many rows to keep what a network makes of all of them."""
     return x.dim() == 2 and x.shape[0] > more_on(x) * _WHOLE
@@ -59,9 +64,8 @@ def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Te
         on the way back.
     :param like: a tensor of the device.
     """
-    more = more_on(like)
-    size = max(1, more * _PIECE // cost)
-    drop = num * cost > more * _KEPT
+    size = max(1, at_once(like) // cost)
+    drop = num * cost > more_on(like) * _KEPT
     slices = [slice(start, min(start + size, num)) for start in range(0, max(num, 1), size)]
     parts = [dropping(function, rows) if drop else function(rows) for rows in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
