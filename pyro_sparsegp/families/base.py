@@ -264,10 +264,6 @@ class ExpectationFamily(BasisFamily):
     It trains by :class:`~pyro_sparsegp.ExpectationPropagation`; latents that are no GPs are points.
     """
 
-    def build(self, process: GaussianProcess, name: str) -> ExpectationGP:
-        require_own_diagonal(process.kernel, name)
-        return super().build(process, name)
-
     def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> ExpectationGP:
         return ExpectationGP(basis, batch_shape, x, self.declared())
 

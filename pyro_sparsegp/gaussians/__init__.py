@@ -3,10 +3,19 @@
 from .base import Coefficients, Gaussian
 from .drawn import Drawn, DrawnGaussian
 from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
-from .free import BlockCholesky, CholeskyIdentity, Diagonal, FullCholesky, Identity, Unwhitened
+from .free import (
+    BlockCholesky,
+    BlockPlusLowRank,
+    CholeskyIdentity,
+    Diagonal,
+    FullCholesky,
+    Identity,
+    IdentityPlusLowRank,
+    LowRankGaussian,
+    Unwhitened,
+)
 from .natural import NaturalGaussian
 from .natural_low_rank import NaturalLowRank
-from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import Continued, Product, from_natural, optimal, weighted_gram
 from .projected import ProjectedGaussian
 from .seats import AtOutputs, AtRows, AtValues, seen_from

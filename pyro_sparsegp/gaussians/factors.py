@@ -14,9 +14,19 @@ from torch.distributions import constraints
 
 from ..numerics.documented import Documented
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, gaussian_kl, gram, root_of_inverse, row_squares, times, tril_of_product
+from ..numerics.linalg import (
+    cholesky,
+    gaussian_kl,
+    gram,
+    plus_one,
+    root_of_inverse,
+    row_squares,
+    solve_lower,
+    times,
+    tril_of_product,
+)
 from .record import is_recorded
-from .stack import eye_like
+from .stack import Stack, each_times, eye_like
 
 
 class Factor(Documented, ABC):
@@ -294,3 +304,78 @@ class ShiftFactor(IdentityFactor):
     def kl(self) -> Tensor:
         # ½(tr S + m² − 1 − log|S|) with S = 1 and m² = κ
         return 0.5 * (self.estimate() if torch.is_grad_enabled() else self.square())
+
+
+class LowRankFactor(Factor):
+    """N(m, S) with S = L(I + BBᵀ)⁻¹Lᵀ of stacked L and B, in whitened coordinates "block plus low rank":
+
+    S⁻¹ = blockdiag((L_bL_bᵀ)⁻¹) + L⁻ᵀBBᵀL⁻¹ contains the block-diagonal mean field, B = 0, and at L = I eq. 7 of Adam,
+    Durrande and John, 2018. With L_aL_aᵀ = I + BᵀB and T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ, log|S| = 2 log|L| − log|L_aL_aᵀ|:
+    nothing of size (ΣM_b)² is formed, storage and the divergence's cost are linear in the number of blocks.
+
+    :param b: B, ``(..., C, M, R)``.
+    :param tril: L, ``(..., C, M, M)``.
+    """
+
+    def __init__(self, stack: Stack, loc: Tensor, b: Tensor, tril: Tensor) -> None:
+        super().__init__(loc)
+        self.stack, self.b, self.tril = stack, b, tril
+        self._flat = b.flatten(-3, -2)
+        # I + BᵀB has eigenvalues of at least 1: no jitter.
+        self.inner = cholesky(plus_one(self._flat.mT @ self._flat), 0.0, "I + BᵀB of a low-rank precision")
+        # T = L_a⁻¹Bᵀ: (I + BBᵀ)⁻¹ = I − TᵀT (Woodbury)
+        self._t = solve_lower(self.inner, self._flat.mT)  # (..., R, C·M)
+
+    @functools.cached_property
+    def low_rank(self) -> Tensor:
+        """V = LTᵀ, ``(..., C·M, R)``: S = LLᵀ − VVᵀ."""
+        return each_times(self.tril, self.stack.cut(self._t.mT)).flatten(-3, -2)
+
+    def _scaled(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """ΦL of each block, ``(..., C, N, M)``, and ΦV, of a wide Φ."""
+        return each_times(self.stack.cut(phi.mT).mT, self.tril), phi @ self.low_rank
+
+    def variance_change(self, phi: Tensor) -> Tensor:
+        phi = self.stack.wide(phi)
+        own, coupled = self._scaled(phi)
+        # diag(Φ(LLᵀ − VVᵀ − I)Φᵀ)
+        return row_squares(own).sum(-2) - row_squares(coupled) - row_squares(phi)
+
+    def covariance(self, phi: Tensor) -> Tensor:
+        own, coupled = self._scaled(self.stack.wide(phi))
+        own = own.transpose(-3, -2).flatten(-2)
+        # Φ(LLᵀ − VVᵀ)Φᵀ
+        return own @ own.mT - coupled @ coupled.mT
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        return self.stack.dense(each_times(self.tril, self.tril.mT), self.low_rank, -1)
+
+    def times(self, v: Tensor) -> Tensor:
+        """Sv = L(I − TᵀT)Lᵀv of a vector."""
+        scaled = each_times(self.tril.mT, self.stack.columns(v)).flatten(-3, -2)
+        # (I − TᵀT)Lᵀv
+        scaled = scaled - self._t.mT @ (self._t @ scaled)
+        return self.stack.narrow(each_times(self.tril, self.stack.cut(scaled)).flatten(-3))
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        # tr S = ‖L‖² − ‖V‖²
+        trace = self.tril.square().sum((-3, -2, -1)) - self.low_rank.square().sum((-2, -1))
+        own = self.tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
+        # log|S| = 2 log|L| − log|I + BᵀB|; beyond a block's own size L is I
+        log_det = 2 * (own - self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1))
+        return trace - self.stack.num_beyond, log_det
+
+    def noise(self, shape: torch.Size) -> Tensor:
+        # ε + Bη has covariance P = I + BBᵀ, so v = P⁻¹(ε + Bη) has covariance P⁻¹; P⁻¹ = I − TᵀT.
+        eta = torch.randn(*shape, self._flat.shape[-1], 1, dtype=self.loc.dtype, device=self.loc.device)
+        noise = torch.randn(*shape, *self.tril.shape[-3:-1], 1, dtype=self.loc.dtype, device=self.loc.device)
+        noise = noise.flatten(-3, -2) + self._flat @ eta
+        v = noise - self._t.mT @ (self._t @ noise)
+        return self.stack.narrow((self.tril @ self.stack.cut(v)).flatten(-3))
+
+    def unscale(self, v: Tensor) -> Tensor:
+        # v ← L⁻¹v: vᵀS⁻¹v = ‖v‖² + ‖Bᵀv‖²
+        v = solve_lower(self.tril, self.stack.columns(v)).flatten(-3, -2)
+        # [v; Bᵀv]
+        return torch.cat([v, self._flat.mT @ v], -2)[..., 0]

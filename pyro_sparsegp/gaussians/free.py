@@ -1,4 +1,4 @@
-"""Gaussians over coefficients whose means and scales are parameters, factor by factor."""
+"""Gaussians over coefficients whose parameters are free, factor by factor, or blocks that a low rank couples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any, ClassVar, Optional
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
+from torch.distributions import constraints
 
-from ..numerics.linalg import side_by_side, solve_lower
+from ..numerics.linalg import root_of_inverse, side_by_side, solve_lower
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients
-from .factors import DenseFactor, DiagonalFactor, Factor, IdentityFactor
+from .factors import DenseFactor, DiagonalFactor, Factor, IdentityFactor, LowRankFactor
 from .product import Product, slices
+from .stack import Stack
 
 Layout = list[tuple[type[Factor], tuple[int, ...]]]
 
@@ -109,13 +111,11 @@ class Unwhitened(Coefficients):
 
     placed: ClassVar[bool] = True
 
-    def __init__(
-        self, kind: Any, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, **kwargs: Any
-    ) -> None:
+    def __init__(self, kind: Any, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
         super().__init__(sizes, batch_shape, like)
-        self.values = kind(sizes, batch_shape, like, **kwargs)
+        self.values = kind(sizes, batch_shape, like)
 
-    def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
+    def start(self, anchor: Any, features: Sequence[Tensor]) -> None:
         """Put q where the whitened one starts, under the first anchor L: at the prior, it is N(0, L_bbL_bbᵀ)."""
         self.values.start(anchor, features)
         for i, (factor, block) in enumerate(zip(self.values.forward().factors, self._blocks(anchor))):
@@ -127,10 +127,8 @@ class Unwhitened(Coefficients):
     def anchor_of(self, features: Any, mean: Any = None) -> Any:
         return features.anchor
 
-    def _blocks(self, anchor: Optional[Tensor]) -> list[Tensor]:
+    def _blocks(self, anchor: Any) -> list[Tensor]:
         """L_bb of each factor."""
-        if anchor is None:
-            raise ValueError("a posterior over values needs a basis whose coefficients stand for values (an anchor)")
         return [anchor[..., own, own] for own in self.values.slices]
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
@@ -146,3 +144,108 @@ class Unwhitened(Coefficients):
             is_free = factor.scale_name is not None
             q.factors[i] = DenseFactor(loc, whitened[..., :-1].tril()) if is_free else IdentityFactor(loc)
         return q
+
+
+class LowRankGaussian(Product):
+    """N(m, S) with S = L(I + BBᵀ)⁻¹Lᵀ.
+
+    :param loc: m, a block ``(..., M_b)`` each.
+    :param b: B, a block ``(..., M_b, R)`` each.
+    :param trils: L_b, ``(..., M_b, M_b)`` each, or ``None`` for the identity.
+    """
+
+    def __init__(self, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]) -> None:
+        stack = Stack([block.shape[-1] for block in loc])
+        trils = [torch.eye(block.shape[-2]).to(block) for block in b] if trils is None else trils
+        factor = LowRankFactor(stack, side_by_side(loc), stack.rows(b), stack.squares(trils))
+        super().__init__(stack.sizes, [factor], [range(len(stack.sizes))])
+
+
+def leading_directions(features: Sequence[Tensor], small: Tensor) -> tuple[Tensor, Tensor]:
+    """U = ΦᵀP, ``(..., ΣM_b, R)``, for R orthonormal columns P that hold the leading directions of ΦᵀΦ.
+
+    By subspace iteration: UUᵀ is at most ΦᵀΦ. The level that plain kernels share is the first of them, which B would
+    find very slowly from a random start.
+
+    :param small: a small random U. Where the data have fewer directions than U has columns, its columns stay: at 0 they
+        would have no gradient.
+    :returns: U, with zeros there; and with these columns.
+    """
+    phi, random = side_by_side(features), small.to(features[0])
+    found = random
+    # P ← orth(ΦΦᵀP), U = ΦᵀP
+    for _ in range(5):
+        found = phi.mT @ torch.linalg.qr(phi @ found)[0]  # (..., M, min(R, n))
+    mixing = torch.linalg.svd(found, full_matrices=False)[2]
+    found = found @ mixing.mT
+    found = found * (found.norm(dim=-2) >= random[..., : found.shape[-1]].norm(dim=-2))[..., None, :]
+    found = torch.nn.functional.pad(found, (0, random.shape[-1] - found.shape[-1]))
+    return found, found.to(small) + small * (found == 0).all(-2, keepdim=True)
+
+
+def small_columns(sizes: Sequence[int], batch_shape: Sequence[int], rank: Optional[int], like: Tensor) -> list[Tensor]:
+    """Where B starts, a block ``(..., M_b, R)`` each: B = 0 is a saddle, small and random it is none.
+
+    :param rank: R; ``None`` is the size of the largest block.
+    """
+    rank = max(sizes) if rank is None else rank
+    scale = 0.1 / max(sum(sizes) * rank, 1) ** 0.25
+    return [scale * torch.randn(*batch_shape, num, rank, dtype=like.dtype, device=like.device) for num in sizes]
+
+
+class _LowRank(Coefficients):
+    """Parameters of a :class:`LowRankGaussian`.
+
+    :param rank: R, the number of columns of B; ``None`` is the size of the largest block, as in the paper.
+    """
+
+    base: bool
+
+    def __init__(
+        self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rank: Optional[int] = None
+    ) -> None:
+        super().__init__(sizes, batch_shape, like)
+        self.sizes = tuple(sizes)
+        for i, (num, b) in enumerate(zip(self.sizes, small_columns(sizes, batch_shape, rank, like))):
+            setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
+            setattr(self, f"b_{i}", PyroParam(b))
+            if self.base:
+                eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
+                setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
+
+    def _each(self, name: str) -> list[Tensor]:
+        return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
+
+    def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
+        """Start S⁻¹ at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading R directions of λΦᵀΦ."""
+        found = zip(
+            *(part.split(self.sizes, -2) for part in leading_directions(features, torch.cat(self._each("b"), -2)))
+        )
+        for i, (phi, (u, b)) in enumerate(zip(features, found)):
+            if self.base:
+                # (I + ΦᵀΦ − UUᵀ)⁻¹ = LLᵀ of a block, and B = LᵀU
+                root = root_of_inverse(phi.mT @ phi - u @ u.mT)
+                self.put(f"scale_tril_{i}", root)
+                b = root.mT @ u + (b - u)
+            self.put(f"b_{i}", b)
+
+    def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
+        return LowRankGaussian(self._each("loc"), self._each("b"), self._each("scale_tril") if self.base else None)
+
+
+class BlockPlusLowRank(_LowRank):
+    """N(m, S) with S⁻¹ = blockdiag((L_bL_bᵀ)⁻¹) + L⁻ᵀBBᵀL⁻¹, block plus low rank; contains :class:`BlockCholesky`.
+
+    L_b, lower triangular ``(..., M_b, M_b)``, and B, ``(..., M_b, R)`` a block, are free.
+    """
+
+    base = True
+
+
+class IdentityPlusLowRank(_LowRank):
+    """N(m, S) with S⁻¹ = I + BBᵀ, whitened (Adam, Durrande and John, 2018, eq. 7).
+
+    B, ``(..., M_b, R)`` a block, is free. At a rank of one block's size it does not contain the mean field.
+    """
+
+    base = False

@@ -20,7 +20,8 @@ from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_i
 from ..numerics.processes import largest
 from .about_values import AboutValues, Parts, Seen
 from .factor_analysis import Formed, Products, above_one, sweep
-from .precision import LowRankFactor, leading_directions, small_columns
+from .factors import LowRankFactor
+from .free import leading_directions, small_columns
 from .product import Product
 from .record import Pass
 from .seats import Seat, softened

@@ -153,9 +153,9 @@ class Natural(Coefficients):
         like = next(self.parameters())
         destination[prefix + "unit_unconstrained"] = like.new_zeros(())  # which earlier releases look for
         destination[prefix + "steps"] = torch.tensor(self.steps, device=like.device)
-        for name in [name for name, _ in self.named_buffers(recurse=False) if prefix + name in destination]:
+        for name, value in self.named_buffers(recurse=False):
             # A factor of LAPACK's lies by columns: test_families.py::test_contract.
-            destination[prefix + name] = destination[prefix + name].contiguous()
+            destination[prefix + name] = value.contiguous()
         if not self.is_tilted:
             destination.pop(prefix + "tilt", None)
 
