@@ -189,7 +189,8 @@ class NaturalLowRank(AboutValues):
     def _put_parts(self, parts: Parts) -> None:
         low_rank, block, gain = parts
         self._set("low_rank", low_rank)
-        self._buffers["block"], self._buffers["gain"] = block.to(self.block), gain.to(self.block)
+        if self.base:  # a start makes others, too: golden regression-CoupledPrecisionIdentity
+            self._buffers["block"], self._buffers["gain"] = block.to(self.block), gain.to(self.block)
 
     def _stepped(
         self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
