@@ -685,6 +685,20 @@ class TestRobustness:
         assert math.isfinite(loss)
         assert abs(converge(ep, x, y) - converge(start(probit, x)[1], x, y)) < 1e-9
 
+    def test_a_likelihood_far_from_log_concave_stays_bounded(self):
+        torch.manual_seed(0)
+        x = torch.linspace(-3, 3, 60)[:, None]
+        y, several = torch.sin(2 * x[:, 0]) + torch.randn(60), dist.Categorical(torch.tensor([0.9, 0.1]))
+        scales = torch.tensor([0.05, 5.0])
+
+        def outliers(f):
+            return dist.MixtureSameFamily(several, dist.Normal(f[..., None], scales))
+
+        model, family = one_function(kernels.RBF(0.8), outliers), SparseEP(torch.linspace(-3, 3, 10)[:, None])
+        guide, ep = start(model, x, family=family, damping=0.1)
+        assert math.isfinite(ep.sweep(x, y, num=30))
+        assert guide.posterior(x)["f"].mean.abs().max() < 2
+
     def test_nan_changes_nothing(self):
         x, y = classes(20)
         guide, ep = start(probit, x)

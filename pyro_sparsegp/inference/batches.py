@@ -98,7 +98,7 @@ class TensorBatches:
         self.num, self.size, self.whole = rows[0], size or rows[0], batch_size is None
 
     def __len__(self) -> int:
-        return self.num // (self.batch_size or self.num)
+        return 1 if self.batch_size is None else self.num // self.batch_size
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from one on."""
@@ -123,11 +123,11 @@ class TensorBatches:
 
     def _take(self, rows: Tensor) -> Batch:
         def of(value: Any) -> Any:
-            if isinstance(value, np.ndarray):
-                return np.asarray(value[rows.numpy()]) if value.ndim else value
-            return value[rows.to(value.device)] if _has_rows(value) else value
+            if not _has_rows(value):
+                return value
+            return value[rows.numpy() if isinstance(value, np.ndarray) else rows.to(value.device)]
 
-        indices = rows if self.device is None else rows.to(self.device)
+        indices = torch.as_tensor(rows, device=self.device)
         return Batch(*_made(of, self.args, self.kwargs, self.device), len(rows), self.num, indices)
 
 

@@ -18,7 +18,7 @@ from ..guide.checks import explain_nan
 from ..guide.rows import require_data, rows_of, share_of_rows
 from ..guide.runs import Priors
 from ..numerics.codes import require_choice, require_count
-from ..numerics.processes import Workers
+from ..numerics.processes import Workers, put_gradients
 from ..program.checks import require_sizes
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
@@ -200,7 +200,8 @@ class ExpectationPropagation:
                 self._whole, guide.core.data = guide.like.dtype, TrainingData(guide.model, args, kwargs)
         if loss.requires_grad:
             loss.backward()
-            self.workers.sum_gradients(parameters)
+            if self.workers.num > 1:
+                put_gradients(parameters, self.workers.sum)
             self.optim(parameters)
         pyro.infer.util.zero_grads(parameters)
         return value

@@ -13,7 +13,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..guide import AutoSparseGP
-from ..numerics.processes import Workers, joined
+from ..numerics.processes import Workers, joined, put_gradients
 
 _WARM = 3  # steps over which rates rise, while Adam's second moments are of few gradients
 _HELD = 0.4  # share of the steps in which rates stay
@@ -95,9 +95,8 @@ class SharedOptim(PyroOptim):
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         # The same order in all processes; SVI gives a set.
         ordered = sorted(params, key=_name)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in ordered]
-        for p, gradient in zip(ordered, joined(*gradients) if gradients else []):
-            p.grad = gradient
+        if ordered:
+            put_gradients(ordered, joined)
         self.optim(ordered, *args, **kwargs)
 
     def get_state(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Progress:
     :param far: whether sites are too far from their fixed point for a gradient that supposes them there.
     :param moved: that of sites that are not exact, at the last sweep that was kept.
     :param pace: a share of the damping, which falls where updates go astray.
-    :param start: the sites from which the last sweep started.
+    :param start: the precisions and pulls of the sites from which the last sweep started.
     :param seen: how many data came since the running sums were made anew.
     """
 
@@ -59,7 +59,7 @@ class Progress:
     far: bool = False
     moved: float = math.inf
     pace: float = 1.0
-    start: Optional[tuple[Tensor, Tensor]] = None
+    start: Any = None
     seen: int = 0
 
 
@@ -91,7 +91,7 @@ class SiteRun:
         indices: Optional[Tensor],
     ) -> None:
         guide: AutoSparseGP = method.guide
-        scale: Any = trace.nodes[name]["scale"] if name in trace.nodes else 1.0
+        scale: Any = trace.nodes[name]["scale"]
         if isinstance(scale, Tensor) or scale != 1:
             raise ValueError(
                 f"GP site {name!r} is scaled by {scale}; expectation propagation has no prior to another power. Scale "
@@ -281,14 +281,11 @@ class SiteRun:
         """
         if self.index is not None:
             return new
-        if moved <= max(2 * progress.moved, 0.5):
+        if not moved > max(2 * progress.moved, 0.5):
             progress.start, progress.moved = (self.sites.precision, self.sites.linear), moved
             return new
-        start, progress.start, progress.moved = progress.start, None, math.inf
-        progress.pace = max(0.6 * progress.pace, _SLOWEST)
-        if start is None:
-            return new
-        return Sites(new.inputs, *start)
+        progress.moved, progress.pace = math.inf, max(0.6 * progress.pace, _SLOWEST)
+        return Sites(new.inputs, *progress.start)
 
     @torch.no_grad()
     def keep(self, sites: Sites, progress: Progress) -> None:

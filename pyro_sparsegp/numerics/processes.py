@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Optional
@@ -61,12 +61,6 @@ class Workers:
         torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group=self.group)
         return total
 
-    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Put the sums of the parameters' gradients over processes in their place."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for p, total in zip(parameters, self.sum(*gradients) if self.num > 1 else ()):
-            p.grad = total
-
     @torch.no_grad()
     def agree(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the first one's values."""
@@ -74,6 +68,13 @@ class Workers:
             value = tensor.detach().contiguous()
             torch.distributed.broadcast(value, group=self.group, group_src=0)
             tensor.data.copy_(value)
+
+
+def put_gradients(parameters: Sequence[Tensor], total: Callable[..., list[Tensor]]) -> None:
+    """Put what processes make of the parameters' gradients together, such as :meth:`Workers.sum`, in their place."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for p, gradient in zip(parameters, total(*gradients)):
+        p.grad = gradient
 
 
 # Of steps on mini-batches, whose plates scale each process's rows up to all data: the processes, this one's weight.
