@@ -56,18 +56,15 @@ def _clean(x: Tensor, z: Optional[Tensor]) -> Tensor:
 class _Covariance(Function):
     """v·g(‖xₙ − zₘ‖²) of a profile, and v·dg/ds; without z it is x, so the diagonal is s = 0.
 
-    The variance v, ``(..., 1, 1)`` or ``None`` for 1, is a factor in place: a product outside would cost three
-    more matrices a step.
+    The variance v, ``(..., 1, 1)``, is a factor in place: a product outside would cost three more matrices a step.
     """
 
     @staticmethod
-    def forward(x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: Any) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, z: Optional[Tensor], variance: Tensor, profile: Any) -> tuple[Tensor, Tensor]:
         s = squared_distance(x, x if z is None else z).clamp_(min=0)
         if z is None:
             s.diagonal(dim1=-2, dim2=-1).zero_()
         value, slope = profile.value_and_slope(s)
-        if variance is None:
-            return value, slope
         if broadcast_shapes(value.shape, variance.shape) == value.shape:
             return value.mul_(variance), slope.mul_(variance)
         return value * variance, slope * variance
@@ -76,7 +73,7 @@ class _Covariance(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, z, variance, ctx.profile = inputs
         value, slope = output
-        ctx.save_for_backward(x, z, variance, slope, None if variance is None else value)
+        ctx.save_for_backward(x, z, variance, slope, value if ctx.needs_input_grad[2] else None)
         ctx.save_for_forward(x, z, variance)
         ctx.mark_non_differentiable(slope)
         ctx.set_materialize_grads(False)
@@ -88,9 +85,8 @@ class _Covariance(Function):
         if grad is None:
             return None, None, None, None
         if torch.is_grad_enabled():  # double backward wants value and slope as functions of x, z and v
-            slope = ctx.profile.value_and_slope(_clean(x, z))[1]
-            slope = slope if variance is None else slope * variance
-            value = None if variance is None else covariance(x, z, None, ctx.profile) * variance
+            slope = ctx.profile.value_and_slope(_clean(x, z))[1] * variance
+            value = covariance(x, z, variance, ctx.profile)
         if ctx.needs_input_grad[2]:
             # A product of matrices sums without one more matrix in between.
             total = grad.flatten(-2)[..., None, :] @ value.flatten(-2)[..., None]
@@ -110,22 +106,20 @@ class _Covariance(Function):
             change = change + _moved(x, other, dx)
         if dz is not None:
             change = change + _moved(other, x, dz).mT
-        total = change * ctx.profile.value_and_slope(s)[1]
-        total = total if variance is None else total * variance
-        if dv is not None:
-            total = total + dv * covariance(x, z, None, ctx.profile)
-        return total, None
+        value, slope = ctx.profile.value_and_slope(s)
+        total = change * slope * variance
+        return total if dv is None else total + dv * value, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], variance: Tensor, profile: Any) -> Any:
         value, slope = _Covariance.apply(*aligned(in_dims, (x, z, variance)), profile)
         return (value, slope.expand_as(value)), (0, 0)
 
 
-def covariance(x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: Any) -> Tensor:
+def covariance(x: Tensor, z: Optional[Tensor], variance: Tensor, profile: Any) -> Tensor:
     """v·g(‖xₙ − zₘ‖²), ``(..., N, M)``; without z, of x with itself.
 
-    :param variance: v, ``(..., 1, 1)``, or ``None`` for 1.
+    :param variance: v, ``(..., 1, 1)``.
     :param profile: has ``value_and_slope(s)``, g(s) and dg/ds, as a :class:`Stationary` class has.
     """
     return _Covariance.apply(x, z, variance, profile)[0]
@@ -156,14 +150,14 @@ class Stationary(Kernel):
         """x/ℓ, ``(..., N, D)``."""
         return x / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
-    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
+    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Tensor) -> Tensor:
         """v·g(s) of scaled inputs, ``(..., N, M)``; without z, of x with itself."""
         return _Covariance.apply(x, z, variance, type(self))[0]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.scaled(None, x, z)
+        return self.scaled(x.new_ones(1, 1), x, z)
 
-    def scaled(self, variance: Optional[Tensor], x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+    def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         """v·k(x, z) for a variance v, ``(..., 1, 1)``, without a product of matrices."""
         # ‖x‖² + ‖z‖² − 2xᵀz cancels least near the origin, and distances do not see a common shift; before
         # the scaling, whose rounding grows with the inputs' distance from the origin.
@@ -265,12 +259,12 @@ class RationalQuadratic(Stationary):
 
     # The profile is smooth at s = 0 and has a parameter: plain autograd serves.
 
-    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
+    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Tensor) -> Tensor:
         s = _clean(x, z)
         # (1 + s/2α)^−α = exp(−α log1p(s/2α))
         alpha = as_tensor(self.alpha, s)[..., None, None]
         value = (-alpha * (s / (2 * alpha)).log1p()).exp()
-        return value if variance is None else variance * value
+        return variance * value
 
     @staticmethod
     def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
