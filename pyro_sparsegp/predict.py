@@ -61,7 +61,7 @@ def predict(
     :raises ValueError: if ``result`` is none of the above, or lacks the training data; or if the model itself holds
         data that do not match the new inputs.
     """
-    require_count(1 if num_samples is None else num_samples, "num_samples")
+    require_count(num_samples, "num_samples", or_none=True)
     rows, apart = 0, True
     if isinstance(result, AutoSparseGP):
         one = _of_guide(model, result, joint, args, kwargs)
@@ -238,11 +238,9 @@ class Trained(Messenger):
     ``moments`` are of GP sites in the last run elsewhere.
     """
 
-    def __init__(
-        self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Optional[Warned] = None
-    ) -> None:
+    def __init__(self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Warned) -> None:
         super().__init__()
-        self.model, self.sample, self.warned = model, sample, Warned() if warned is None else warned
+        self.model, self.sample, self.warned = model, sample, warned
         self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         with self:

@@ -75,7 +75,7 @@ def test_predictions_from_draws_are_the_conditional_process():
     torch.testing.assert_close(again["f"], f.expand(3, 12), atol=2e-3, rtol=0)
     white = {k: v for k, v in many.items() if k != "f"}
     white["f_whitened"] = torch.linalg.solve(GaussianProcess(kernel, x).scale_tril, f).expand(150, 12)
-    known = Trained(model, {k: v[0] for k, v in white.items()}, (x, y), {})
+    known = Trained(model, {k: v[0] for k, v in white.items()}, (x, y), {}, set())
     torch.testing.assert_close(known.known["f"][1], f)
 
 

@@ -19,6 +19,7 @@ from ..predict import Call, Trained, bare_model, sampled
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
 from ..program.traces import as_process, is_observation, sample_sites, whole_plates, without_event
+from ..warned import Warned
 from .densities import DensityReader, Moments
 from .draws import Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
 
@@ -96,7 +97,7 @@ class SampleSource(Source):
     def __init__(
         self, model: Callable, samples: Mapping[str, Tensor], diverging: Tensor, now: Call, old: Call, elsewhere: bool
     ) -> None:
-        self.model, self.old, self.elsewhere = bare_model(model), old, elsewhere
+        self.model, self.old, self.elsewhere, self.warned = bare_model(model), old, elsewhere, Warned()
         self.args, self.kwargs = now
         self.shape = diverging.shape
         self.samples = {name: value.flatten(0, 1) for name, value in {**samples, "": diverging}.items()}
@@ -121,7 +122,7 @@ class SampleSource(Source):
         sample = {name: value for name, value in item.items() if name}
         draw = Draws(stats={"diverging": item[""]})
         with poutine.block(), whole_plates():
-            trained = Trained(Enumeration()(self.model), sample, *self.old)
+            trained = Trained(Enumeration()(self.model), sample, *self.old, self.warned)
             trace = trained.at(self.args, self.kwargs, marginal=True) if self.elsewhere else trained.trace
         sites = sites_of(trace)
         self._observed(sites, draw, simulates)

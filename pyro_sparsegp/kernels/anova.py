@@ -158,10 +158,9 @@ class Anova(Kernel):
         if sorted(set(bounds)) != bounds or not all(map(math.isfinite, bounds)):
             raise ValueError(f"Anova needs finite bounds, low < high, got {low} and {high}")
         require_count(num_nodes, "Anova's num_nodes")
-        self.variance: Optional[Scalar] = None
+        self.variance: Scalar = 1.0
         while isinstance(base, Scaled):
-            self.variance = base.variance if self.variance is None else self.variance * base.variance
-            base = base.kernel
+            self.variance, base = self.variance * base.variance, base.kernel
         self.parts, self.low, self.high, self.num_nodes = (base,), low, high, num_nodes
 
     @property
@@ -176,7 +175,7 @@ class Anova(Kernel):
 
     def _times_variance(self, value: Tensor, dims: int) -> Tensor:
         # value, of which the last dims dimensions are no batch, times the variance.
-        return value if self.variance is None else as_tensor(self.variance, value)[(..., *[None] * dims)] * value
+        return as_tensor(self.variance, value)[(..., *[None] * dims)] * value
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         require_one(x, *_ONE)
@@ -261,8 +260,7 @@ class Anova(Kernel):
             )
 
     def __repr__(self) -> str:
-        scale = "" if self.variance is None else f"{describe(self.variance)} * "
-        return scale + super().__repr__()
+        return f"{describe(self.variance)} * {super().__repr__()}".removeprefix("1.0 * ")
 
 
 def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from pyro.nn import PyroModule
@@ -57,7 +57,8 @@ class DeepBasis(FeatureKernel):
         if isinstance(network, nn.Module):
             _require_repeatable(network)
         self.network, self.variance_correction = network, bool(variance_correction)
-        self.level: Optional[Tensor] = None  # maxₙ ‖φ(xₙ)‖², if known
+        # maxₙ ‖φ(xₙ)‖², None where it is of the rows given; nothing is below 0.
+        self.level: Any = None if variance_correction else 0.0
 
     def features(self, x: Tensor) -> Tensor:
         phi = self.network(x)
@@ -75,11 +76,7 @@ class DeepBasis(FeatureKernel):
         return Explicit(phi, self._diagonal(squares))
 
     def _diagonal(self, squares: Tensor) -> Tensor:
-        if not self.variance_correction:
-            return squares
-        if self.level is None:
-            return squares.amax(-1, keepdim=True).expand(squares.shape)
-        return torch.maximum(self.level, squares)
+        return squares.clamp(min=squares.amax(-1, keepdim=True) if self.level is None else self.level)
 
     def _squares(self, x: Tensor) -> Tensor:
         return by_rows(lambda rows: (row_squares(self.features(rows)),), x)[0]
@@ -88,8 +85,6 @@ class DeepBasis(FeatureKernel):
         phi = self.features(x)
         if z is not None:
             return phi @ self.features(z).mT
-        if not self.variance_correction:
-            return phi @ phi.mT
         squares = row_squares(phi)
         return phi @ phi.mT + torch.diag_embed(self._diagonal(squares) - squares)
 
@@ -98,7 +93,7 @@ class DeepBasis(FeatureKernel):
 
     @property
     def depends_on_rows(self) -> bool:
-        return self.variance_correction and self.level is None
+        return self.level is None
 
     def relative_to(self, rows: Tensor) -> DeepBasis:
         if not self.depends_on_rows or not rows.shape[-2]:

@@ -124,10 +124,8 @@ class RandomFourier(FeatureKernel):
 
         :raises ValueError: if ``kernel`` is not a kernel class, or has no spectral density.
         """
-        x = torch.empty(1, dim) if like is None else like.new_empty(1, dim)
-        omega = None
-        if isinstance(kernel, type) and issubclass(kernel, Kernel):
-            omega = kernel().frequencies((num,), x)
+        known = isinstance(kernel, type) and issubclass(kernel, Kernel)
+        omega = kernel().frequencies((num,), torch.empty(1, dim).to(like)) if known else None
         if omega is None:
             raise ValueError(
                 "RandomFourier.draw needs the class of a stationary kernel with a spectral density, such as "

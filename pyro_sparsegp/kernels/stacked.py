@@ -26,10 +26,8 @@ def structure(kernel: Any) -> Optional[tuple[Any, ...]]:
     return (type(kernel), *(_width(getattr(kernel, name), dims) for name, dims in kernel.event_dims), *parts)
 
 
-def _width(value: Optional[Scalar], dims: int) -> int:
-    # How many numbers a hyperparameter has by itself, 0 of one that there isn't.
-    if value is None:
-        return 0
+def _width(value: Scalar, dims: int) -> int:
+    # How many numbers a hyperparameter has by itself.
     return value.shape[-1] if isinstance(value, Tensor) and dims and value.dim() else 1
 
 

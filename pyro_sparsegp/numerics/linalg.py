@@ -119,7 +119,7 @@ def whitening(
     level = first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
     if scale is None:
         diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
-        scale = diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
+        scale = diagonal.abs().mean(-1)
     for attempt in range(_ESCALATIONS + 1):
         factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
         if _left(info):
