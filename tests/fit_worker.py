@@ -27,7 +27,7 @@ def regression(x, y=None, size=None):
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-def classes(x, y=None, size=None):
+def classes(x, y=None, size=None, indices=None):
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(0.4), x))
     with pyro.plate("data", size or len(x), subsample=x):

@@ -84,14 +84,14 @@ class ExpectationGP(AbstractModule):
             self.rows[..., index, :] = rows
             self.precision[..., index] = sites.precision
             self.linear[..., index] = sites.linear
-        self.anchor = anchor
+        self.anchor = anchor.detach()
 
     @torch.no_grad()
     def look_from(self, anchor: Optional[Tensor]) -> None:
         """Have :attr:`gram` and :attr:`pull` as they are seen from ``anchor``."""
         self.gram, self.pull = seen_from(self.gram, self.pull, self.anchor, anchor)
         if anchor is not None:
-            self.anchor = anchor
+            self.anchor = anchor.detach()
 
     def sums(self, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
         """Σ νφφᵀ and Σ bφ, of the batch's shape."""

@@ -337,7 +337,7 @@ class _Loop:
         """One step of the method; the loss of all processes' batch."""
         args, kwargs = self.call(batch)
         if isinstance(self.method, ExpectationPropagation):
-            value = self.method.step(*args, indices=batch.indices, **kwargs)
+            value = self.method.step(*args, **kwargs | {"indices": batch.indices})
         else:
             with sharing(self.workers.group, batch.weight):
                 value = self.method.step(*args, **kwargs)

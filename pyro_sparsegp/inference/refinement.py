@@ -122,7 +122,7 @@ class SiteRun:
             if kept and index is None:
                 self.sites = Sites(phi, module.precision, module.linear)
             elif kept:
-                module.look_from(None if self.anchor is None else self.anchor.detach())
+                module.look_from(self.anchor)
                 rows = module.features_of(module.rows[..., index, :])
                 self.sites = Sites(rows, module.precision[..., index], module.linear[..., index])
 
@@ -171,11 +171,12 @@ class SiteRun:
         module, old = self.module, self.sites
         # Of a mini-batch, P changes by what its sites have changed: Σ νφφᵀ of other data stays as it is.
         gram, pull = module.sums(sites.inputs, sites.precision, sites.linear)
-        if self.index is not None:
-            held = module.sums(old.inputs, old.precision, old.linear)
-            gram, pull = gram - held[0], pull - held[1]
-        gram, pull = self.method.workers.sum(gram, pull)
-        return (gram, pull) if self.index is None else (module.gram + gram, module.pull + pull)
+        if self.index is None:
+            gram, pull = self.method.workers.sum(gram, pull)
+            return gram, pull
+        held = module.sums(old.inputs, old.precision, old.linear)
+        gram, pull = self.method.workers.sum(gram - held[0], pull - held[1])
+        return module.gram + gram, module.pull + pull
 
     def _find_posterior(self) -> None:
         """q's mean, the factor of its precision and its log normaliser."""
@@ -292,7 +293,7 @@ class SiteRun:
         """Have the module keep the sites of the data given."""
         module = self.module
         module.gram, module.pull = self._sums(sites)
-        module.put(self.index, self.num, sites, None if self.anchor is None else self.anchor.detach())
+        module.put(self.index, self.num, sites, self.anchor)
         if self.index is not None:
             progress.seen += sites.inputs.shape[-2]
             if progress.seen >= self.num:  # rounding errors of the running sums
