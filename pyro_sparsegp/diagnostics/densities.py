@@ -120,9 +120,6 @@ class DensityReader:
         self.scales = {name: site["scale"] for name, site in kept.items()} | self.scales
         return kept
 
-    def _terms(self, values: Values, only: Sequence[str]) -> dict[str, Tensor]:
-        return {name: _log_density(site) for name, site in self._sites(values, only).items()}
-
     # What depends on what, of one draw.
 
     def _learn(self, held: Values, functions: Mapping[str, Moments]) -> None:
@@ -185,7 +182,7 @@ class DensityReader:
 
     def _at(self, name: str, stack: Values) -> Tensor:
         """A site's log densities at each of stacked values, by vmap where the model allows it."""
-        return mapped(lambda values: (self._terms(values, [name])[name],), stack)[0]
+        return mapped(lambda values: (_log_density(self._sites(values, [name])[name]),), stack)[0]
 
     def _widened(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> tuple[Tensor, ...]:
         """The mean and variance of y ~ N(θ, σ²) with θ = af + b integrated, their density, and E[log p]."""

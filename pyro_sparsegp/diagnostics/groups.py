@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..inference.batches import signature_of
 from ..program.traces import unmasked_rows
-from .sources import signature_of
 
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 _OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
@@ -166,11 +166,8 @@ def constant_data(
     model: Callable, args: tuple, kwargs: dict[str, Any], observed: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensor arguments of the model that are not observed values, by the names of its parameters."""
-    signature = signature_of(model)
-    names = {f"arg_{i}": value for i, value in enumerate(args)} | kwargs
-    bound = names if signature is None else signature.bind_partial(*args, **kwargs).arguments
     flat: dict[str, Any] = {}
-    for name, value in bound.items():
+    for name, value in signature_of(model).bind_partial(*args, **kwargs).arguments.items():
         parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
         flat |= parts if isinstance(parts, Mapping) else {name: parts}
     tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Optional
 
@@ -14,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..guide import AutoSparseGP
+from ..inference.batches import signature_of
 from ..inference.quadrature import own_guide
 from ..predict import Call, Trained, bare_model, sampled
 from ..process import GaussianProcess
@@ -35,21 +35,12 @@ def is_tree(given: Any) -> bool:
     return isinstance(getattr(given, "children", None), Mapping)
 
 
-def signature_of(model: Callable) -> Optional[inspect.Signature]:
-    """A model's signature, if it has one."""
-    try:
-        return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
-    except (TypeError, ValueError):
-        return None
-
-
 def require_call(function: str, order: str, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise where something else stands in the model's place, or it cannot be called with these arguments."""
     if not callable(model) or guide_of(model) is not None or isinstance(model, MCMC) or is_tree(model):
         raise ValueError(f"{function} takes the model first, {order}; got {type(model).__name__} in its place")
-    signature = signature_of(model)
     try:
-        _ = signature and signature.bind(*args, **kwargs)
+        signature_of(model).bind(*args, **kwargs)
     except TypeError as error:
         raise ValueError(f"{function} cannot call the model: {error}. It takes {order}") from error
 

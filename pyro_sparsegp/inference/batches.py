@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ def arguments_of(data: Any) -> tuple[tuple, dict[str, Any]]:
     if isinstance(data, Mapping):
         return (), dict(data)
     return (tuple(data), {}) if isinstance(data, (tuple, list)) else ((data,), {})
+
+
+def signature_of(model: Callable) -> inspect.Signature:
+    """The arguments that a model takes."""
+    return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
 
 def _has_rows(value: Any) -> bool:

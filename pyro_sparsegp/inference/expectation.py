@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Optional
@@ -25,6 +24,7 @@ from ..program.dependence import ELEMENTWISE, NONE
 from ..program.handlers import held_runs
 from ..program.terms import Owners, Terms
 from ..warned import without
+from .batches import signature_of
 from .optimisers import agree
 from .quadrature import own_guide
 from .refinement import Progress, SiteRun
@@ -162,7 +162,7 @@ class ExpectationPropagation:
     def _work(self, args: tuple, kwargs: dict[str, Any], indices: Optional[Tensor], sweeps: int, train: bool) -> float:
         if indices is not None:
             indices = torch.as_tensor(indices)
-            if "indices" in inspect.signature(self.model).parameters:
+            if "indices" in signature_of(self.model).parameters:
                 kwargs = kwargs | {"indices": indices}
         guide, call = self.guide, (args, kwargs)
         with torch.set_grad_enabled(train), poutine.trace(param_only=True) as capture:

@@ -9,7 +9,7 @@ the program gives θ's mean, and one more run, mapped or differentiated, θ's va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Optional
 
@@ -79,7 +79,7 @@ def sum_of_expectations(
         state, run = RandomState(next(iter(posteriors.values())).mean), again()
         if others:
             axes = found.of_rows.axes(None)
-            variances |= _variances_by_axes(run, {gp: posteriors[gp] for gp in axes}, axes, others)
+            variances |= _variances_by_axes(run, posteriors, axes, others)
         if found.functions:
             variances |= _variances_by_rows(run, posteriors, found.functions)
         if state.has_moved:
@@ -93,6 +93,11 @@ def sum_of_expectations(
             expected = expected - site["fn"].log_prob(site["value"])
         total = total + weighted_sum(expected, site)
     return total
+
+
+def values_at(posteriors: Mapping[str, NodeSite], places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """GP sites' values at standardised places of theirs, ``()`` or one an output."""
+    return {gp: posteriors[gp].at_nodes(dict(places)).rsample() for gp in places}
 
 
 def at_axes(node: Sequence[Tensor] | Tensor, used: tuple[int, ...]) -> Tensor:
@@ -143,8 +148,7 @@ def _variances_by_axes(
     num = 1 + max(axis for used in axes.values() for axis in used)
 
     def at(node: Tensor) -> tuple[Tensor, ...]:
-        nodes = {gp: at_axes(node, used) for gp, used in axes.items()}
-        held = sample_sites(run({gp: posterior.at_nodes(nodes).rsample() for gp, posterior in posteriors.items()}))
+        held = sample_sites(run(values_at(posteriors, {gp: at_axes(node, used) for gp, used in axes.items()})))
         moves = {name: parameter_of(held[name]["fn"]) - parameter_of(fn) for name, fn in locations.items()}
         return tuple(over_scale(locations[name], move).square() for name, move in moves.items())
 

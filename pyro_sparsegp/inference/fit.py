@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import signal
 import threading
@@ -27,7 +26,7 @@ from ..guide.arrival import check, moments, moved
 from ..numerics.processes import Workers, joined, sharing
 from ..program.traces import repeatable
 from . import checkpoint as files
-from .batches import Batch, LoadedBatches, TensorBatches, as_batches
+from .batches import Batch, LoadedBatches, TensorBatches, as_batches, signature_of
 from .expectation import ExpectationPropagation
 from .optimisers import FallingAdam, SharedOptim, agree, falling
 from .quadrature import TraceQuadrature_ELBO, own_guide
@@ -207,7 +206,7 @@ class _Loop:
                 "or take SVGP; or ComputationAware(..., batches=True), first called on its rows, guide(x[r], y[r])"
             )
         self.optim = files.own_optim(self.method)
-        self.takes = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters
+        self.takes = signature_of(model).parameters
         self.size, num = batches.size, getattr(batches, "num", None)
         if self.workers.num > 1 and num is not None:
             self.size = int(self.workers.sum(torch.tensor(float(num), dtype=torch.float64))[0])

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..guide import AutoSparseGP
-from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import graph_of
 from ..program.declared import parameters, rebuilt
@@ -25,7 +24,7 @@ from ..program.facts import MAX_AXES, ClosedForms
 from ..program.handlers import Rerun, held_trace
 from ..program.traces import bare, free_values, sample_sites
 from ..warned import warn_once
-from .expected import at_axes, divergence, posterior_at, weighted_sum
+from .expected import at_axes, divergence, posterior_at, values_at, weighted_sum
 
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
 Elementwise = Callable[[Tensor], Tensor]
@@ -129,9 +128,7 @@ class Grid:
 
     def _moved(self, guide_trace: poutine.Trace, node: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """The GP sites' values at a node."""
-        nodes = self._at(node)
-        sites: dict[str, NodeSite] = {name: posterior_at(guide_trace, name) for name in nodes}
-        return {name: site.at_nodes(nodes).rsample() for name, site in sites.items()}
+        return values_at({name: posterior_at(guide_trace, name) for name in self.axes}, self._at(node))
 
     def _at(self, node: tuple[Tensor, ...]) -> dict[str, Any]:
         return {name: at_axes(node, used) for name, used in self.axes.items()}

@@ -281,8 +281,7 @@ class TraceQuadrature_ELBO(ELBO):
         closed = guide.core.forms or closed_forms_of(guide, args, kwargs)
         if guide.core.facts.field:
             return bound_of_field(guide, wrapped, args, kwargs, self.num_nodes)
-        if closed.unused:
-            warn_of_unused(guide, closed)
+        warn_of_unused(guide, closed)
         given = guide.conditioned(wrapped, args, kwargs) if guide.by_sites else None
         grid = Grid(guide, wrapped, (args, kwargs), closed, given)
         if closed.drawn:
