@@ -161,7 +161,7 @@ def test_bad_arguments():
     refused(r"j must be 0 \(values\) or a column, 1 to 2, got 3", Derivative.at, torch.rand(4, 2), 3)
     refused(r"Derivative.at's x is \(..., N, D\), got shape \(4,\).*x\[:, None\]", Derivative.at, torch.rand(4))
     x = Derivative.at(torch.rand(8, 2), torch.full((8,), 2.5))
-    with pytest.raises(ValueError, match=r"GP site 'f': Derivative.*1 to 2 for a derivative.*got \[2.5\]"):
+    with pytest.raises(ValueError, match=r"GP site 'f': j in the last column .* from 0 to 2, got \[2.5\]; 0 is"):
         AutoSparseGP(model_of(kernels.RBF(0.5)), SVGP(4))(x, torch.zeros(8))
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.codes import require_count, unknown_codes
+from ..numerics.codes import require_codes, require_count
 from ..numerics.shapes import broadcast_shapes, shape_of
 from .base import Scalar, as_tensor, positive, require_one
 from .features import FeatureKernel
@@ -32,12 +32,7 @@ class CodeKernel(FeatureKernel):
         return frozenset({0})
 
     def check_inputs(self, x: Tensor) -> None:
-        some = unknown_codes(x.detach(), self.num_codes)
-        if some:
-            raise ValueError(
-                f"{self!r} is for {self.codes} 0 to {self.num_codes - 1}, the training inputs have {some} in its "
-                f"column; {self.remedy}."
-            )
+        require_codes(x, self.num_codes, f"{self.codes} in the training inputs' column of {self!r}", self.remedy)
 
 
 class Categorical(CodeKernel):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..numerics.codes import unknown_codes
+from ..numerics.codes import require_codes
 from .algebra import Kernel
 from .base import CovarianceFunction, PriorFunctions
 from .stationary import Matern12
@@ -129,13 +129,9 @@ class Derivative(Kernel):
         return self.with_parts([self.kernel.on_columns(num - 1)])
 
     def check_inputs(self, x: Tensor) -> None:
-        columns = x.shape[-1] - 1
-        some = unknown_codes(x[..., -1].detach(), columns + 1)
-        if columns < 1 or some:
-            raise ValueError(
-                f"{self!r}: the last column of its inputs is j, 0 for a value or 1 to {columns} for a derivative by "
-                f"that column; got {some or 'no other column'}. Make inputs by Derivative.at(x, j)."
-            )
+        what = f"j in the last column of the inputs of {self!r}"
+        remedy = "0 is a value, others are derivatives by the column of that number; Derivative.at(x, j) makes inputs"
+        require_codes(x[..., -1], x.shape[-1], what, remedy)
         self.kernel.check_inputs(x[..., :-1])
 
 

@@ -7,20 +7,15 @@ from typing import Any
 from torch import Tensor
 
 
-def unknown_codes(codes: Tensor, num: int) -> list[float]:
-    """Some of the codes that are no whole numbers from 0 to ``num`` − 1, at most five; empty if there are none."""
-    # NaN is none of them, and fails the first comparison; an error shows few of many.
-    unknown = (codes != codes.round()) | (codes < 0) | (codes >= num)
-    return sorted({float(code) for code in codes[unknown].flatten()[:1000]})[:5]
-
-
 def require_codes(codes: Tensor, num: int, what: str, remedy: str) -> None:
     """Refuse codes that are no whole numbers from 0 to ``num`` − 1.
 
     :raises ValueError: with ``what`` they are, which came, and the ``remedy``.
     """
-    some = unknown_codes(codes.detach(), num)
-    if some:
+    # NaN is none of them, and fails the first comparison; an error shows few of many.
+    unknown = codes.detach()[(codes != codes.round()) | (codes < 0) | (codes >= num)][:1000]
+    if unknown.numel():
+        some = sorted({float(code) for code in unknown})[:5]
         raise ValueError(f"{what} must be whole numbers from 0 to {num - 1}, got {some}; {remedy}.")
 
 
