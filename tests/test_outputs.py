@@ -132,7 +132,7 @@ def test_mix_outputs():
         (lambda: kernels.Coregionalisation(MIXING)(torch.zeros(4, 2)), "select one"),
         (
             lambda: kernels.Coregionalisation(MIXING)[1].check_inputs(torch.full((2, 2), 3.0)),
-            r"outputs 0 to 2.*\[3.0\]",
+            r"outputs in .* from 0 to 2.*\[3.0\]",
         ),
     ],
 )
