@@ -72,11 +72,10 @@ class AdditiveFeatures(Features):
         return self._in_order(lambda features: features(x)) if self._stack is None else Unbound(*self._stack(x))
 
     def marginals(
-        self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
+        self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
     ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         mean, change = coefficients.moments(self(x) if known is None else known)
-        stacked = any(len(members) > 1 for members, _ in self.groups)
-        if kernel is not self.kernel or x.dim() != 2 or not stacked:
+        if x.dim() != 2 or all(len(members) == 1 for members, _ in self.groups):
             return mean, change, None
         own = [features.kernel.diag(x) for _, features in self.groups]
         parts = [part.sum(-2) if len(members) > 1 else part for part, (members, _) in zip(own, self.groups)]

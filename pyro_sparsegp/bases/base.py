@@ -46,11 +46,10 @@ class Features(ABC):
     def __call__(self, x: Tensor) -> list[Tensor]: ...
 
     def marginals(
-        self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
+        self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
     ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """Φm, diag(Φ(S − I)Φᵀ) and, where it comes at no further cost, the kernel's diagonal; each ``(..., N)``.
 
-        :param kernel: the kernel of the function, a summand's where the basis is for a summand.
         :param known: Φ at x, if it is known.
         """
         return (*coefficients.moments(self(x) if known is None else known), None)

@@ -136,10 +136,10 @@ class KernelFeatures(Features):
         return totals
 
     def marginals(
-        self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
+        self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
     ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         if not self.size:
-            return super().marginals(kernel, x, coefficients, known)
+            return super().marginals(x, coefficients, known)
         # a diagonal that depends on the rows is that in the company of all
         settled = self.kernel.relative_to(x) if is_long(x) else self.kernel
 

@@ -5,7 +5,7 @@ says of the residual at the data (Shi et al., 2020, appendix A).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class DecoupledFeatures(CrossFeatures):
         return [*blocks, shift[..., None]]
 
     def marginals(
-        self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
+        self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
     ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         blocks = self.inducing.of_summand(self.cross)(x) if known is None else known[:-1]
         mean, change = coefficients.marginal(range(len(blocks))).moments(blocks)

@@ -91,9 +91,7 @@ class Components(Sequence):
         return self._joint(range(len(self)))
 
     def _joint(self, which: Sequence[int]) -> Tensor:
-        blocks = sorted({block for c in which for block in self._blocks[c]})
-        coefficients = self._whole.coefficients.marginal(blocks)
-        return self._prior(which) + coefficients.covariance_change(self._stacked(which, blocks))
+        return self._prior(which) + self._whole.coefficients.covariance_change(self._stacked(which))
 
     def rsample(self, sample_shape: Any = torch.Size()) -> dict[str, Tensor]:
         """Joint draws of all effects, by name, ``(*sample_shape, ..., N_c)`` each, in O(ΣN_c³).
@@ -176,19 +174,20 @@ class Components(Sequence):
         whole = parts[0].x.new_zeros(*self._whole.batch_shape, num, num)
         return on_diagonal([part.kernel(part.x) for part in parts], whole)
 
-    def _stacked(self, which: Sequence[int], blocks: Sequence[int]) -> list[Tensor]:
-        # Φ of some effects, one after the other, for some blocks of w; zeros where an effect has none.
-        whole, own = self._whole, {c: dict(zip(self._blocks[c], self._parts[c].features)) for c in which}
+    def _stacked(self, which: Sequence[int]) -> list[Tensor]:
+        # Φ of some effects, one after the other; zeros where an effect has no block of w.
+        like, own = self._whole.process.x, {c: dict(zip(self._blocks[c], self._parts[c].features)) for c in which}
 
-        def rows(c: int, b: int) -> Tensor:
-            return own[c][b] if b in own[c] else whole.process.x.new_zeros(self._rows[c], whole.coefficients.sizes[b])
+        def rows(c: int, b: int, size: int) -> Tensor:
+            return own[c][b] if b in own[c] else like.new_zeros(self._rows[c], size)
 
-        return [side_by_side([rows(c, b).mT for c in which]).mT for b in blocks]
+        sizes = enumerate(self._whole.coefficients.sizes)
+        return [side_by_side([rows(c, b, size).mT for c in which]).mT for b, size in sizes]
 
     @property
     def _residual_tril(self) -> Tensor:
         everything = range(len(self))
-        prior, phi = self._prior(everything), self._stacked(everything, range(len(self._whole.coefficients.sizes)))
+        prior, phi = self._prior(everything), self._stacked(everything)
         what = f"the residual covariance of the components of site {self._whole.name!r}"
         scale = prior.diagonal(dim1=-2, dim2=-1).mean(-1)
         return residual_cholesky(unexplained(prior, phi), self._whole.process.jitter, what, scale)

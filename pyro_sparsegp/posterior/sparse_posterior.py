@@ -95,8 +95,7 @@ class SparsePosterior(TorchDistribution):
 
     @kept
     def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        process, known = self.process, self._cache.get("features")
-        return self.basis.marginals(process.kernel, process.x, self.coefficients, known)
+        return self.basis.marginals(self.process.x, self.coefficients, self._cache.get("features"))
 
     @kept
     def mean(self) -> Tensor:
