@@ -189,13 +189,10 @@ class Nested:
         """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum; of a density with kinks
         their expectations under N(x, P⁻¹).
         """
-        eta, common = dict[Place, Tensor](), self.layout.common(x)
-        for place, row in found.rows.items():
-            eta[place] = found.eta[place] + row @ x[common]
-            for entries, owner, slope in found.owned[place]:
-                eta[place] = eta[place] + slope * x[entries][owner]
-            if not eta[place].requires_grad:
-                eta[place].requires_grad_()
+        eta = {place: found.eta[place] + row @ x for place, row in found.rows.items()}
+        for part in eta.values():
+            if not part.requires_grad:
+                part.requires_grad_()
         if self.is_smooth is None:
             curvatures = _by_derivatives(found, eta)[-1]
             self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
@@ -349,45 +346,20 @@ def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, T
 
 def _turned(found: Predictors, place: Any, value: Tensor) -> Tensor:
     """Jᵀv, ``(num,)``."""
-    total = value.new_zeros(found.layout.num)
-    total = total.index_copy(0, found.layout.common(value), value @ found.rows[place])
-    for entries, owner, slope in found.owned[place]:
-        total = total.index_add(0, entries.start + owner, slope * value)
-    return total
+    return value @ found.rows[place]
 
 
 def _by_precision(found: Predictors, curvature: Slopes, covariance: Tensor) -> Tensor:
     """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
-    common, total = found.layout.common(covariance), covariance.new_zeros(())
-    for one, row in found.rows.items():
-        along = row.detach() @ covariance[common]  # JC
-        for entries, owner, slope in found.owned[one]:
-            along = along + slope.detach()[:, None] * covariance[entries.start + owner]
-        for other in (pair[1] for pair in curvature if pair[0] == one):
-            each = (along[:, common] * found.rows[other]).sum(-1)
-            for entries, owner, slope in found.owned[other]:
-                each = each + slope * along.gather(1, entries.start + owner[:, None])[:, 0]
-            weight = curvature[one, other]
-            total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
+    total, along = covariance.new_zeros(()), {place: row.detach() @ covariance for place, row in found.rows.items()}
+    for (one, other), weight in curvature.items():
+        each = (along[one] * found.rows[other]).sum(-1)
+        total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
     return total
 
 
 def _precision(found: Predictors, curvature: Slopes) -> Tensor:
-    """P = I + JᵀWJ, without products of the columns of owned latents, of which a datum has one."""
+    """P = I + JᵀWJ."""
     like, num = next(iter(found.rows.values())), found.layout.num
-    common = found.layout.common(like)
-    total = torch.eye(num, dtype=like.dtype, device=like.device)
-    for (one, other), weight in curvature.items():
-        first, second = found.rows[one], found.rows[other]
-        total = total.index_put((common[:, None], common), first.mT @ (weight[:, None] * second), accumulate=True)
-        for entries, owner, slope in found.owned[one]:
-            cross = second.new_zeros(entries.stop - entries.start, len(common))
-            cross = cross.index_add(0, owner, (weight * slope)[:, None] * second)
-            here = torch.arange(entries.start, entries.stop, device=like.device)
-            # W has each pair of places both ways, and so has J: the other one's owned entries come as this one's.
-            total = total.index_put((here[:, None], common), cross, accumulate=True)
-            total = total.index_put((common[:, None], here), cross.mT, accumulate=True)
-            for others, its, again in found.owned[other]:
-                places = (entries.start + owner, others.start + its)
-                total = total.index_put(places, weight * slope * again, accumulate=True)
-    return total
+    parts = [found.rows[one].mT @ (weight[:, None] * found.rows[other]) for (one, other), weight in curvature.items()]
+    return sum(parts, torch.eye(num, dtype=like.dtype, device=like.device))

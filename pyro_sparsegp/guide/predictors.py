@@ -18,7 +18,7 @@ from ..program.declared import LINKS, candidates, expectation, is_declared, para
 from ..program.mapping import mapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, is_observation, sample_sites
-from .field import Layout, slices
+from .field import Layout
 
 Place = tuple[str, str]  # a site, and its parameter
 Pair = tuple[Place, Place]
@@ -32,20 +32,17 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2}  # of slopes
 
 def find_links(
     run: Callable[[Tensor], poutine.Trace], layout: Layout, like: Tensor
-) -> Optional[tuple[dict[str, dict[str, str]], list[str], list[str]]]:
-    """By observed site and parameter, the link under which it is affine in x, the latents that are owned, and the
-    members in which one is affine under no link; ``None`` if a density is not known.
+) -> Optional[tuple[dict[str, dict[str, str]], list[str]]]:
+    """By observed site and parameter, the link under which it is affine in x, and the members in which one is affine
+    under no link; ``None`` if a density is not known.
 
     :param run: the program with a field at x, ``(extended,)``.
     """
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(3, layout.extended, generator=generator).to(like)
-    several = {n: num for n, num in layout.numbers.items() if n not in layout.residuals and num > 1}
-    # An affine function has one slope along any direction; that by each value shows whose a datum's is.
+    # An affine function has one slope along any direction: one for each member.
     members = torch.block_diag(*(torch.ones(1, num) for num in [*layout.numbers.values(), *layout.residuals.values()]))
-    along = torch.cat(
-        [draws[2] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
-    )
+    along = draws[2] * members.to(like)
     runs = [(run(x.requires_grad_()), x) for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1])]
     slopes, hidden = _by_links(runs, along)
     found: dict[str, dict[str, str]] = {}
@@ -68,10 +65,7 @@ def find_links(
                 found[name] = links
         elif not links:
             return None
-    chosen = [slopes[name, key][link] for name, of_site in found.items() for key, link in of_site.items()]
-    rows = {name: slice(own.start + len(members), own.stop + len(members)) for name, own in slices(several).items()}
-    owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
-    return found, owned, [member for member in layout.numbers if any(member in bent(name) for name in found)]
+    return found, [member for member in layout.numbers if any(member in bent(name) for name in found)]
 
 
 def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -145,8 +139,7 @@ class Predictors:
     :param links: by site and parameter.
     :param again: makes that run anew.
 
-    ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J of common entries, ``residuals`` J', and
-    ``owned`` the entries, owners and slopes of owned latents, as :meth:`Layout.split` has them.
+    ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J, ``(N, num)``, and ``residuals`` J'.
     """
 
     def __init__(
@@ -163,14 +156,13 @@ class Predictors:
         self.rows: dict[tuple[str, str], Tensor] = {}
         self.residuals: dict[tuple[str, str], Tensor] = {}
         self.layout = layout
-        self.owned: dict[tuple[str, str], list[tuple[slice, Tensor, Tensor]]] = {}
         if not self.eta:  # a step without some of the data
             return
-        every = jacobian(torch.cat(list(self.eta.values())), x, layout.directions(x))
+        every = jacobian(torch.cat(list(self.eta.values())), x)
         for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
             if links[place[0]][place[1]] == VALUE:
                 part = part + self._beside(*place)
-            self.rows[place], self.residuals[place], self.owned[place] = layout.split(part)
+            self.rows[place], self.residuals[place] = part.mT.tensor_split([layout.num], -1)
 
     def _beside(self, name: str, gp: str) -> Tensor:
         """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
@@ -181,23 +173,14 @@ class Predictors:
         """Of a density by x beside its GP site's values, and by these."""
         density = self.log_prob(name, {gp: f}) + 0 * self.x.sum()
         (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
-        return jacobian(density, self.x, self.layout.directions(self.x)), slope
+        return jacobian(density, self.x), slope
 
     def detached(self) -> Predictors:
         """These without their graph."""
         other = copy.copy(self)
         other.eta = {place: eta.detach() for place, eta in self.eta.items()}
         other.rows = {place: row.detach() for place, row in self.rows.items()}
-        other.owned = {p: [(e, o, slope.detach()) for e, o, slope in own] for p, own in self.owned.items()}
         return other
-
-    def dense(self, place: tuple[str, str]) -> Tensor:
-        """J, ``(N, num)``."""
-        own = self.rows[place]
-        rows = own.new_zeros(len(own), self.layout.num).index_copy(1, self.layout.common(own), own)
-        for entries, owner, slope in self.owned[place]:
-            rows = rows.index_put((torch.arange(len(slope), device=slope.device), entries.start + owner), slope)
-        return rows
 
     def distribution(self, name: str, eta: Mapping[str, Tensor]) -> Any:
         """A site's distribution of single data at predictors ``(..., N)`` by parameter."""
@@ -230,7 +213,7 @@ class Predictors:
         :param root: the Cholesky factor of P.
         """
         parts = {
-            place: torch.linalg.solve_triangular(root, self.dense(place).mT, upper=False).detach() for place in self.eta
+            place: torch.linalg.solve_triangular(root, self.rows[place].mT, upper=False).detach() for place in self.eta
         }
         pairs = [pair for pair in combinations_with_replacement(self.eta, 2) if pair[0][0] == pair[1][0]]
         return {

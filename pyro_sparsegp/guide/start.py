@@ -193,12 +193,12 @@ class Search:
         facts = self.guide.facts
         if linked is None or not {name for name in facts.downstream if name in facts.rows} <= linked[0].keys():
             return None
-        links, owned, bent = linked
+        links, bent = linked
         if bent:  # latents in which predictors are not affine are hyperparameters
             moved = [name for name in self.normal if name in bent]
             self._split(_without(self.normal, moved))
             return self.nested() if moved else None
-        layout, shapes = Layout(layout.field, layout.residuals, owned), {name: v.shape for name, v in first.items()}
+        shapes = {name: value.shape for name, value in first.items()}
         units = units_of({name: self.priors[name] for name in self.hyper}, self.guide.like)
         return Nested(self.guide, layout, links, shapes, units, self.values, self.args, self.kwargs)
 
@@ -324,7 +324,7 @@ class Search:
         """
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         facts.field = {name: layout.field[name] for name in field}
-        facts.links, facts.owned = {name: dict(links) for name, links in nested.links.items()}, list(layout.owned)
+        facts.links = {name: dict(links) for name, links in nested.links.items()}
         for name, module in guide.modules_by_site().items():
             if isinstance(module, ExactGP):
                 module.basis = InducingPoints([self.inputs[name]], trainable=False)
@@ -350,7 +350,7 @@ class Search:
         found = dict[str, dict[str, list[float]]]()
         if not len(mode):
             return found
-        squares = torch.stack([predictors.dense(place).square().sum(0) for place in predictors.eta]).sum(0)
+        squares = torch.stack([predictors.rows[place].square().sum(0) for place in predictors.eta]).sum(0)
         for name, own in nested.layout.rows.items():
             gain = 0.5 * (squares[own].sum() / handler.size_of(name)).log() + 0 * mode.sum()
             (slope,) = torch.autograd.grad(gain, mode, retain_graph=True, materialize_grads=True)

@@ -35,7 +35,6 @@ class Structure:
     :param columns: for each GP site, how many columns its inputs have.
     :param coupled: latents that have one posterior, of hyperparameters.
     :param field: of each GP site and latent of the field, in order, the sizes of its blocks of coefficients.
-    :param owned: latents of the field of which each datum has one value.
     :param factors: of members of a field whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
     :param intercepts: hyperparameters that the field follows, beside its kernels, such as an intercept.
     :param unconstrained: those that it follows in unconstrained space; others by their values.
@@ -66,7 +65,6 @@ class Structure:
     links: dict[str, dict[str, str]] = _field(default_factory=dict)
     intercepts: list[str] = _field(default_factory=list)
     unconstrained: list[str] = _field(default_factory=list)
-    owned: list[str] = _field(default_factory=list)
     factors: dict[str, dict[str, list[float]]] = _field(default_factory=dict)
     enumerated: list[str] = _field(default_factory=list)
     joint: list[list[str]] = _field(default_factory=list)
