@@ -673,6 +673,17 @@ def test_a_latent_that_f_is_multiplied_by_is_a_hyperparameter():
     assert "q takes 'mu' to be independent of f: intervals may be too narrow" in line
 
 
+def test_what_a_prior_is_made_of_is_a_hyperparameter():
+    x, _, y = _data()
+
+    def model(x, y=None):
+        m = pyro.sample("m", dist.Normal(-1.0, 1.0))
+        s = pyro.sample("s", dist.LogNormal(m, 0.3))
+        observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x)), s), y)
+
+    assert _step(model, families.SVGP(6), (x, y))[0].facts.coupled == ["m", "s"]
+
+
 def test_widths_of_a_first_batch_become_those_of_all_rows():
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(10_000, 1, generator=generator)
@@ -751,16 +762,7 @@ def test_a_density_with_kinks_has_the_curvature_of_its_expectation():
         observed(dist.Laplace(mu + f, scale), y)
 
     guide, _ = _step(model, families.SVGP(6, trainable=False), (x, y))
-    nested = Nested(
-        guide,
-        Layout(guide.facts.field, {"f": 1}),
-        guide.facts.links,
-        {"scale": torch.Size(())},
-        torch.ones(1),
-        {},
-        (x, y),
-        {},
-    )
+    nested = _nested(guide, (x, y))
     theta = torch.tensor([-0.6])
     found, (predictors, _) = nested.at(theta), nested.predictors(theta)
     rows, rho, level = (part["y", "loc"].detach() for part in (predictors.rows, predictors.residuals, predictors.eta))

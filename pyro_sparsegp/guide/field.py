@@ -219,8 +219,7 @@ def hyperparameters_among(
             made += [process.variance, *handler.features[name]]
         elif name in normal:
             made.append(_scale_of(fn))
-        # What is deterministic is no latent: test_missing.py::test_an_intercept_beside_a_deterministic_site.
-        elif not site["is_observed"] and hasattr(fn, "arg_constraints"):
+        elif name in guide.facts.latents:  # whose prior is made of it
             made += parameters(fn).values()
     made = [part.sum() for part in made if part.requires_grad]
     if not made:
