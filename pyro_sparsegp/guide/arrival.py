@@ -114,7 +114,7 @@ class _Compared:
     def lines(self, args: tuple, kwargs: dict[str, Any], whole: bool) -> list[str]:
         """All that is told."""
         self.at_draws(_DRAWS if whole else 2 * self.nested.size + 8, whole)
-        if self.free.any() and len(self.found) <= self.nested.size:
+        if len(self.found) <= (self.nested.size if self.free.any() else 0):
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         late = self.of_newton()
         more = (self.of_draws(bool(late)) if whole else []) + self.of_a_second_start(whole)
@@ -142,8 +142,8 @@ class _Compared:
         sites, handler, members = self._members(theta, x)
         values = {name: sites[name]["value"].reshape(-1) for name, rows in self.rows.items() if self.free[rows].any()}
         found: dict[str, tuple[Tensor, ...]] = {name: (value, 0 * value) * 2 for name, value in values.items()}
-        places = index_of(layout.rows, list(facts.field)) if facts.field else None
-        if places is not None:
+        if facts.field:
+            places = index_of(layout.rows, list(facts.field))
             q = field_given(guide, handler.bases, handler.priors, sites).q
             move, wide = torch.cat(q.loc, -1) - x[places], q.covariance_matrix
         for name, (mean, by_x, left) in members.items():
@@ -226,8 +226,6 @@ class _Compared:
 
     def _moved_by(self, name: str) -> str:
         """The hyperparameters whose mean is elsewhere without what a basis leaves out: by S times its slope."""
-        if not self.free.any():
-            return ""
         _, slopes = self._regressed(torch.stack([found.left[name] for found in self.found])[:, None])
         found = self._beside_q(slopes[:, 0], torch.eye(len(slopes)).to(slopes))
         names = ", ".join(repr(other) for other, *_, is_off in found if is_off)
@@ -242,8 +240,6 @@ class _Compared:
 
     def of_newton(self) -> list[str]:
         """Of hyperparameters whose mean or width the bound would still move."""
-        if not self.free.any():
-            return []
         first, slopes = self._regressed(torch.stack([self.root.mT @ found.slope for found in self.found])[:, self.free])
         values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
         values, noise = values.clamp(min=_WIDEST**-2), torch.stack(self.noise)[:, self.free]
@@ -275,8 +271,6 @@ class _Compared:
 
         :param late: whether a hyperparameter's are told of by now.
         """
-        if not self.found:
-            return []
         (weights, by_q), num, lines = self._weights(), len(self.found), list[str]()
         worth = float(1 / weights.square().sum())
         if worth < min(_LEAST, num):

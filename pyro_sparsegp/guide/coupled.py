@@ -43,10 +43,6 @@ class _Part(dist.TorchDistribution):
         self.draw: Optional[tuple[Tensor, Tensor]] = None  # z and its value, once asked for
         super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
-    @property
-    def support(self) -> Any:  # type: ignore[override]
-        return self.prior.support
-
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         if sample_shape:
             raise ValueError(f"site {self.name!r} stands {SAMPLES_ARE_VECTORISED}")
@@ -146,20 +142,10 @@ def coupled_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
             "its posterior is joint with that of other latents. Leave its plates whole, or give the guide "
             f"independent=({name!r},)."
         )
-    part = guide.run.parts[name] = _Part(draw_of(guide, guide.run), rows, shape, name, prior)
+    run, q = guide.run, guide.together
+    run.drawn = run.drawn or q(torch.randn_like(q.mean))
+    part = run.parts[name] = _Part(run.drawn, rows, shape, name, prior)
     return part
-
-
-def draw_of(guide: KnownGuide, run: Any) -> Any:
-    """A run's draw of q(θ), or its median; ``None`` if there is none."""
-    if not guide.core.facts.coupled:
-        return None
-    q = guide.together
-    if guide._computing_median:
-        return Drawn(q.mean, q.tril, torch.zeros_like(q.mean), q.mean)
-    if run.drawn is None:
-        run.drawn = q(torch.randn_like(q.mean))
-    return run.drawn
 
 
 def condition_on_held(guide: KnownGuide, run: Any, name: str) -> None:

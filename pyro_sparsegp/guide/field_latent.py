@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Optional
 
 import torch
-from pyro.distributions import TorchDistribution, constraints
+from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import register_kl
 
@@ -30,10 +30,6 @@ class FieldLatent(TorchDistribution):
         return self._drawn is not None
 
     @property
-    def support(self) -> Any:  # type: ignore[override]
-        return constraints.independent(constraints.real, len(self.event_shape))
-
-    @property
     def mean(self) -> Tensor:
         """loc + Lm."""
         return standardised(self.prior, torch.cat(self.share.loc, -1))
@@ -53,10 +49,6 @@ class FieldLatent(TorchDistribution):
     def _spread(self, total: Tensor) -> Tensor:
         return (total / max(self.batch_shape.numel(), 1)).expand(self.batch_shape)
 
-    def base_measure(self) -> BaseMeasure:
-        """The prior, of density 1."""
-        return BaseMeasure(self.prior)
-
 
 class BaseMeasure(TorchDistribution):
     """A prior that densities are relative to: it has density 1."""
@@ -69,9 +61,6 @@ class BaseMeasure(TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         return value.new_zeros(self.batch_shape)
-
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        return self.prior.rsample(sample_shape)
 
 
 @register_kl(FieldLatent, BaseMeasure)

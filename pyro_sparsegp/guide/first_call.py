@@ -24,7 +24,7 @@ from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks
 from ..program.data import TrainingData, first_tensor
-from ..program.dependence import COUPLED, NONE
+from ..program.dependence import COUPLED
 from ..program.explore import explore
 from ..program.facts import ClosedForms, Structure
 from ..program.handlers import held_runs, is_blocked
@@ -205,8 +205,6 @@ def _require_density(name: str, site: Any) -> None:
     try:
         site["log_prob"] = site["fn"].log_prob(site["value"])
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, RuntimeError) and site["value"].is_floating_point():
-            raise
         raise ValueError(
             f"site {name!r} has no density at its value: {checks.why_without_density(site, error)}"
         ) from error
@@ -288,12 +286,10 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
 
     :param reads: what reads Gaussian sites there, for the error.
     """
-    kind = found.dependence[name]
     why = [f"values of GP site {layer!r} enter another GP site" for layer in found.inner]
-    if kind == COUPLED:
+    if found.dependence[name] == COUPLED:
         why.append("its likelihood does not factorise: one term of a density depends on values at several inputs")
-    if kind != NONE:
-        why += [f"the distribution of site {flat!r} is piecewise constant" for flat in piecewise_constant(trace)]
+    why += [f"the distribution of site {flat!r} is piecewise constant" for flat in piecewise_constant(trace)]
     if why:
         raise ValueError(
             f"GP site {name!r} has {reads} reads Gaussian sites off the derivatives of the likelihood of each value, "

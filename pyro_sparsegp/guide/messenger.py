@@ -23,7 +23,7 @@ from ..program.facts import Structure
 from ..program.handlers import stand_in
 from ..program.traces import as_process, fill_masked, piecewise_constant, without_event
 from .coupled import condition_on_held, coupled_params, coupled_posterior
-from .field_latent import FieldLatent
+from .field_latent import BaseMeasure, FieldLatent
 from .known import KnownGuide
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class SiteMessenger(KnownGuide):
             msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
         if isinstance(msg["fn"], FieldLatent):
-            msg["infer"]["prior"] = msg["fn"].base_measure()
+            msg["infer"]["prior"] = BaseMeasure(msg["fn"].prior)
         if name in run.processes and not msg["is_observed"]:
             # In ELBOs the prior process is the base measure, of density 1.
             event_dim = msg["infer"]["prior"].event_dim - 1

@@ -97,7 +97,7 @@ class Nested:
 
     def theta_of(self, theta: Tensor) -> dict[str, Tensor]:
         """θ by name."""
-        parts = theta.split([shape.numel() for shape in self.hyper.values()]) if self.hyper else ()
+        parts = theta.split([shape.numel() for shape in self.hyper.values()])
         return {name: part.reshape(shape) for (name, shape), part in zip(self.hyper.items(), parts)}
 
     def run(self, theta: Tensor, x: Tensor, given: Mapping[str, Tensor] = {}) -> tuple[dict[str, Any], Standardised]:
@@ -138,13 +138,10 @@ class Nested:
         total = total - sum(left.values())
         if not self.is_smooth:  # E[ℓ] has ½ tr SJᵀWJ + ½ Σ ρW by now; left are their derivatives
             total = total + 0.5 * (len(x) - covariance.trace()) + sum(part.detach() for part in left.values())
-        by_theta = theta.detach()
-        if self.size:
-            # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
-            (by_x,) = torch.autograd.grad(total, x, retain_graph=True)
-            along = torch.cholesky_solve(by_x[:, None], root)[:, 0].detach()
-            up = sum(_turned(found, place, part) for place, part in slope.items()) - x
-            (by_theta,) = torch.autograd.grad(total + along @ up, theta)
+        # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
+        (by_x,) = torch.autograd.grad(total, x, retain_graph=True)
+        along = torch.cholesky_solve(by_x[:, None], root)[:, 0].detach()
+        (by_theta,) = torch.autograd.grad(total + along @ (found.back(slope) - x), theta)
         left = {name: part.detach() for name, part in left.items()}
         return Optimum(theta.detach(), total.detach(), by_theta, x.detach(), root, left)
 
@@ -189,10 +186,7 @@ class Nested:
         """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum; of a density with kinks
         their expectations under N(x, P⁻¹).
         """
-        eta = {place: found.eta[place] + row @ x for place, row in found.rows.items()}
-        for part in eta.values():
-            if not part.requires_grad:
-                part.requires_grad_()
+        eta = {place: (found.eta[place] + row @ x).requires_grad_() for place, row in found.rows.items()}
         if self.is_smooth is None:
             curvatures = _by_derivatives(found, eta)[-1]
             self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
@@ -251,8 +245,7 @@ class Nested:
         still = found.detached()
         still.eta = found.eta
         _, slope, _ = self._local(still, best.x, best.root)
-        up = sum(_turned(still, place, part) for place, part in slope.items()) + 0 * theta.sum()
-        pull = jacobian(up, theta).detach()
+        pull = jacobian(still.back(slope) + 0 * theta.sum(), theta).detach()
         gram, axes = torch.linalg.eigh(best.root @ best.root.mT - torch.eye(len(best.x)).to(best.x))
         moves, slopes = -(pull @ axes / gram.clamp(min=_LEAST * gram.abs().mean())) @ axes.mT, {}
         for name, rows in slices({name: shape.numel() for name, shape in self.hyper.items()}).items():
@@ -298,7 +291,7 @@ def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:
 
 def _ascent(found: Predictors, slope: Slopes, root: Tensor, x: Tensor) -> tuple[Tensor, float]:
     """Newton's step of x, and twice what it gains."""
-    up = sum(_turned(found, place, part.detach()) for place, part in slope.items()) - x
+    up = found.back(slope).detach() - x
     step = torch.cholesky_solve(up[:, None], root)[:, 0]
     return step, float(up @ step)
 
@@ -342,11 +335,6 @@ def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, T
     like = next(iter(found.residuals.values()))
     each = 0.5 * sum(parts, like.new_zeros(like.shape[-1]))
     return {name: each[own].sum() for name, own in slices(found.layout.residuals).items()}
-
-
-def _turned(found: Predictors, place: Any, value: Tensor) -> Tensor:
-    """Jᵀv, ``(num,)``."""
-    return value @ found.rows[place]
 
 
 def _by_precision(found: Predictors, curvature: Slopes, covariance: Tensor) -> Tensor:

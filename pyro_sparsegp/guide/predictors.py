@@ -146,19 +146,17 @@ class Predictors:
         self, sites: Any, links: Mapping[str, Mapping[str, str]], x: Tensor, layout: Layout, again: Again
     ) -> None:
         self.sites, self.links, self.x, self.again = sites, links, x, again
-        self.eta: dict[tuple[str, str], Tensor] = {}
+        self.eta: dict[Place, Tensor] = {}
         for name, of_site in links.items():
             fn, made_of = bare(sites[name]["fn"]), parameters(sites[name]["fn"])
             for key, link in of_site.items():
                 is_hidden = link == VALUE
                 part = sites[key]["value"] if is_hidden else LINKS[link][0](made_of[key].expand(fn.batch_shape))
                 self.eta[name, key] = part.reshape(-1)
-        self.rows: dict[tuple[str, str], Tensor] = {}
-        self.residuals: dict[tuple[str, str], Tensor] = {}
+        self.rows: dict[Place, Tensor] = {}
+        self.residuals: dict[Place, Tensor] = {}
         self.layout = layout
-        if not self.eta:  # a step without some of the data
-            return
-        every = jacobian(torch.cat(list(self.eta.values())), x)
+        every = jacobian(torch.cat([x[:0], *self.eta.values()]), x)  # none, in a step without some of the data
         for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
             if links[place[0]][place[1]] == VALUE:
                 part = part + self._beside(*place)
@@ -207,6 +205,10 @@ class Predictors:
         site = self.sites[name]
         return scale_and_mask(rewrapped(site["fn"], each), site["scale"], site["mask"]).sum()
 
+    def back(self, slopes: Mapping[Place, Tensor]) -> Tensor:
+        """Σ Jᵀv, ``(num,)``, of numbers v by place."""
+        return sum(slope @ self.rows[place] for place, slope in slopes.items())  # type: ignore[return-value]
+
     def covariances(self, root: Tensor) -> dict[Pair, Tensor]:
         """Of each datum's predictors where x ~ N(·, P⁻¹), by pairs of places, the first one's before.
 
@@ -243,7 +245,7 @@ class Predictors:
             at[key] = eta[key] + (across * nodes[:, :1] + rest * nodes[:, 1:])
         return self.summed(name, torch.tensordot(weights, self.log_prob(name, at), 1))
 
-    def log_density(self, eta: Mapping[tuple[str, str], Tensor]) -> Tensor:
+    def log_density(self, eta: Mapping[Place, Tensor]) -> Tensor:
         """ℓ at predictors, of all sites that depend on any."""
         total: Any = 0.0
         for name in self.links:

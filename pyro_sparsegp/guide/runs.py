@@ -113,10 +113,6 @@ class Run(ABC):
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
         """The answer at a GP site: a posterior to be drawn from, or a value."""
 
-    def latent_of_field(self, name: str, prior: Any) -> Any:
-        """The answer at a latent of the field: its posterior, or a value."""
-        return prior.mean
-
     def settled(self, name: str, process: GaussianProcess) -> GaussianProcess:
         """A prior; at new inputs a diagonal that depends on the rows is that beside those of training."""
         module = self.guide.corrected_modules().get(name) if self.rows.new else None
@@ -155,6 +151,7 @@ class Priors(Run):
         return process.mean
 
     def latent_of_field(self, name: str, prior: Any) -> Tensor:
+        """The answer at a latent of the field."""
         self.normal[name] = prior
         return prior.mean
 
@@ -206,6 +203,7 @@ class Posteriors(Run):
         return self._ahead.whole()
 
     def latent_of_field(self, name: str, prior: Any) -> Any:
+        """The answer at a latent of the field: its posterior, or a value."""
         posterior = FieldLatent(prior, self._field.share(name))
         return posterior.mean if self.at_medians else posterior
 

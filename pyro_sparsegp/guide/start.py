@@ -24,6 +24,7 @@ from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
 from ..numerics.functions import jacobian
 from ..program.checks import holds_part
+from ..program.data import map_tensors
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, whole_plates
 from .coupled import able_to_couple, couple, drop_latents
 from .field import (
@@ -168,17 +169,16 @@ class Search:
         """Take so many rows at most, at equal distances: by a plate's numbers, or those of tensors with as many as the
         first GP site's inputs.
         """
-        step, (self.args, self.kwargs) = math.ceil(self.num / most), self.whole
+        step = math.ceil(self.num / most)
         self.rows = math.ceil(self.num / step)
         numbers = torch.arange(self.num, device=self.guide.like.device)[::step]
         self.values = dict.fromkeys(self.plates, numbers)
 
-        def some(value: Any) -> Any:
-            return value[::step] if isinstance(value, Tensor) and value.dim() and len(value) == self.num else value
+        def some(value: Tensor) -> Tensor:
+            return value[::step] if value.dim() and len(value) == self.num else value
 
-        if not self.plates:
-            self.args = tuple(map(some, self.args))
-            self.kwargs = {key: some(value) for key, value in self.kwargs.items()}
+        given: tuple[tuple, dict[str, Any]] = self.whole if self.plates else map_tensors(some, self.whole)
+        self.args, self.kwargs = given
 
     def nested(self) -> Optional[Nested]:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
@@ -214,7 +214,7 @@ class Search:
     def theta(self, values: Mapping[str, Tensor]) -> Tensor:
         """θ of some hyperparameters' values."""
         parts = [self._unconstrained(name, values[name]).reshape(-1) for name in self.hyper]
-        return torch.cat(parts) if parts else self.guide.like.new_zeros(0)
+        return torch.cat([self.guide.like.new_zeros(0), *parts])
 
     def draws(self, num: int = _DRAWS) -> list[Tensor]:
         """Some θ from the prior, of those that are finite."""
@@ -348,8 +348,6 @@ class Search:
         hyperparameters b: what q(x | θ) is about (test_non_centred_latents_have_the_posterior_of_centred_ones).
         """
         found = dict[str, dict[str, list[float]]]()
-        if not len(mode):
-            return found
         squares = torch.stack([predictors.rows[place].square().sum(0) for place in predictors.eta]).sum(0)
         for name, own in nested.layout.rows.items():
             gain = 0.5 * (squares[own].sum() / handler.size_of(name)).log() + 0 * mode.sum()
@@ -366,18 +364,16 @@ class Search:
         coefficients.put_sums(anchor, given - eye, given @ best.x[index])
 
     def _wants_field(self, field: list[str], intercepts: Collection[str], handler: Standardised) -> bool:
-        """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP, and of values at all
-        rows only if these are here, and stay where they are: test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
+        """Whether GP sites meet in a density, or a latent is to be joint with them, such as an intercept of another
+        prior: on sites f follows it by itself. Not for EP, and of values at all rows only if these are here, and stay
+        where they are: test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         """
         gps = self.guide.modules_by_site()
         moves = any(as_process(handler.priors[name])[0].x.requires_grad for name in gps)  # type: ignore[union-attr]
         most = (ExpectationGP, ExactGP) if self.rows < self.num or self.is_part or moves else ExpectationGP
-        if any(isinstance(module, most) for module in gps.values()):
-            return False
-        if len(field) > len(gps) or self.guide.facts.interactions:
-            return True
-        # An intercept of another prior; on sites f follows it by itself.
-        return bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
+        follows = bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
+        meets = len(field) > len(gps) or bool(self.guide.facts.interactions)
+        return (meets or follows) and not any(isinstance(module, most) for module in gps.values())
 
     def _intercepts(
         self, nested: Nested, found: Predictors, mode: Tensor, best: Optimum, covariance: Tensor

@@ -48,8 +48,7 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     if "data" in saved:
         data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
         core.data = data.mapped(lambda tensor: _placed(tensor, guide.like), guide.model)
-    if "name" in saved:
-        _resume_name(guide, saved["name"])
+    _resume_name(guide, saved["name"])
 
 
 def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any]) -> None:

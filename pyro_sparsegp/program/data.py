@@ -122,11 +122,7 @@ def _with_rows(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Any
     Masks, of bools, are none of the data: they may change from step to step.
     """
     # A keyword is the argument that it names, in whatever way it is given: test_what_is_the_same.
-    try:
-        tree: Any = inspect.signature(model).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        tree = {"args": args, "kwargs": kwargs}
-    leaves = _walk(tree)
+    leaves = _walk(inspect.signature(model).bind(*args, **kwargs).arguments)
     return {p: leaf for p, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.dtype != torch.bool}
 
 
