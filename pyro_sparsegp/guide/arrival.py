@@ -92,7 +92,11 @@ class _Compared:
         self.guide, self.search, self.nested = guide, search, search.at_rows(nested, ALL_ROWS)
         self.rows = slices({name: shape.numel() for name, shape in nested.hyper.items()})
         self.loc, self.root = _q_of_theta(guide, self.rows, search.priors)
-        self.shift = self._stand_for_all()
+        # The gradient of F is that at all rows, at the mean of q(θ), and the curvature that at some; x̂ moves by shift.
+        self.nested.weight, self.shift = search.num / search.rows, guide.like.new_zeros(())
+        if search.rows < search.num:
+            some, every = self.nested.at(self.loc), search.at_rows(nested, search.num).at(self.loc)
+            self.nested.tilt, self.shift = every.slope - some.slope, every.x - some.x
         self.best = self.nested.at(self.loc)
         self.free = self.root.diagonal() > 0  # of θ: what is no point
         self.own = self.root[self.free][:, self.free]
@@ -100,16 +104,6 @@ class _Compared:
         self.noise: list[Tensor] = []
         self.found: list[Optimum] = []
         self.seen: list[dict[str, tuple[Tensor, ...]]] = []
-
-    def _stand_for_all(self) -> Tensor:
-        """Take the gradient of F at all rows, at the mean of q(θ), and the curvature at some; what x̂ moves by."""
-        nested, search = self.nested, self.search
-        nested.weight = search.num / search.rows
-        if nested.weight == 1.0:
-            return self.guide.like.new_zeros(())
-        some, every = nested.at(self.loc), search.at_rows(nested, search.num).at(self.loc)
-        nested.tilt = every.slope - some.slope
-        return every.x - some.x
 
     def lines(self, args: tuple, kwargs: dict[str, Any], whole: bool) -> list[str]:
         """All that is told."""

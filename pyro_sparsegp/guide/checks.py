@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
@@ -23,16 +22,16 @@ from ..program.facts import Structure
 from ..program.traces import all_sites, bare, is_free, log_densities
 from .known import Core, KnownGuide
 from .networks import Calls, rows_to_follow
-from .runs import Run, probed
+from .runs import probed
 
 
 def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
     core.calls = Calls(keeps=True)
     probe = probed(guide, args, kwargs)
-    outputs = [*densities_of(probe).values(), *(probe.values[name] for name in probe.posteriors)]
-    for q in probe.posteriors.values():  # a kernel's parameter may be in the divergence alone, a mean's in the values
-        outputs += [q.process.kernel.diag(q.process.x), q.kl]
+    outputs = list(log_densities(probe.trace, probe.posteriors).values())
+    for name, q in probe.posteriors.items():  # a kernel's parameter may be in the divergence alone, a mean's in values
+        outputs += [probe.values[name], q.process.kernel.diag(q.process.x), q.kl]
     known = _check_known(core.facts, guide.trace)
     _warn_of_data_latents(guide, probe.posteriors)
     _warn_of_jitter(guide, probe.posteriors)
@@ -44,11 +43,6 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
             core.facts.gps[name] = module.spec()
     core.calls = Calls() if core.facts.follows_networks else None
     core.checked = known  # else a training call will tell
-
-
-def densities_of(run: Run) -> dict[str, Tensor]:
-    """The log densities of a run's sites that are no GP sites."""
-    return log_densities(run.trace, run.posteriors)
 
 
 def _let_inputs_move(module: Any, process: GaussianProcess) -> None:
@@ -127,7 +121,8 @@ def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
     """What is NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
         run = probed(guide, args, kwargs)
-    values = {f"the log density of site {name!r}": density for name, density in densities_of(run).items()}
+    densities = log_densities(run.trace, run.posteriors)
+    values = {f"the log density of site {name!r}": density for name, density in densities.items()}
     for name, q in run.posteriors.items():
         values |= {
             f"the inputs of GP site {name!r}": q.process.x.sum(-1),

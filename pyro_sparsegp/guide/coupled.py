@@ -63,15 +63,15 @@ class _Part(dist.TorchDistribution):
         return torch.linalg.solve_triangular(root[self.rows, self.rows], moved[:, None], upper=False)[:, 0]
 
     def log_prob(self, value: Tensor) -> Tensor:
-        is_own = self.draw is not None and value is self.draw[1]
-        z = self.draw[0] if self.draw is not None and is_own else self.transform.inv(value)
-        return self._density(None if is_own else value) - self.transform.log_abs_det_jacobian(z, value)
+        if self.draw is not None and value is self.draw[1]:
+            z, density = self.draw[0], self.drawn.densities[self.rows]
+        else:
+            z, density = self.transform.inv(value), self.drawn.densities_of(self.noise_of(value), self.rows)
+        return self.summed(density) - self.transform.log_abs_det_jacobian(z, value)
 
-    def _density(self, value: Optional[Tensor] = None) -> Tensor:
-        """log q(z) of a value, by default of the draw's."""
-        drawn, rows = self.drawn, self.rows
-        density = drawn.densities[rows] if value is None else drawn.densities_of(self.noise_of(value), rows)
-        return sum_rightmost(density.reshape(self.sizes), self.transform.domain.event_dim)
+    def summed(self, densities: Tensor) -> Tensor:
+        """Those of entries, ``(n,)``, added up for each value."""
+        return sum_rightmost(densities.reshape(self.sizes), self.transform.domain.event_dim)
 
 
 @register_kl(_Part, torch.distributions.Distribution)
@@ -79,11 +79,10 @@ def _kl_at_the_draw(q: _Part, p: Any) -> Tensor:
     """log q(z) − log p(z) at the draw, whose expectation is the divergence."""
     if q.draw is None:
         raise NotImplementedError
-    z, value = q.draw
     # Under one transform, as of a LogNormal, p(z) is that of what is transformed.
     if isinstance(p, torch.distributions.TransformedDistribution) and p.transforms == [q.transform]:
-        return q._density() - p.base_dist.log_prob(z)
-    return q._density() - p.log_prob(value) - q.transform.log_abs_det_jacobian(z, value)
+        return q.summed(q.drawn.densities[q.rows]) - p.base_dist.log_prob(q.draw[0])
+    return q.log_prob(q.draw[1]) - p.log_prob(q.draw[1])
 
 
 def able_to_couple(guide: KnownGuide, facts: Structure) -> list[str]:
@@ -115,15 +114,16 @@ def couple(guide: KnownGuide, loc: Tensor, root: Tensor) -> None:
 
 def _place(facts: Structure, name: str, prior: Any) -> tuple[slice, torch.Size]:
     """Where a latent's entries are among all, and its values' shape: in plates of one, as its prior has it."""
-    start = 0
-    for other in facts.coupled[: facts.coupled.index(name)]:
-        start += math.prod(facts.latents[other]["shape"])
-    shape = torch.Size(facts.latents[name]["shape"])
-    rows, outer = slice(start, start + shape.numel()), len(shape) - facts.latents[name]["event_dim"]
-    known = [size for size in shape[:outer] if size != 1]
-    if known == [size for size in prior.batch_shape if size != 1]:
-        shape = prior.batch_shape + shape[outer:]
-    return rows, shape
+    start = sum(math.prod(facts.latents[other]["shape"]) for other in facts.coupled[: facts.coupled.index(name)])
+    known = torch.Size(facts.latents[name]["shape"])
+    shape = prior.batch_shape + known[len(known) - facts.latents[name]["event_dim"] :]
+    if shape.numel() != known.numel():
+        raise ValueError(
+            f"site {name!r} has the shape {tuple(shape)} here, {tuple(known)} at the guide's first call; "
+            "its posterior is joint with that of other latents. Leave its plates whole, or give the guide "
+            f"independent=({name!r},)."
+        )
+    return slice(start, start + known.numel()), shape
 
 
 def coupled_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
@@ -134,17 +134,9 @@ def coupled_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Te
 
 def coupled_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
     """The posterior of a coupled latent in a run: its part of the draw of all."""
-    rows, shape = _place(guide.facts, name, prior)
-    known = shape[: len(shape) - guide.facts.latents[name]["event_dim"]]
-    if prior.batch_shape != known:
-        raise ValueError(
-            f"site {name!r} has the shape {tuple(prior.batch_shape)} here, {tuple(known)} at the guide's first call; "
-            "its posterior is joint with that of other latents. Leave its plates whole, or give the guide "
-            f"independent=({name!r},)."
-        )
     run, q = guide.run, guide.together
     run.drawn = run.drawn or q(torch.randn_like(q.mean))
-    part = run.parts[name] = _Part(run.drawn, rows, shape, name, prior)
+    part = run.parts[name] = _Part(run.drawn, *_place(guide.facts, name, prior), name, prior)
     return part
 
 

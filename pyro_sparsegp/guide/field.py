@@ -27,7 +27,8 @@ from ..program.declared import parameters
 from ..program.dependence import COUPLED
 from ..program.enumeration import Enumeration
 from ..program.facts import Structure
-from ..program.traces import all_sites, as_process, bare, fill_masked, repeatable, sample_sites
+from ..program.handlers import trace_like
+from ..program.traces import as_process, bare, repeatable, sample_sites
 from .known import KnownGuide
 from .networks import rows_kept
 
@@ -184,14 +185,9 @@ def run_standardised(
     :param values: of other latents, and plates' row numbers.
     :param like: a run under the handlers around this one, whose scales and masks sites get.
     """
-    there: dict[str, Any] = {} if like is None else dict(like.nodes)
-    with pyro.validation_enabled(False), repeatable(guide.like), poutine.block(), poutine.trace() as traced, handler:
-        poutine.condition(Enumeration()(guide.model), data=dict(values))(*args, **kwargs)
-    for name, site in all_sites(traced.trace):
-        if name in there:
-            site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
-        fill_masked(site)
-    return traced.trace
+    held = poutine.condition(Enumeration()(guide.model), data=dict(values))
+    with pyro.validation_enabled(False), repeatable(guide.like):
+        return trace_like(like, lambda: held(*args, **kwargs), handler)
 
 
 # Which members a program has.

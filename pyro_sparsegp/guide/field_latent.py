@@ -21,13 +21,8 @@ class FieldLatent(TorchDistribution):
 
     def __init__(self, prior: Any, share: Share) -> None:
         self.prior, self.share = prior, share
-        self._drawn: Optional[list[Tensor]] = None
+        self.drawn: Optional[list[Tensor]] = None  # x, where its value is a draw of its own
         super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether its value is a draw of its own."""
-        return self._drawn is not None
 
     @property
     def mean(self) -> Tensor:
@@ -35,12 +30,12 @@ class FieldLatent(TorchDistribution):
         return standardised(self.prior, torch.cat(self.share.loc, -1))
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        self._drawn = self.share.rsample(torch.Size(sample_shape))
-        return standardised(self.prior, torch.cat(self._drawn, -1))
+        self.drawn = self.share.rsample(torch.Size(sample_shape))
+        return standardised(self.prior, torch.cat(self.drawn, -1))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log dq/dp of the draw of all, where this is the member that counts it, spread over the batch."""
-        return self._spread(self.share.log_ratio(self._drawn or []))
+        return self._spread(self.share.log_ratio(self.drawn or []))
 
     def kl(self) -> Tensor:
         """The divergence of the whole field, where this is the member that counts it."""

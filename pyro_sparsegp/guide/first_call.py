@@ -304,7 +304,8 @@ def _expect_joint_draws(guide: KnownGuide) -> None:
         coefficients = getattr(guide.modules_by_site()[name], "coefficients", None)
         if isinstance(coefficients, NaturalGaussian):
             coefficients.hold_by_draws()
-    if coupled and not guide.facts.affine:
+    forms: Any = guide.core.forms
+    if coupled and (forms.rest.dependence or guide.facts.inner):  # else all is normal around affine functions of values
         warnings.warn(
             f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
             "different inputs: they are drawn jointly, in O(N³), and not integrated by quadrature. If a pyro.factor "

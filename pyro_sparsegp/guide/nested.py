@@ -148,7 +148,7 @@ class Nested:
     def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
         """x̂ and the root of P there."""
         found = found.detached()
-        (x, root), step, best, held = self.last, None, -torch.inf, Slopes()
+        (x, root), step, best, held = self.last, None, -torch.inf, self.guide.like
         for _ in range(_NEWTON):
             density, slope, curvature = self._local(found, x, root)
             value = float(density.detach() - 0.5 * x.square().sum())
@@ -160,8 +160,8 @@ class Nested:
                 step = 0.5 * step
                 x = x - step
                 continue
-            if not _are_equal(curvature, held):
-                (root, is_mode), held = _root(found, curvature), curvature
+            if not torch.equal(held, now := torch.cat(list(curvature.values()))):  # of normal densities it stays
+                (root, is_mode), held = _root(found, curvature), now
             (step, still), gain, best = _ascent(found, slope, root, x), value - best, value
             if is_mode and still < near and (self.is_smooth or gain < near):
                 break
@@ -294,10 +294,6 @@ def _ascent(found: Predictors, slope: Slopes, root: Tensor, x: Tensor) -> tuple[
     up = found.back(slope).detach() - x
     step = torch.cholesky_solve(up[:, None], root)[:, 0]
     return step, float(up @ step)
-
-
-def _are_equal(these: Slopes, others: Slopes) -> bool:
-    return these.keys() == others.keys() and all(torch.equal(part, others[key]) for key, part in these.items())
 
 
 def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:

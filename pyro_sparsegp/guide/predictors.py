@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations_with_replacement
 from typing import Any, Optional
 
@@ -73,7 +74,10 @@ def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
     made_of = {} if fn.event_shape else parameters(fn)
     moving = {key: part for key, part in made_of.items() if depends(part, x)}
     is_single = len(moving) <= 2 and all(part.dim() <= len(fn.batch_shape) for part in moving.values())
-    return moving if is_single and _is_rebuilt(fn, value) else {}
+    with suppress(TypeError, ValueError, RuntimeError):
+        if is_single and torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value)):
+            return moving
+    return {}
 
 
 def _by_links(
@@ -252,10 +256,3 @@ class Predictors:
             own = {key: value for (site, key), value in eta.items() if site == name}
             total = total + self.summed(name, self.log_prob(name, own))
         return total
-
-
-def _is_rebuilt(fn: Any, value: Tensor) -> bool:
-    try:
-        return torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
-    except (TypeError, ValueError, RuntimeError):
-        return False

@@ -90,10 +90,6 @@ class SiteReading:
         precision = (-found.second).clamp(min=least)
         return Sites(self.process.x, precision, found.first + precision * away)
 
-    def note(self, posterior: SparsePosterior) -> None:
-        """Take note of a step's marginals, where the next one goes on."""
-        self.module.sites.progress["marginals"] = posterior.mean.detach(), posterior.variance.detach()
-
     def keep(self) -> None:
         """Let the module have the sites as they are now."""
         kept = self.module.sites

@@ -234,7 +234,8 @@ class Posteriors(Run):
         sites, alone = (None, False) if reading is None else (reading.sites, reading.alone)
         posterior = module(process, name, kind, sites, alone, not self.rows.same)
         if self.rows.same and self.rows.learns and reading is not None and not reading.direct:
-            reading.note(posterior)
+            # where the next step goes on
+            module.sites.progress["marginals"] = posterior.mean.detach(), posterior.variance.detach()
         return posterior
 
 

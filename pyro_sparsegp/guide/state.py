@@ -9,7 +9,6 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.utils import deep_setattr
-from torch import Tensor
 
 from ..modules import drop_stored, take_name, unique_name
 from ..program.data import TrainingData
@@ -47,7 +46,8 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
     if "data" in saved:
         data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
-        core.data = data.mapped(lambda tensor: _placed(tensor, guide.like), guide.model)
+        like = guide.like
+        core.data = data.mapped(lambda t: t.to(like if t.is_floating_point() else like.device), guide.model)
     _resume_name(guide, saved["name"])
 
 
@@ -89,10 +89,6 @@ def _resume_name(guide: KnownGuide, name: str) -> bool:
     drop_stored(before)
     guide.core.loaded = True
     return True
-
-
-def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device)
 
 
 class SavedGuide(SiteMessenger):

@@ -65,7 +65,6 @@ def explore(
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
-    found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
     found.quadratic = []
     for name in on_sites:
         own = [site for site in found.downstream if program.touching(site, [name])]
@@ -136,8 +135,7 @@ class Program:
                 shown[_REST, name] = sum((_by_term(part, fn) for part in rest), none)
                 shown[TERM, name] = _by_term(shown[_THETA, name], fn) + shown[_REST, name]
         for name in self.rows if len(self.rows) > 1 else ():
-            process, _ = as_process(sites[name]["fn"])
-            assert process is not None
+            process: Any = as_process(sites[name]["fn"])[0]
             # The kernel at inputs that stay: what it is made of.
             made_of = process.kernel(self.rows[name]).sum()
             shown[_LAYER, name] = process.x.sum(-1) + process.mean + process.variance + made_of

@@ -43,8 +43,6 @@ class Structure:
     :param joint: groups of GP sites that have one posterior.
     :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
     :param summed: pairs of GP sites of separate posteriors that enter densities by a sum of them alone, f + cg.
-    :param affine: whether values at several inputs meet in densities, and all of these are normal around affine
-        functions of values.
     :param num_nodes: along an axis of quadrature in training, at which sites are read, too.
     """
 
@@ -70,7 +68,6 @@ class Structure:
     joint: list[list[str]] = _field(default_factory=list)
     crossed: list[list[str]] = _field(default_factory=list)
     summed: list[list[str]] = _field(default_factory=list)
-    affine: bool = False
     num_nodes: int = 20
 
     @property

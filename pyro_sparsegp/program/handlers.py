@@ -73,22 +73,30 @@ def held_trace(
         Discrete sites that are enumerated are not in it: others' densities are summed over them.
     :raises ValueError: naming a site that would be drawn.
     """
-    there: dict[str, Any] = {} if like is None else dict(like.nodes)
-    free = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
-    with poutine.block(), poutine.trace() as tracer, _Holding(values, free):
-        model(*args, **kwargs)
-    trace = tracer.trace
+    free = {} if like is None else {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
+    trace = trace_like(like, lambda: model(*args, **kwargs), _Holding(values, free))
     for name, site in sample_sites(trace).items():
         if not site["is_observed"]:
             raise ValueError(
                 f"site {name!r} has no value when the model's densities are read: a handler around this call, such as "
                 "poutine.reparam, changes which sites there are. Wrap the model in it before it goes to AutoSparseGP."
             )
+    return trace
+
+
+def trace_like(like: Optional[poutine.Trace], run: Callable[[], Any], handler: Messenger) -> poutine.Trace:
+    """The trace of a run that other handlers do not see; its sites get the scales and masks of another run, under the
+    handlers around this one.
+    """
+    there: dict[str, Any] = {} if like is None else dict(like.nodes)
+    with poutine.block(), poutine.trace() as tracer, handler:
+        run()
+    for name, site in sample_sites(tracer.trace).items():
         # test_conditioned.py::test_handlers_around_are_seen_as_the_objective_sees_them
         if name in there:
             site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
         fill_masked(site)
-    return trace
+    return tracer.trace
 
 
 # A program's run with some values moved, all others held.
@@ -109,11 +117,10 @@ def unrecorded(same: bool, learns: bool) -> Any:
     :param learns: whether the call is a step of training.
     """
     kinds = (TraceMessenger,) if same or learns else (TraceMessenger, MaskMessenger, ScaleMessenger)
-    unwanted = () if learns else (MaskMessenger,)
 
     def hides(m: Any) -> bool:
         sees_sites = isinstance(m, kinds) and not getattr(m, "param_only", False)  # optimisers see parameters
-        return sees_sites or (isinstance(m, unwanted) and m.mask is False)
+        return sees_sites or (not learns and isinstance(m, MaskMessenger) and m.mask is False)
 
     return block_messengers(hides)
 

@@ -18,6 +18,7 @@ from .data import map_tensors, tensors
 Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
 
 _AT_ONCE = 2**21  # numbers that draws made at once may hold in one place: more is slower, in memory that is new
+_MOST = 100  # draws at once
 _PATIENCE = 2.0  # seconds without a bar
 _DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
 
@@ -36,19 +37,19 @@ def mapped(
 
 
 def in_blocks(
-    one: Callable[[Draw], Draw], items: Mapping[Any, Tensor], numbers: Callable[[Draw], int], most: int = 100
+    one: Callable[[Draw], Draw], items: Mapping[Any, Tensor], numbers: Callable[[Draw], int]
 ) -> Iterator[Draw]:
     """A function of each item's tensors, results stacked, a block of items after the other.
 
     The first is alone, in plain torch: it warns, learns and raises. Others are under ``torch.func.vmap`` with random
-    numbers of their own, or in a loop where it refuses the program: at most ``most`` at once, and as many as memory
+    numbers of their own, or in a loop where it refuses the program: at most 100 at once, and as many as memory
     allows, where a result is made of so many ``numbers``. After two seconds there is a bar.
     """
     num = len(next(iter(items.values())))
     with tqdm(total=num, desc="draws", delay=_PATIENCE, leave=False) as bar:
         first = one({key: value[0] for key, value in items.items()})
         yield map_tensors(lambda value: value[None], first)
-        size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), most), False
+        size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), _MOST), False
         for start in range(1, num, size):
             block = {key: value[start : start + size] for key, value in items.items()}
             found = None if refused or size == 1 else _at_once(one, block)
