@@ -30,6 +30,7 @@ from .reading import SiteReading, settle
 from .runs import Priors
 
 _MOST = 200  # updates of sites
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
 _TOGETHER = "Train on old and new rows together"
 
 
@@ -96,8 +97,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
             require_separate_sites(found, name, "rows to absorb, of which absorb", trace, _TOGETHER)
         readings = [SiteReading(n, process, _Sums(run, n, forget), reader) for n, process in run.processes.items()]
         marginals = {reading.name: reading.look()[1] for reading in readings if not reading.alone}
-        tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3
-        settle(reader, readings, marginals, _MOST, tolerance)
+        settle(reader, readings, marginals, _MOST, _TOLERANCE[guide.like.dtype])
         for reading in readings:
             # test_absorb.py::test_bad_arguments_leave_the_guide_as_it_is
             if not all(part.isfinite().all() for part in reading.module.plus(reading.sites)):

@@ -69,7 +69,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         sites = run.sites
         data = {name: sites[name]["value"] for name in guide.facts.rows if name in sites}
         is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
-        if relation is not None and relation.others and not relation.same and not is_more:
+        if relation is not None and relation.others and not is_more:
             return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
         if not all(value.isfinite().all() for value in data.values()):
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
@@ -90,7 +90,7 @@ class _Compared:
         if nested is None:
             raise ValueError("a likelihood has no linear predictors")
         self.guide, self.search, self.nested = guide, search, search.at_rows(nested, ALL_ROWS)
-        self.rows = slices({name: shape.numel() for name, shape in nested.hyper.items()})
+        self.rows = nested.rows
         self.loc, self.root = _q_of_theta(guide, self.rows, search.priors)
         # The gradient of F is that at all rows, at the mean of q(θ), and the curvature that at some; x̂ moves by shift.
         self.nested.weight, self.shift = search.num / search.rows, guide.like.new_zeros(())

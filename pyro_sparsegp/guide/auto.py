@@ -103,9 +103,9 @@ class AutoSparseGP(SavedGuide):
     def __repr__(self) -> str:
         """What q is: which latents have one Gaussian with GP sites, which are jointly normal, independent or points."""
         head = f"{type(self).__name__}({self.families!r})"
-        if not self.core.known:
+        facts = self.structure
+        if facts is None:
             return f"{head}, not called yet"
-        facts = self.core.facts
         apart = [name for name in facts.latents if name not in facts.field and name not in facts.coupled]
         of_kinds = {
             "one Gaussian given the others": list(facts.field) or list(facts.gps),

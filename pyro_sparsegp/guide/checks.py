@@ -76,8 +76,8 @@ def _warn_of_jitter(guide: KnownGuide, posteriors: Mapping[str, SparsePosterior]
     noise = {n: fn.variance.min() for n in guide.facts.rows if n in sites and is_normal(fn := bare(sites[n]["fn"]))}
     for gp, posterior in posteriors.items():
         parts = [part.jitter for part in guide.module_of(gp).modules() if isinstance(part, InducingPoints)]
-        own = posterior.process.jitter  # before a basis' own, as in InducingPoints.forward
-        own = max(filter(None, parts), default=default_jitter(guide.like.dtype)) if own is None else own
+        # a process' before a basis' own, as in InducingPoints.forward
+        own = next(filter(None, [posterior.process.jitter, *parts]), default_jitter(guide.like.dtype))
         jitter = own * posterior.process.variance.mean()
         names = [name for name, variance in noise.items() if variance < 10 * jitter]  # sd 5 % too wide, and more
         if names:

@@ -26,6 +26,7 @@ from .reading import SiteReading, settle
 from .runs import Conditions, Priors, Run
 
 _SETTLED = 100  # updates of sites outside of training, at most
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
 _LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
 
 
@@ -123,16 +124,14 @@ def _read(
     guide: KnownGuide, reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows
 ) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
-    learns, left = rows.learns, list[SiteReading]()
+    learns = rows.learns
     if learns:
         _look_again(guide.core, reader, run)
     met = {name: process for name, process in run.processes.items() if name in names}
     readings = {name: SiteReading(name, process, guide.module_of(name), reader) for name, process in met.items()}
-    for reading in readings.values():
-        if reading.name in run.moves:
-            _read_off(reading, run, learns)
-        else:
-            left.append(reading)
+    for name in run.moves:
+        _read_off(readings[name], run, learns)
+    left = [reading for name, reading in readings.items() if name not in run.moves]
     if left:
         marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
         others = [reading for reading in left if not reading.alone]
@@ -178,7 +177,7 @@ def _look_again(core: Core, reader: Reader, run: _UnderLatents) -> None:
 def _patience(guide: KnownGuide, readings: list[SiteReading], learns: bool) -> tuple[int, float]:
     """How many updates sites get at most, and what moves, in standard deviations, are not worth one."""
     if not learns:
-        return _SETTLED, 1e-4 if guide.like.dtype == torch.float64 else 1e-3
+        return _SETTLED, _TOLERANCE[guide.like.dtype]
     most = max(reading.module.updates for reading in readings)
     # Under latents that are drawn anew, the sites that were kept are those of another draw.
     return (max(most, 5), 0.05) if guide.has_random_latents else (most, 0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Optional
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -27,7 +27,7 @@ from ..program.declared import parameters
 from ..program.dependence import COUPLED
 from ..program.enumeration import Enumeration
 from ..program.facts import Structure
-from ..program.handlers import trace_like
+from ..program.handlers import NO_RUN, trace_like
 from ..program.traces import as_process, bare, repeatable, sample_sites
 from .known import KnownGuide
 from .networks import rows_kept
@@ -178,7 +178,7 @@ def run_standardised(
     kwargs: dict[str, Any],
     handler: Standardised,
     values: Mapping[str, Tensor] = {},
-    like: Optional[poutine.Trace] = None,
+    like: poutine.Trace = NO_RUN,
 ) -> poutine.Trace:
     """A run of the model with a field's members at values of x.
 

@@ -87,7 +87,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         checks.require_sizes(run.sites)
         _require_sites(run)
         facts = _describe(run)
-        facts.enumerated = [] if run.enumeration is None else run.enumeration.names
+        facts.enumerated = run.enumeration.names  # type: ignore[union-attr]
         facts.joint = guide.groups
         guide.core = Core(facts)
         show_all_rows(guide, args, kwargs, trace)
@@ -127,9 +127,8 @@ class _Setup(Run):
         guide, x = self.guide, process.x
         _require_positive(guide.trace, name, process)
         if not self.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
-            free = {other: site for other, site in sample_sites(guide.trace).items() if is_free(site)}
-            normal = [other for other, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
-            several = [other for other in normal if free[other]["value"].numel() > 1]
+            free = {n: s for n, s in sample_sites(guide.trace).items() if is_free(s) and s["value"].numel() > 1}
+            several = [other for other, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
             if several:
                 raise _FlatInputsError(*several)
         guide.like = x.new_empty(0)
@@ -196,19 +195,15 @@ def _require_sites(run: Run) -> None:
         unknown = [] if isinstance(names, bool) else [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"{what} names {unknown}; the GP sites are {gps}, the other latents {others}")
-    for name, site in sample_sites(trace).items() if pyro.settings.get("validate_infer") else ():
-        if name not in posteriors:
-            _require_density(name, site)
-
-
-def _require_density(name: str, site: Any) -> None:
-    try:
-        site["log_prob"] = site["fn"].log_prob(site["value"])
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"site {name!r} has no density at its value: {checks.why_without_density(site, error)}"
-        ) from error
-    check_site_shape(site, _NO_LIMIT)
+    sites = {n: s for n, s in sample_sites(trace).items() if n not in posteriors}
+    for name, site in sites.items() if pyro.settings.get("validate_infer") else ():
+        try:
+            site["log_prob"] = site["fn"].log_prob(site["value"])
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"site {name!r} has no density at its value: {checks.why_without_density(site, error)}"
+            ) from error
+        check_site_shape(site, _NO_LIMIT)
 
 
 def _require_positive(trace: poutine.Trace, gp: str, process: GaussianProcess) -> None:

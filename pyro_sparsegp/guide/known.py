@@ -50,11 +50,6 @@ class Core:
     looks: int = 0
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
 
-    @property
-    def known(self) -> bool:
-        """Whether there was such a call, or state."""
-        return bool(self.facts.gps)
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -109,10 +104,10 @@ class KnownGuide(AutoNormalMessenger):
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        named = families if isinstance(families, Mapping) else {}
-        self.families, self.groups = families, [list(key) for key in named if isinstance(key, tuple)]
+        named: Mapping[Any, Family] = families if isinstance(families, Mapping) else {(): families}
+        self.families, self.groups = families, [list(key) for key in named if key and isinstance(key, tuple)]
         self.by_name = {n: named[key] for key in named for n in ((key,) if isinstance(key, str) else key)}
-        self.declared = list(families.values()) if isinstance(families, Mapping) else [families]
+        self.declared = list(named.values())
         # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
         self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
         self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared)
@@ -127,7 +122,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def structure(self) -> Optional[Structure]:
         """What is known of the program, :attr:`facts`; ``None`` before the first call."""
-        return self.core.facts if self.core.known else None
+        return self.core.facts if self.core.facts.gps else None
 
     @property
     def facts(self) -> Structure:
@@ -135,10 +130,9 @@ class KnownGuide(AutoNormalMessenger):
 
         :raises ValueError: before the first call.
         """
-        facts = self.core.facts
-        if not facts.gps:  # test_messages.py::test_a_guide_that_saw_no_data
+        if self.structure is None:  # test_messages.py::test_a_guide_that_saw_no_data
             raise ValueError("the guide has not been called: call it with the data, guide(x, y), or take an SVI step")
-        return facts
+        return self.core.facts
 
     @property
     def on_sites(self) -> bool:
@@ -158,11 +152,11 @@ class KnownGuide(AutoNormalMessenger):
 
     def module_of(self, name: str) -> Any:
         """The variational module of a GP site."""
-        module = self.core.modules.get(name) or at_path(self, "gps." + name)
-        if module is None:  # test_guide.py::test_refusals
-            known = sorted(self.core.facts.gps)
+        modules = self.modules_by_site()
+        if name not in modules:  # test_guide.py::test_refusals
+            known = sorted(modules)
             raise ValueError(f"GP site {name!r} was not there when the guide was initialised; it knows {known}")
-        return module
+        return modules[name]
 
     def modules_by_site(self) -> dict[str, Any]:
         """The variational modules of GP sites."""

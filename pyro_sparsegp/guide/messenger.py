@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from .runs import Run
 
 
-def _latent_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
-    """The posterior of a latent, given its prior under the values drawn upstream; ``None`` is Pyro's."""
+def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[str, Any], Any]) -> Any:
+    """The posterior of a latent, given its prior under the values drawn upstream; ``own`` gives that of it alone."""
     facts = guide.core.facts
-    if facts.gps and (name not in facts.latents or (facts.latents[name]["plates"] and _is_new(guide, name, facts))):
+    if facts.gps and (name not in facts.latents or _is_new(guide, name, facts)):
         return prior
     twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):  # test_missing.py::test_obs_mask
@@ -52,7 +52,7 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
         return guide.run.latent_of_field(name, prior)
     if guide._computing_median or guide.is_point(name):
         return guide._get_posterior_median(name, prior)
-    return coupled_posterior(guide, name, prior) if name in facts.coupled else None
+    return coupled_posterior(guide, name, prior) if name in facts.coupled else own(name, prior)
 
 
 def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
@@ -135,8 +135,7 @@ class SiteMessenger(KnownGuide):
         """
         process, event_dim = as_process(prior)
         if process is None:
-            answer = _latent_posterior(self, name, prior)
-            return super().get_posterior(name, prior) if answer is None else answer
+            return _latent_posterior(self, name, prior, super().get_posterior)
         process.require_place(name)
         if self.core.calls is not None:
             process.origin = self.core.calls.origin(process.x)
@@ -199,9 +198,9 @@ class SiteMessenger(KnownGuide):
             )
         facts = self.core.facts
         # Else draws would be joint in other groups than the layer above takes: test_patches.py::test_groups_must_stay.
-        for below, (size, above) in facts.groups.items():
-            met = self.run.processes.get(below) if above == name else None
-            if met is not None and met.event_shape[0] != process.event_shape[0] * size:
+        for below, met in self.run.processes.items():
+            size, above = facts.groups.get(below, (1, ""))
+            if above == name and met.event_shape[0] != process.event_shape[0] * size:
                 raise ValueError(
                     f"GP site {below!r} has {met.event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; at "
                     f"the guide's first call {size} of {below!r} went into each of {name!r}: give as many again."
@@ -231,8 +230,7 @@ class SiteMessenger(KnownGuide):
         if self.run is not None:  # Pyro's end of a run, which takes the values only
             return model_trace, guide_trace
         # Its gradient would be 0: test_robust_max.py::test_refused_where_it_needs_a_gradient.
-        flat = piecewise_constant(self.trace) if torch.is_grad_enabled() and not at_nodes else []
-        if flat:
+        if torch.is_grad_enabled() and not at_nodes and (flat := piecewise_constant(self.trace)):
             raise ValueError(
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
                 "Train with TraceQuadrature_ELBO; to evaluate another objective use torch.no_grad()."

@@ -52,14 +52,14 @@ def find_links(
 
     def bent(name: str) -> list[str]:
         """The members in which a site's predictors are not affine."""
-        own = [slopes[name, key][link][: len(layout.numbers)] for key, link in found[name].items()]
+        own = [slopes[name, key][link][: len(layout.numbers)] for key, link in found.get(name, {}).items()]
         return [member for member, *each in zip(layout.numbers, *own) if any(part.isnan().any() for part in each)]
 
     hidden |= dict.fromkeys(name for name in found if not layout.residuals.keys().isdisjoint(bent(name)))
     for name in hidden:
         links, (gp, slope) = found.get(name), _in_values(runs[1:], name, layout, along)
         if gp:
-            others = [member for member in bent(name) if member not in layout.residuals] if links else []
+            others = [member for member in bent(name) if member not in layout.residuals]
             found[name], slopes[name, gp] = {gp: VALUE}, {VALUE: slope}
             # As k in mu + k f, without which f is affine.
             if links and 0 < len(others) <= len(bent(name)):

@@ -21,6 +21,8 @@ _ATTEMPTS = 8
 _MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
 _WIDE = 100.0  # nats a value by which a bound is lost
 _NEWTON = 20
+_TIGHT = {torch.float64: 1e-6, torch.float32: 1e-3}  # standard deviations that a linear system's solution may move
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5}  # of a bound
 
 
 class SiteReading:
@@ -146,7 +148,7 @@ def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str,
     :returns: whether they were found: not if the precisions of one depend on the others, as in a product of functions.
     """
     # Tight in training, too: the bound falls with the square of what is missing, times its precisions.
-    tolerance = max(min(tolerance, 1e-5), 1e-6 if marginals[readings[0].name][0].dtype == torch.float64 else 1e-3)
+    tolerance = max(min(tolerance, 1e-5), _TIGHT[marginals[readings[0].name][0].dtype])
     steps: list[tuple[Tensor, Tensor]] = []  # iterates, and residuals there
     for reading, (_, first, _) in zip(readings, [_expect(reader, reading, marginals) for reading in readings]):
         reading.move(first if reading.unread else Sites(first.inputs, first.precision, reading.sites.linear))
@@ -219,7 +221,7 @@ def _search(
         found, _, _ = _expect(reader, reading, marginals)
     bound = float((found.value - posterior.kl.sum()).detach())
     # The sites of a free q are not quite the best ones for projected data: golden student-ComputationAware.
-    share = 1e-2 if isinstance(reading.module, ProjectedGP) else 1e-6 if now[0].dtype == torch.float64 else 1e-5
+    share = 1e-2 if isinstance(reading.module, ProjectedGP) else _ROUNDING[now[0].dtype]
     slack = share * (1 + abs(bound))
     if not bound > -_WIDE * now[0].numel():  # any step raises it: test_exponential_links_under_wide_priors
         reading.move(_at_modes(reader, reading, marginals))

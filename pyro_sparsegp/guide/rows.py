@@ -13,7 +13,7 @@ from pyro import poutine
 
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
-from ..program.traces import all_sites, is_free, is_observation, whole_plates
+from ..program.traces import all_sites, is_free, is_observation, share_of, whole_plates
 from ..warned import warn_once
 from .known import KnownGuide, Rows
 from .runs import Priors, Run
@@ -140,11 +140,6 @@ def share_of_rows(guide: KnownGuide, run: Run) -> float:
     return least if known else 0.0
 
 
-def share_of(site: Any) -> float:
-    """The share of all rows that plates have drawn."""
-    return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])
-
-
 def _equal(one: Any, other: Any) -> bool:
     """Whether two scales are one number; tensors are not asked, which would be read back from a device."""
     return isinstance(one, (int, float)) and isinstance(other, (int, float)) and math.isclose(one, other)
@@ -168,16 +163,16 @@ def note_rows(guide: KnownGuide, run: Run) -> None:
     """After a run: take note of the rows of training, and of how many there are in all; or warn where a prediction's
     diagonal is relative to a part of them.
     """
-    for name, process in run.processes.items():
-        module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
-        if module is not None and not run.rows.new and guide.is_training:
-            x, sites = process.x, run.sites
+    for name in guide.corrected_modules().keys() & run.processes.keys():
+        module: Any = guide.module_of(name)
+        if not run.rows.new and guide.is_training:
+            x, sites = run.processes[name].x, run.sites
             module.see(x)
             frames = [frame for n in guide.facts.rows if n in sites for frame in sites[n]["cond_indep_stack"]]
             sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]
             module.num_rows = max(sizes, default=module.num_rows)
         # test_deep_basis.py::test_unseen_rows_are_told_of_and_one_call_mends_it
-        elif module is not None and run.rows.new and module.num_seen < module.num_rows:
+        elif run.rows.new and module.num_seen < module.num_rows:
             warn_once(
                 guide.warned,
                 "rows unseen",

@@ -129,15 +129,12 @@ class Run(ABC):
                 self._wholes[own.shared] = own.shared()
             share.append(self._wholes[own.shared].share(name))
         posterior = module(self.settled(name, process), name, kind, *share)
-        if share:
-            _ = posterior.features  # that covariances with other sites ask for, too
         if isinstance(posterior, GroupedSite):
             posterior.group, _ = facts.groups[name]
-        if facts.joint and isinstance(posterior, RowSite):
+        if isinstance(posterior, RowSite) and facts.dependence.get(name) != NONE:
             # What no density depends on has no node: test_one_run_has_the_bound_of_a_mapped_one
-            group = [other for other in facts.group(name) if facts.dependence[other] != NONE]
-            met = [other for other in group if name in group and other in self.posteriors and other != name]
-            posterior.beside = [self.posteriors[other] for other in met]
+            group = [other for other in facts.group(name) if facts.dependence.get(other) != NONE and other != name]
+            posterior.beside = [self.posteriors[other] for other in group if other in self.posteriors]
         return posterior
 
 

@@ -286,12 +286,10 @@ class Search:
         loc = nested.theta_of(best.theta) | moved
         facts.coupled = joint = [name for name in self.hyper if name in free]
         intercepts = self._intercepts(nested, found, mode, best, covariance)
-        is_field = self._wants_field(field, intercepts, handler)
-        rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})
-        for name in self.able:
-            if name in joint or (is_field and name in field):
-                continue
-            own, latent = precision[rows[name], rows[name]].diagonal(), facts.latents[name]
+        field = field if self._wants_field(field, intercepts, handler) else []
+        rows = slices({**{name: shape.numel() for name, shape in nested.hyper.items()}, **layout.numbers})
+        for name, latent in _without(facts.latents, [*joint, *field]).items():
+            own = precision[rows[name], rows[name]].diagonal()
             unit = 1.0 if name in self.hyper else handler.priors[name].stddev.reshape(-1).to(own)
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], unit * own.rsqrt()))
             guide.set_latent(name, mean, latent["event_dim"], scale)
@@ -299,10 +297,10 @@ class Search:
             index = index_of(rows, joint)
             root = torch.linalg.cholesky(covariance[index][:, index])
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
-        if is_field:
+        if field:
             facts.factors = self._factors(nested, found, handler, mode, covariance)
             self._start_field(field, nested, best, intercepts, found.sites, handler)
-        for name, module in () if is_field else guide.modules_by_site().items():
+        for name, module in () if field else guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
                 anchor = module.coefficients.anchor_of(handler.bases[name])

@@ -104,7 +104,7 @@ class SavedGuide(SiteMessenger):
         return super().state_dict(*args, **kwargs)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self.core.known and not self.core.loaded:
+        if self.structure is not None and not self.core.loaded:
             conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
         super()._save_to_state_dict(*args, **kwargs)
 
@@ -112,9 +112,9 @@ class SavedGuide(SiteMessenger):
         """What is known of the program, in plain Python, the name of the guide's parameters in Pyro's store, and the
         training data where prediction needs them.
         """
-        if not self.core.known:
+        if self.structure is None:
             return {}
-        state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.core.facts)}
+        state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.structure)}
         data = self.core.data
         if data is not None and self.is_about_rows and data.is_plain:
             state["data"] = {"args": data.args, "kwargs": data.kwargs}

@@ -26,6 +26,7 @@ ELEMENTWISE = "elementwise"  # each term has one value
 DATAWISE = "datawise"  # each term has values of one input, of several outputs of a vector-valued process
 COUPLED = "coupled"  # a term has values at several inputs, as of a matrix times f
 
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _AT_ONCE = 2**20  # values of a site in one mapped run, so that many rows take little more memory than a step of them
 
 Values = Mapping[str, Tensor]
@@ -171,6 +172,5 @@ def _owner(nan: Tensor, touched: Tensor) -> Tensor:
 
 def _moves(one: Tensor, other: Tensor) -> Tensor:
     """Where two tensors differ by more than the rounding of the same values at another place in memory."""
-    reach = 1e-9 if one.dtype == torch.float64 else 1e-4
-    size = one.abs() + other.abs()
+    reach, size = _ROUNDING[one.dtype], one.abs() + other.abs()
     return ~((one == other) | ((one - other).abs() <= reach * (size + size.nan_to_num(0.0, 0.0, 0.0).mean())))

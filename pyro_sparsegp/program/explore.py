@@ -25,6 +25,11 @@ from .traces import as_process, bare, sample_sites
 LOG, TERM, _THETA, _REST, _LAYER = "log density", "term", "parameter", "rest", "layer"
 # In prior deviations: values that are cut off come to an end by the larger ones.
 MOVES = (1.0, -1.0, 30.0, -30.0)
+# Rounding of slopes, of moves of affine functions and of ratios of slopes; and moves by which these are found.
+_SLOPES = {torch.float64: 1e-6, torch.float32: 1e-2}
+_AFFINE = {torch.float64: 1e-7, torch.float32: 1e-3}
+_RATIOS = {torch.float64: 1e-4, torch.float32: 5e-2}
+_SMALL = {torch.float64: 1e-3, torch.float32: 1e-2}
 
 Values = dict[str, Tensor]
 Key = tuple[str, str]
@@ -227,8 +232,7 @@ def _weighted(theta: Tensor) -> Tensor:
 def _has_slope(at: Tensor, slope: Tensor) -> bool:
     """Whether a parameter's weighted sum moves by its slope along the move, which is NaN where values make it."""
     one = at[1] - at[0]
-    tolerance = 1e-6 if one.dtype == torch.float64 else 1e-2
-    return bool((slope - _weighted(one)).abs() <= tolerance * _weighted(one.abs()))
+    return bool((slope - _weighted(one)).abs() <= _SLOPES[one.dtype] * _weighted(one.abs()))
 
 
 def is_affine(at: Tensor) -> bool:
@@ -237,7 +241,7 @@ def is_affine(at: Tensor) -> bool:
     :param at: it at 0 and after so many moves, of :data:`MOVES`, ``(1 + moves, ...)``.
     """
     middle, one, there = at[0], at[1] - at[0], at[1:]
-    relative, eps = 1e-7 if middle.dtype == torch.float64 else 1e-3, torch.finfo(middle.dtype).eps
+    relative, eps = _AFFINE[middle.dtype], torch.finfo(middle.dtype).eps
     sizes = at.new_tensor(MOVES).reshape(-1, *[1] * middle.dim())
     tolerance = relative * one.abs() + 30 * eps * one.abs().mean()
     tolerance = sizes.abs() * tolerance + 100 * eps * (middle.abs() + there.abs())
@@ -271,8 +275,8 @@ def _summed(found: Structure, program: Program) -> list[list[str]]:
     pairs = [[f, g] for f, g in found.interactions if g not in found.group(f) and not {f, g} & {*found.inner}]
     if not pairs:
         return []
-    double = next(iter(program.base.values())).dtype == torch.float64
-    small = (1e-3 if double else 1e-2) * min(float(step.abs().mean()) for step in program.steps.values())
+    dtype = next(iter(program.base.values())).dtype
+    small = _SMALL[dtype] * min(float(step.abs().mean()) for step in program.steps.values())
     # From two places: the slopes of a product have one ratio where f ∝ g.
     starts = program.base, {name: value + program.steps[name] for name, value in program.base.items()}
     points: list[Mapping[str, Tensor]] = [
@@ -286,10 +290,10 @@ def _summed(found: Structure, program: Program) -> list[list[str]]:
     rows = torch.cat([part.reshape(len(points), -1) for key, part in shown.items() if key[0] == LOG], -1)
     # By f and by g, from both places, of each density.
     slopes = (rows[0::2] - rows[1::2]).reshape(len(pairs), 2, -1)
-    reach, chosen = 1e-4 if double else 5e-2, []
+    chosen = []
     for pair, (by_f, by_g) in zip(pairs, slopes):
         factor = (by_f * by_g).sum() / by_f.square().sum()
-        if factor != 0 and ((by_g - factor * by_f).abs() <= reach * by_g.abs().amax()).all():
+        if factor != 0 and ((by_g - factor * by_f).abs() <= _RATIOS[dtype] * by_g.abs().amax()).all():
             chosen.append(pair)
     return chosen
 

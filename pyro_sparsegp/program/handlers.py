@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 import pyro
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .enumeration import Enumeration
 from .traces import all_sites, as_process, fill_masked, is_observation, repeatable, sample_sites
+
+NO_RUN = poutine.Trace()  # which has met no site
 
 
 class Held(Messenger):
@@ -57,11 +59,7 @@ class _Holding(Messenger):
 
 
 def held_trace(
-    model: Callable,
-    values: Mapping[str, Tensor],
-    args: tuple,
-    kwargs: dict[str, Any],
-    like: Optional[poutine.Trace] = None,
+    model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any], like: poutine.Trace = NO_RUN
 ) -> poutine.Trace:
     """A run of the model with sites held at ``values``, unseen by other handlers.
 
@@ -73,7 +71,7 @@ def held_trace(
         Discrete sites that are enumerated are not in it: others' densities are summed over them.
     :raises ValueError: naming a site that would be drawn.
     """
-    free = {} if like is None else {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
+    free = {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
     trace = trace_like(like, lambda: model(*args, **kwargs), _Holding(values, free))
     for name, site in sample_sites(trace).items():
         if not site["is_observed"]:
@@ -84,11 +82,11 @@ def held_trace(
     return trace
 
 
-def trace_like(like: Optional[poutine.Trace], run: Callable[[], Any], handler: Messenger) -> poutine.Trace:
+def trace_like(like: poutine.Trace, run: Callable[[], Any], handler: Messenger) -> poutine.Trace:
     """The trace of a run that other handlers do not see; its sites get the scales and masks of another run, under the
     handlers around this one.
     """
-    there: dict[str, Any] = {} if like is None else dict(like.nodes)
+    there: dict[str, Any] = dict(like.nodes)
     with poutine.block(), poutine.trace() as tracer, handler:
         run()
     for name, site in sample_sites(tracer.trace).items():

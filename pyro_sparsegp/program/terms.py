@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from .dependence import find_owners
 from .facts import Structure
 from .handlers import Rerun
 from .mapping import mapped
-from .traces import bare, log_densities, without_event
+from .traces import bare, log_densities, share_of, without_event
 
 Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 
@@ -38,11 +37,10 @@ class Terms:
         trace: Any = run(self.means)
         parts = log_densities(trace, found.gps, by_entry=True)
         shapes = {name: part.shape for name, part in parts.items() if name in found.downstream}
-        frames = {name: [f for f in trace.nodes[name]["cond_indep_stack"] if f.full_size] for name in shapes}
-        # What plates scale a site's terms by because they hold some of their rows.
-        self.factors = {name: math.prod(f.full_size / (f.size or f.full_size) for f in frames[name]) for name in frames}
-        every = [frame for each in frames.values() for frame in each if frame.size < frame.full_size]
-        self.plates = {frame.name: (int(frame.size), int(frame.full_size)) for frame in every}
+        # What plates leave of a site's terms because they hold some of their rows.
+        self.shares = {name: share_of(trace.nodes[name]) for name in shapes}
+        every = [frame for name in shapes for frame in trace.nodes[name]["cond_indep_stack"] if frame.full_size]
+        self.plates = {f.name: (int(f.size), int(f.full_size)) for f in every if f.size < f.full_size}
         self.differentiable = any(parts[name].requires_grad for name in shapes)
         self.owners, self.rowwise = known
         # To find them for each mini-batch would cost a run with 2 log₂ N times its rows.
@@ -93,7 +91,7 @@ class Terms:
             trace = self.run({**self.means, name: f})
             parts = log_densities(trace, trace.nodes.keys() - owners.keys(), by_entry=True)
             # A plate's scale says how many data each stands for; a site is that of one.
-            return tuple(parts[site] / self.factors[site] for site in owners)
+            return tuple(parts[site] * self.shares[site] for site in owners)
 
         with pyro.validation_enabled(False):
             parts = mapped(at, nodes)

@@ -5,6 +5,7 @@ such as masks and plates leave out of them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -47,6 +48,11 @@ def is_observation(site: Any) -> bool:
 def plate_sizes(site: Any) -> dict[str, int]:
     """The numbers of all rows of the plates that enclose a site."""
     return {frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized}
+
+
+def share_of(site: Any) -> float:
+    """The share of all rows that the plates which enclose a site have drawn."""
+    return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])
 
 
 def grouped(trace: poutine.Trace) -> list[str]:
