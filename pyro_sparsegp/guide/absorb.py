@@ -56,10 +56,6 @@ class _Sums:
         gram, pull = self.coefficients.sums(self.anchor)
         self._sums = (1 - forget) * gram, (1 - forget) * pull
 
-    def put(self, sites: Sites) -> None:
-        """Let q(w) have learned of the sites."""
-        self.coefficients.put_sums(self.anchor, *self.plus(sites))
-
     def plus(self, sites: Sites) -> tuple[Tensor, Tensor]:
         """G₀ + ΦᵀΛΦ and r₀ + Φᵀλ(z − μ)."""
         phi, (gram, pull) = side_by_side(self.phi), self._sums
@@ -106,7 +102,8 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
                     "absorbed. Look for NaN or infinite values, or data outside of the likelihood's support."
                 )
         for reading in readings:
-            reading.module.put(reading.sites)
+            sums: _Sums = reading.module
+            sums.coefficients.put_sums(sums.anchor, *sums.plus(reading.sites))
             if reading.change > 1e-2 or math.isnan(reading.change):
                 warnings.warn(
                     f"the sites of GP site {reading.name!r} did not converge: another update would move a marginal by "

@@ -25,7 +25,6 @@ from ..numerics.functions import jacobian
 from ..program.traces import repeatable, whole_plates
 from .checks import explain_nan
 from .conditions import conditions_now
-from .coupled import able_to_couple
 from .field import field_given, slices
 from .known import KnownGuide, Rows
 from .nested import Optimum
@@ -51,7 +50,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
 
     :param whole: whether weighted draws are asked too, and every other start; else Newton's step, and the best start.
     """
-    able, relation = able_to_couple(guide, guide.facts), guide.relation(args, kwargs)
+    able, relation = guide.facts.able_to_couple, guide.relation(args, kwargs)
     if not able:
         return []
     apart = [name for name in able if name not in guide.facts.coupled and name not in guide.facts.field]
@@ -62,7 +61,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         f"latents {', '.join(map(repr, able))} can't be checked here. {held}Look at diagnostics.psis(model, guide, "
         "...), or compare with NUTS."
     )
-    if not is_open(guide, able):
+    if not is_open(guide):
         return [beyond]
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
@@ -74,7 +73,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         if not all(value.isfinite().all() for value in data.values()):
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
         try:
-            compared = _Compared(guide, Search(guide, run, able, args, kwargs))
+            compared = _Compared(guide, Search(guide, run, args, kwargs))
         except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
             return [beyond]
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
@@ -364,7 +363,7 @@ def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str,
     """The mean and standard deviation of latents and of a field's members, where q has them: θ in unconstrained space,
     a field in x.
     """
-    facts, able = guide.facts, able_to_couple(guide, guide.facts)
+    facts, able = guide.facts, guide.facts.able_to_couple
     if not facts.field and not able:
         return {}
     with repeatable(guide.like), poutine.block(), torch.no_grad():

@@ -15,7 +15,6 @@ from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
 from ..numerics.linalg import default_jitter
 from ..posterior.sparse_posterior import SparsePosterior
-from ..process import GaussianProcess
 from ..program import checks
 from ..program.declared import is_normal
 from ..program.facts import Structure
@@ -39,20 +38,15 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
     for name, posterior in probe.posteriors.items():
         if posterior.process.x.requires_grad:
             module = guide.module_of(name)
-            _let_inputs_move(module, posterior.process)
+            # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
+            for part in [p for p in module.modules() if isinstance(p, InducingPoints) and p.units is not None]:
+                part.leave_units()
+            follows = isinstance(module, SparseGP) and module.may_follow_network
+            if follows and (rows := rows_to_follow(posterior.process, sum(module.basis.sizes))):
+                module.follow_network(*rows)
             core.facts.gps[name] = module.spec()
     core.calls = Calls() if core.facts.follows_networks else None
     core.checked = known  # else a training call will tell
-
-
-def _let_inputs_move(module: Any, process: GaussianProcess) -> None:
-    # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
-    for part in [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]:
-        part.leave_units()
-    if isinstance(module, SparseGP) and module.may_follow_network:
-        rows = rows_to_follow(process, sum(module.basis.sizes))
-        if rows is not None:
-            module.follow_network(*rows)
 
 
 def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, SparsePosterior]) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, ClassVar, Optional
+from typing import Any, Optional
 
-import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import sum_rightmost
@@ -20,10 +19,11 @@ from ..gaussians import Drawn, DrawnGaussian
 from ..modules import at_path
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
+from .field_latent import OfPrior
 from .known import KnownGuide
 
 
-class _Part(dist.TorchDistribution):
+class _Part(OfPrior):
     """A latent's posterior in a run: some entries z of a draw, each given those before it, under a transform.
 
     :param drawn: of all entries.
@@ -32,16 +32,15 @@ class _Part(dist.TorchDistribution):
     :param name: of the site; ``prior`` is its prior.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
 
     def __init__(self, drawn: Drawn, rows: slice, shape: torch.Size, name: str, prior: Any) -> None:
-        self.drawn, self.rows, self.sizes, self.name, self.prior = drawn, rows, shape, name, prior
+        super().__init__(prior)
+        self.drawn, self.rows, self.sizes, self.name = drawn, rows, shape, name
         # biject_to's for positive numbers adds 0 and multiplies by 1, at each value and each Jacobian.
         is_positive = prior.support is constraints.positive
         self.transform: Any = ExpTransform() if is_positive else biject_to(prior.support)
         self.draw: Optional[tuple[Tensor, Tensor]] = None  # z and its value, once asked for
-        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         if sample_shape:
@@ -83,14 +82,6 @@ def _kl_at_the_draw(q: _Part, p: Any) -> Tensor:
     if isinstance(p, torch.distributions.TransformedDistribution) and p.transforms == [q.transform]:
         return q.summed(q.drawn.densities[q.rows]) - p.base_dist.log_prob(q.draw[0])
     return q.log_prob(q.draw[1]) - p.log_prob(q.draw[1])
-
-
-def able_to_couple(guide: KnownGuide, facts: Structure) -> list[str]:
-    """The latents whose posterior may be joint with others', in the order of the first call: those that have one value
-    for all rows, and no posterior of their own by an overridden ``get_posterior``.
-    """
-    of_rows = facts.local_latents
-    return [n for n, latent in facts.latents.items() if latent["shape"] is not None and n not in of_rows]
 
 
 def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:

@@ -13,16 +13,25 @@ from ..gaussians import Share
 from .field import standardised
 
 
-class FieldLatent(TorchDistribution):
-    """A normal latent's posterior in a run: its part of a draw of the field."""
+class OfPrior(TorchDistribution):
+    """A distribution in the place of a prior, which it holds."""
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, prior: Any) -> None:
+        self.prior = prior
+        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
+
+
+class FieldLatent(OfPrior):
+    """A normal latent's posterior in a run: its part of a draw of the field."""
+
     has_rsample = True
 
     def __init__(self, prior: Any, share: Share) -> None:
-        self.prior, self.share = prior, share
+        super().__init__(prior)
+        self.share = share
         self.drawn: Optional[list[Tensor]] = None  # x, where its value is a draw of its own
-        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
     @property
     def mean(self) -> Tensor:
@@ -45,14 +54,8 @@ class FieldLatent(TorchDistribution):
         return (total / max(self.batch_shape.numel(), 1)).expand(self.batch_shape)
 
 
-class BaseMeasure(TorchDistribution):
+class BaseMeasure(OfPrior):
     """A prior that densities are relative to: it has density 1."""
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, prior: Any) -> None:
-        self.prior = prior
-        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
         return value.new_zeros(self.batch_shape)

@@ -26,7 +26,7 @@ from ..numerics.functions import jacobian
 from ..program.checks import holds_part
 from ..program.data import map_tensors
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, whole_plates
-from .coupled import able_to_couple, couple, drop_latents
+from .coupled import couple, drop_latents
 from .field import (
     LARGEST,
     Layout,
@@ -78,27 +78,26 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     :param run: the first.
     """
     facts = guide.facts
-    able = able_to_couple(guide, facts)
-    if not (able or facts.joint) or guide.independent is True or not is_open(guide, able):
+    if not (facts.able_to_couple or facts.joint) or guide.independent is True or not is_open(guide):
         return
     try:
         with torch.enable_grad(), whole_plates():
-            _find(Search(guide, run, able, args, kwargs))
+            _find(Search(guide, run, args, kwargs))
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        if able:
+        if names := ", ".join(map(repr, facts.latents)):
             warnings.warn(
-                f"the mode of latents {', '.join(map(repr, able))} was not found ({str(error).splitlines()[0]}). They "
+                f"the mode of latents {names} was not found ({str(error).splitlines()[0]}). They "
                 "start where init_loc_fn says, each with an independent posterior, so intervals may be too narrow. "
                 "Give init_loc_fn a nearer start.",
                 stacklevel=6,
             )
 
 
-def is_open(guide: KnownGuide, able: list[str]) -> bool:
+def is_open(guide: KnownGuide) -> bool:
     """Whether there is a start: every latent is one of all rows, and GP sites are single functions on a basis."""
     facts = guide.facts
     # Processes have other rows each, at which they would find other modes.
-    if torch.distributed.is_initialized() or facts.inner or len(able) < len(facts.latents):
+    if torch.distributed.is_initialized() or facts.inner or len(facts.able_to_couple) < len(facts.latents):
         return False
     return all(
         type(module) in (SparseGP, OptimalGP, ExactGP, ExpectationGP)
@@ -130,13 +129,13 @@ class Search:
     """What is known of a program before θ goes to its mode.
 
     :param first: a run that met all sites.
-    :param able: the latents of which some are in the field, ``normal``, and all others hyperparameters, ``hyper``.
 
-    ``priors`` and ``held`` are the latents' in that run.
+    Some latents are in the field, ``normal``, and all others hyperparameters, ``hyper``; ``priors`` and ``held`` are
+    the latents' in that run.
     """
 
-    def __init__(self, guide: KnownGuide, first: Run, able: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
-        self.guide, self.able, self.whole, self.gps = guide, able, (args, kwargs), list(guide.facts.gps)
+    def __init__(self, guide: KnownGuide, first: Run, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.guide, self.whole, self.gps = guide, (args, kwargs), list(guide.facts.gps)
         sites = dict(all_sites(first.trace))
         self.inputs = {name: process.x for name, process in first.processes.items()}
         self.order = list(sites)
@@ -145,8 +144,8 @@ class Search:
         drawn = {n: site["fn"] for n, site in sites.items() if is_free(site) and site_is_subsample(site)}
         self.plates = {name: fn.size for name, fn in drawn.items() if fn.subsample_size == rows < fn.size}
         self.num = max([rows, *self.plates.values()])
-        self.priors = {name: sites[name]["infer"]["prior"] for name in able}
-        self.held = {name: sites[name]["value"].detach() for name in able}
+        self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
+        self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
         exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
         self.is_part = holds_part(first.trace)
@@ -163,7 +162,7 @@ class Search:
             raise ValueError(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
 
     def _split(self, normal: dict[str, Any]) -> None:
-        self.normal, self.hyper = normal, [name for name in self.able if name not in normal]
+        self.normal, self.hyper = normal, [name for name in self.priors if name not in normal]
 
     def _take(self, most: int) -> None:
         """Take so many rows at most, at equal distances: by a plate's numbers, or those of tensors with as many as the
@@ -274,7 +273,7 @@ class Search:
         """Start q at the mode."""
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         covariance = nested.covariance(best)
-        free = {name for name in self.able if not guide.is_point(name) and not guide.is_independent(name)}
+        free = {name for name in self.priors if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
         # An independent posterior is that given all others.
         precision = torch.block_diag(torch.linalg.inv(covariance), best.root @ best.root.mT)

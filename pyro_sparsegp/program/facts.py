@@ -18,57 +18,39 @@ MAX_AXES = 2  # of a grid of nodes
 
 @dataclass
 class Structure:
-    """What the guide found out about the model at its first call, in plain Python: it travels in the state dict.
+    """What the guide found out about the model at its first call, in plain Python: it travels in the state dict."""
 
-    :param gps: for each GP site, the shapes of its module.
-    :param latents: for each other latent site, its event dimensions, shape and enclosing plates with sizes.
-    :param rows: for each observed site, how many values it had.
-    :param data_plates: plates that enclose an observed site.
-    :param grouped: latents of which several data have one: some of the data's plates enclose them, and not all.
-    :param dependence: for each GP site, how densities downstream depend on its values.
-    :param inner: GP sites whose values enter another GP site (an inner layer of a deep GP).
-    :param groups: for those whose values a layer above couples in groups of consecutive inputs (the patches of an
-        image), how many make a group, and that layer.
-    :param interactions: pairs of GP sites that meet in one term of a density.
-    :param downstream: sites whose densities move with a GP site's values.
-    :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
-    :param columns: for each GP site, how many columns its inputs have.
-    :param coupled: latents that have one posterior, of hyperparameters.
-    :param field: of each GP site and latent of the field, in order, the sizes of its blocks of coefficients.
-    :param factors: of members of a field whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
-    :param intercepts: hyperparameters that the field follows, beside its kernels, such as an intercept.
-    :param unconstrained: those that it follows in unconstrained space; others by their values.
-    :param links: of each likelihood of a field, by parameter, the link under which it is affine in it.
-    :param enumerated: discrete latents, which are summed out.
-    :param joint: groups of GP sites that have one posterior.
-    :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
-    :param summed: pairs of GP sites of separate posteriors that enter densities by a sum of them alone, f + cg.
-    :param num_nodes: along an axis of quadrature in training, at which sites are read, too.
-    """
-
-    gps: dict[str, dict[str, Any]] = _field(default_factory=dict)
-    latents: dict[str, dict[str, Any]] = _field(default_factory=dict)
-    rows: dict[str, int] = _field(default_factory=dict)
-    data_plates: list[str] = _field(default_factory=list)
+    gps: dict[str, dict[str, Any]] = _field(default_factory=dict)  # for each GP site, the shapes of its module
+    latents: dict[str, dict[str, Any]] = _field(default_factory=dict)  # event dimensions, shape, plates with sizes
+    rows: dict[str, int] = _field(default_factory=dict)  # for each observed site, how many values it had
+    data_plates: list[str] = _field(default_factory=list)  # that enclose an observed site
+    # Latents of which several data have one: some of the data's plates enclose them, and not all.
     grouped: list[str] = _field(default_factory=list)
-    dependence: dict[str, str] = _field(default_factory=dict)
-    inner: list[str] = _field(default_factory=list)
+    dependence: dict[str, str] = _field(default_factory=dict)  # how densities downstream depend on each GP site
+    inner: list[str] = _field(default_factory=list)  # GP sites whose values enter another, as a deep GP's inner layers
+    # Of those whose values a layer above couples in groups of consecutive inputs (the patches of an image), how many
+    # make a group, and that layer.
     groups: dict[str, tuple[int, str]] = _field(default_factory=dict)
-    interactions: list[list[str]] = _field(default_factory=list)
-    downstream: list[str] = _field(default_factory=list)
-    quadratic: list[str] = _field(default_factory=list)
-    columns: dict[str, int] = _field(default_factory=dict)
-    coupled: list[str] = _field(default_factory=list)
-    field: dict[str, list[int]] = _field(default_factory=dict)
+    interactions: list[list[str]] = _field(default_factory=list)  # pairs of GP sites that meet in a term of a density
+    crossed: list[list[str]] = _field(default_factory=list)  # those of one posterior, at different inputs or outputs
+    # Pairs of GP sites of separate posteriors that enter densities by a sum of them alone, f + cg.
+    summed: list[list[str]] = _field(default_factory=list)
+    downstream: list[str] = _field(default_factory=list)  # sites whose densities move with a GP site's values
+    quadratic: list[str] = _field(default_factory=list)  # GP sites on sites in whose values densities are quadratic
+    columns: dict[str, int] = _field(default_factory=dict)  # of each GP site's inputs
+    joint: list[list[str]] = _field(default_factory=list)  # groups of GP sites that have one posterior
+    enumerated: list[str] = _field(default_factory=list)  # discrete latents, which are summed out
+    coupled: list[str] = _field(default_factory=list)  # latents that have one posterior, of hyperparameters
+    field: dict[str, list[int]] = _field(default_factory=dict)  # its members, in order: sizes of blocks of coefficients
+    # Of each likelihood of a field, by parameter, the link under which it is affine in it.
     links: dict[str, dict[str, str]] = _field(default_factory=dict)
+    # Of members of a field whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
+    factors: dict[str, dict[str, list[float]]] = _field(default_factory=dict)
+    # Hyperparameters that the field follows, beside its kernels, such as an intercept: by their values, or in
+    # unconstrained space.
     intercepts: list[str] = _field(default_factory=list)
     unconstrained: list[str] = _field(default_factory=list)
-    factors: dict[str, dict[str, list[float]]] = _field(default_factory=dict)
-    enumerated: list[str] = _field(default_factory=list)
-    joint: list[list[str]] = _field(default_factory=list)
-    crossed: list[list[str]] = _field(default_factory=list)
-    summed: list[list[str]] = _field(default_factory=list)
-    num_nodes: int = 20
+    num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
 
     @property
     def follows_networks(self) -> bool:
@@ -80,6 +62,14 @@ class Structure:
         """The latents that have a value for each row."""
         plates = set(self.data_plates)
         return [name for name, latent in self.latents.items() if plates.intersection(latent["plates"])]
+
+    @property
+    def able_to_couple(self) -> list[str]:
+        """The latents whose posterior may be joint with others', in the order of the first call: those that have one
+        value for all rows, and no posterior of their own by an overridden ``get_posterior``.
+        """
+        of_rows = self.local_latents
+        return [n for n, latent in self.latents.items() if latent["shape"] is not None and n not in of_rows]
 
     def neighbours(self, name: str) -> set[str]:
         """The GP sites that meet this one in a term of a density."""
