@@ -124,14 +124,16 @@ def _read(
     guide: KnownGuide, reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows
 ) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
-    learns = rows.learns
+    learns, left = rows.learns, list[SiteReading]()
     if learns:
         _look_again(guide.core, reader, run)
     met = {name: process for name, process in run.processes.items() if name in names}
     readings = {name: SiteReading(name, process, guide.module_of(name), reader) for name, process in met.items()}
-    for name in run.moves:
-        _read_off(readings[name], run, learns)
-    left = [reading for name, reading in readings.items() if name not in run.moves]
+    for reading in readings.values():
+        if reading.name in run.moves:
+            _read_off(reading, run, learns)
+        else:
+            left.append(reading)
     if left:
         marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
         others = [reading for reading in left if not reading.alone]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
+from pyro.distributions import TorchDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor
@@ -19,8 +20,17 @@ from ..gaussians import Drawn, DrawnGaussian
 from ..modules import at_path
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
-from .field_latent import OfPrior
 from .known import KnownGuide
+
+
+class OfPrior(TorchDistribution):
+    """A distribution in the place of a prior, which it holds."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, prior: Any) -> None:
+        self.prior = prior
+        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
 
 class _Part(OfPrior):

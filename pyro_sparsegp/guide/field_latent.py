@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Optional
+from typing import Any, Optional
 
 import torch
-from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import register_kl
 
 from ..gaussians import Share
+from .coupled import OfPrior
 from .field import standardised
-
-
-class OfPrior(TorchDistribution):
-    """A distribution in the place of a prior, which it holds."""
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, prior: Any) -> None:
-        self.prior = prior
-        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
 
 class FieldLatent(OfPrior):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[str, Any], Any]) -> Any:
     """The posterior of a latent, given its prior under the values drawn upstream; ``own`` gives that of it alone."""
     facts = guide.core.facts
-    if facts.gps and (name not in facts.latents or _is_new(guide, name, facts)):
+    if facts.gps and (name not in facts.latents or (facts.latents[name]["plates"] and _is_new(guide, name, facts))):
         return prior
     twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):  # test_missing.py::test_obs_mask

@@ -163,10 +163,12 @@ def note_rows(guide: KnownGuide, run: Run) -> None:
     """After a run: take note of the rows of training, and of how many there are in all; or warn where a prediction's
     diagonal is relative to a part of them.
     """
-    for name in guide.corrected_modules().keys() & run.processes.keys():
-        module: Any = guide.module_of(name)
+    for name, process in run.processes.items():
+        module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
+        if module is None:
+            continue
         if not run.rows.new and guide.is_training:
-            x, sites = run.processes[name].x, run.sites
+            x, sites = process.x, run.sites
             module.see(x)
             frames = [frame for n in guide.facts.rows if n in sites for frame in sites[n]["cond_indep_stack"]]
             sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]

@@ -131,9 +131,9 @@ class Run(ABC):
         posterior = module(self.settled(name, process), name, kind, *share)
         if isinstance(posterior, GroupedSite):
             posterior.group, _ = facts.groups[name]
-        if isinstance(posterior, RowSite) and facts.dependence.get(name) != NONE:
+        if facts.joint and isinstance(posterior, RowSite) and facts.dependence[name] != NONE:
             # What no density depends on has no node: test_one_run_has_the_bound_of_a_mapped_one
-            group = [other for other in facts.group(name) if facts.dependence.get(other) != NONE and other != name]
+            group = [other for other in facts.group(name) if facts.dependence[other] != NONE and other != name]
             posterior.beside = [self.posteriors[other] for other in group if other in self.posteriors]
         return posterior
 
