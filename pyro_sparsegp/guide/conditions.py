@@ -125,8 +125,13 @@ def _read(
 ) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
     learns, left = rows.learns, list[SiteReading]()
-    if learns:
-        _look_again(guide.core, reader, run)
+    if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
+        core, found = guide.core, reader.found
+        core.looks += 1
+        if found.quadratic and core.looks in _LOOKS:
+            again = replace(found)
+            explore(again, reader.run, run.processes, found.quadratic)
+            found.quadratic[:] = again.quadratic
     met = {name: process for name, process in run.processes.items() if name in names}
     readings = {name: SiteReading(name, process, guide.module_of(name), reader) for name, process in met.items()}
     for reading in readings.values():
@@ -165,15 +170,6 @@ def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
     found = Expectation(total, first, second) if learns else Expectation(*(p.detach() for p in (total, first, second)))
     reading.move(reading.expanded(found, torch.zeros_like(move)))
     reading.change = 0.0
-
-
-def _look_again(core: Core, reader: Reader, run: _UnderLatents) -> None:
-    """Densities that were normal around f at the first call may not stay so: at some steps it is asked again."""
-    found, core.looks = reader.found, core.looks + 1
-    if found.quadratic and core.looks in _LOOKS:
-        again = replace(found)
-        explore(again, reader.run, run.processes, found.quadratic)
-        found.quadratic[:] = again.quadratic
 
 
 def _patience(guide: KnownGuide, readings: list[SiteReading], learns: bool) -> tuple[int, float]:

@@ -113,7 +113,7 @@ class Standardised(Messenger):
     :param theta: hyperparameters in unconstrained space.
     :param bases: of GP sites, where they are known.
 
-    Afterwards ``log_prior`` is log p(θ) there, and ``values`` are the members' by name.
+    Afterwards ``log_prior`` is log p(θ) there; ``values`` are the members' by name, and ``features`` their slopes by x.
     """
 
     def __init__(
@@ -143,17 +143,15 @@ class Standardised(Messenger):
             self.log_prior = self.log_prior + msg["scale"] * (fn.log_prob(value).sum() + jacobian.sum())
         elif name in self.x or name in self.residuals:
             process, _ = as_process(fn)
-            value = self._of_process(name, process) if process is not None else standardised(fn, self.x[name])
+            if process is None:
+                self.features[name], value = [_scale_of(fn)], standardised(fn, self.x[name])
+            else:
+                value = self._of_process(name, process)
             self.values[name] = value
         else:
             return
         self.priors[name] = fn
         msg["value"], msg["done"] = value, True
-
-    def size_of(self, name: str) -> Tensor:
-        """The sum of squared slopes of a member's values by x."""
-        parts = self.features[name] if name in self.features else [_scale_of(self.priors[name])]
-        return sum(part.square().sum() for part in parts)  # type: ignore[return-value]
 
     def _of_process(self, name: str, process: Any) -> Tensor:
         """μ + φᵀw + Rt, with RRᵀ the residual's covariance; √ρ t of its variance where no term adds values up."""
@@ -206,18 +204,12 @@ def hyperparameters_among(
     """
     x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
     handler = at_zero(guide, x)
-    made: list[Tensor] = []
     sites = sample_sites(run(handler))
-    for name, site in sites.items():
-        fn = site["fn"]
-        process, _ = as_process(fn)
-        if process is not None:
-            made += [process.variance, *handler.features[name]]
-        elif name in normal:
-            made.append(_scale_of(fn))
-        elif name in guide.facts.latents:  # whose prior is made of it
-            made += parameters(fn).values()
-    made = [part.sum() for part in made if part.requires_grad]
+    every = [part for parts in handler.features.values() for part in parts]
+    every += [as_process(sites[name]["fn"])[0].variance for name in guide.facts.gps]  # type: ignore[union-attr]
+    others = guide.facts.latents.keys() - normal.keys()  # whose priors are made of them
+    every += [part for name in others for part in parameters(sites[name]["fn"]).values()]
+    made = [part.sum() for part in every if part.requires_grad]
     if not made:
         return set()
     slopes = torch.autograd.grad(torch.stack(made).sum(), [x[name] for name in normal], allow_unused=True)

@@ -254,9 +254,7 @@ def _describe(run: Run) -> Structure:
 def _explore(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) -> None:
     """Learn how densities depend on GP sites' values, and raise where a family on sites does not fit."""
     guide, modules = run.guide, run.guide.site_modules()
-    with repeatable(guide.like):
-        held = held_runs(guide.model, run.trace, args, kwargs)
-        guide.core.forms = explore(found, held, run.processes, list(modules))
+    _learn_forms(run, found, args, kwargs)
     for site, density in log_densities(run.trace, found.gps).items() if modules or guide.by_expectation else ():
         if not density.isfinite().all():
             raise ValueError(
@@ -269,11 +267,15 @@ def _explore(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) ->
 
 def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
     """Which densities have their expectation in closed form, learned anew, as where a state was loaded."""
-    run = probed(guide, args, kwargs)
+    return _learn_forms(probed(guide, args, kwargs), replace(guide.facts), args, kwargs)
+
+
+def _learn_forms(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
+    guide = run.guide
     with repeatable(guide.like), poutine.block():
         held = held_runs(guide.model, run.trace, args, kwargs)
-        guide.core.forms = found = explore(replace(guide.facts), held, run.processes)
-    return found
+        guide.core.forms = forms = explore(found, held, run.processes, list(guide.site_modules()))
+    return forms
 
 
 def require_separate_sites(found: Structure, name: str, reads: str, trace: poutine.Trace, remedy: str) -> None:

@@ -29,45 +29,30 @@ Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
 
 @dataclass
 class Core:
-    """What a guide has learnt at its first call, or was loaded with.
+    """What a guide has learnt at its first call, or was loaded with."""
 
-    :param facts: what is known of the program; nothing, before.
-    :param forms: which densities have their expectation in closed form; learned anew where a state was loaded.
-    :param data: the arguments of the last step of training on the rows that it is about.
-    :param calls: the networks that a run calls, where they are to be known.
-    :param checked: whether all parameters were seen to train; ``registered`` are the model's.
-    :param loaded: whether it is from a state, and was not called since.
-    :param looks: how often sites were read in training.
-    """
-
-    facts: Structure = field(default_factory=Structure)
-    forms: Optional[ClosedForms] = None
-    data: Optional[TrainingData] = None
-    calls: Optional[Calls] = None
-    checked: bool = False
-    registered: list[Tensor] = field(default_factory=list)
-    loaded: bool = False
-    looks: int = 0
+    facts: Structure = field(default_factory=Structure)  # what is known of the program; nothing, before
+    forms: Optional[ClosedForms] = None  # which are in closed form; learned anew where a state was loaded
+    data: Optional[TrainingData] = None  # of the last step of training on the rows that it is about
+    calls: Optional[Calls] = None  # the networks that a run calls, where they are to be known
+    checked: bool = False  # whether all parameters were seen to train
+    registered: list[Tensor] = field(default_factory=list)  # the model's parameters
+    loaded: bool = False  # whether it is from a state, and was not called since
+    looks: int = 0  # how often sites were read in training
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows a call brings.
+    """Which rows a call brings."""
 
-    :param same: they are those of training, with their observations.
-    :param inputs: their inputs are: latents of single rows are of these rows.
-    :param learns: it is a step of training, of these rows or, where modules take them, of others: gradients pass
-        through the sites that q is conditioned on.
-    :param new: they are rows to predict at, whatever they are.
-    :param relation: what the call's tensors are to those of training; ``None`` where the guide has no data.
-    """
-
-    same: bool = True
-    inputs: bool = True
+    same: bool = True  # those of training, with their observations
+    inputs: bool = True  # their inputs are: latents of single rows are of these rows
+    # It is a step of training, of these rows or, where modules take them, of others: gradients pass through the sites
+    # that q is conditioned on.
     learns: bool = False
-    new: bool = False
-    relation: Optional[Relation] = None
+    new: bool = False  # rows to predict at, whatever they are
+    relation: Optional[Relation] = None  # what its tensors are to those of training, if the guide has any
 
     @property
     def fewer(self) -> bool:

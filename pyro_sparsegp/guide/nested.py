@@ -46,22 +46,14 @@ _WIDEST = 5.0  # a standard deviation of a hyperparameter in its units, where F 
 
 @dataclass(frozen=True)
 class Optimum:
-    """F at some θ.
-
-    :param theta: θ.
-    :param value: F.
-    :param slope: ∇F.
-    :param x: x̂.
-    :param root: the Cholesky factor of P.
-    :param left: ½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats.
-    """
+    """F at some θ."""
 
     theta: Tensor
-    value: Tensor
-    slope: Tensor
-    x: Tensor
-    root: Tensor
-    left: Mapping[str, Tensor]
+    value: Tensor  # F
+    slope: Tensor  # ∇F
+    x: Tensor  # x̂
+    root: Tensor  # the Cholesky factor of P
+    left: Mapping[str, Tensor]  # ½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats
 
 
 class Nested:

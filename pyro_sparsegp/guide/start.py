@@ -248,7 +248,7 @@ class Search:
             self._run(handler, self.held)
         except (ValueError, RuntimeError, IndexError):
             return False
-        return all(blocks[0].shape[-2] < self.num for blocks in handler.features.values())
+        return all(handler.features[name][0].shape[-2] < self.num for name in self.gps)
 
     def _run(self, handler: Standardised, values: Mapping[str, Tensor]) -> poutine.Trace:
         return run_standardised(self.guide, self.args, self.kwargs, handler, {**self.values, **values})
@@ -347,7 +347,8 @@ class Search:
         found = dict[str, dict[str, list[float]]]()
         squares = torch.stack([predictors.rows[place].square().sum(0) for place in predictors.eta]).sum(0)
         for name, own in nested.layout.rows.items():
-            gain = 0.5 * (squares[own].sum() / handler.size_of(name)).log() + 0 * mode.sum()
+            size: Any = sum(part.square().sum() for part in handler.features[name])
+            gain = 0.5 * (squares[own].sum() / size).log() + 0 * mode.sum()
             (slope,) = torch.autograd.grad(gain, mode, retain_graph=True, materialize_grads=True)
             if (slope @ covariance @ slope).sqrt() > _FACTOR:
                 found[name] = {other: part.reshape(-1).tolist() for other, part in nested.theta_of(slope).items()}

@@ -61,11 +61,6 @@ class Relation:
         """Whether they are the same rows."""
         return self.inputs and not self.fewer
 
-    @property
-    def known(self) -> bool:
-        """Whether tensors tell that they are."""
-        return self.same and bool(self._new)
-
 
 class TrainingData:
     """The arguments of a call with observations: references, no copies.

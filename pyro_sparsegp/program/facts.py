@@ -115,24 +115,15 @@ class Structure:
 
 @dataclass(frozen=True)
 class ClosedForms:
-    """Which densities have their expectation in closed form, and what is left without them; for one program.
+    """Which densities have their expectation in closed form, and what is left without them; for one program."""
 
-    :param rows: observed sites that know E log p over a parameter which is an affine function of the values of one row.
-    :param functions: those over a parameter that is an affine function of values at several inputs.
-    :param of_rows: how the parameters of ``rows`` depend on GP sites' values.
-    :param gps: the GP sites that these sites' densities depend on.
-    :param rest: how all other densities do.
-    :param kinds: the types of the distributions of sites in closed form.
-    :param unused: those of sites whose distribution brings an expectation of its own that can't be used.
-    """
-
-    rows: tuple[str, ...]
-    functions: tuple[str, ...]
-    of_rows: Structure
-    gps: tuple[str, ...]
-    rest: Structure
-    kinds: dict[str, type]
-    unused: dict[str, Any]
+    rows: tuple[str, ...]  # sites that know E log p over a parameter: an affine function of the values of one row
+    functions: tuple[str, ...]  # those whose parameter is one of values at several inputs
+    of_rows: Structure  # how the parameters of ``rows`` depend on GP sites' values
+    gps: tuple[str, ...]  # the GP sites that these sites' densities depend on
+    rest: Structure  # how all other densities do
+    kinds: dict[str, type]  # of the distributions of sites in closed form
+    unused: dict[str, Any]  # those of sites whose distribution brings an expectation that can't be used
 
     @cached_property
     def sites(self) -> tuple[str, ...]:
