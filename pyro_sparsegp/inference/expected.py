@@ -78,7 +78,7 @@ def sum_of_expectations(
     if others or found.functions:
         state, run = RandomState(next(iter(posteriors.values())).mean), again()
         if others:
-            axes = found.of_rows.axes(None)
+            axes = found.of_rows.axes(torch.inf)
             variances |= _variances_by_axes(run, posteriors, axes, others)
         if found.functions:
             variances |= _variances_by_rows(run, posteriors, found.functions)

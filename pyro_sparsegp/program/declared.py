@@ -120,12 +120,10 @@ LINKS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 
 def candidates(fn: Any, parameter: str) -> list[str]:
     """The links of a parameter's range, the most common first."""
-    support = bare(fn).arg_constraints[parameter]
-    if support is constraints.real or parameter == "logits":
-        return ["identity"]
-    if support is constraints.unit_interval:
-        return ["logit", "probit"]
-    return ["log", "softplus"]
+    support = constraints.real if parameter == "logits" else bare(fn).arg_constraints[parameter]
+    return {constraints.real: ["identity"], constraints.unit_interval: ["logit", "probit"]}.get(
+        support, ["log", "softplus"]
+    )
 
 
 def parameters(fn: Any) -> dict[str, Tensor]:

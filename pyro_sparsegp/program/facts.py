@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as _field
 from functools import cached_property
-from typing import Any, Optional
+from typing import Any
 
 from .dependence import COUPLED, DATAWISE
 from .traces import bare
@@ -87,13 +87,12 @@ class Structure:
         """The GP sites that have one posterior with this one, and itself."""
         return next((group for group in self.joint if name in group), [name])
 
-    def axes(self, most: Optional[int] = MAX_AXES) -> dict[str, tuple[int, ...]]:
+    def axes(self, most: float = MAX_AXES) -> dict[str, tuple[int, ...]]:
         """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
 
         Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
         meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-        so is a group that would need more axes than ``most`` (``None`` is any number). Sites of one posterior have an
-        axis each.
+        so is a group that would need more axes than ``most``. Sites of one posterior have an axis each.
         """
         width = {
             name: math.prod(self.gps[name]["batch_shape"]) if kind == DATAWISE else 1
@@ -107,7 +106,7 @@ class Structure:
             taken = {axis for other in meets[name] for axis in axes.get(other, ())}
             free = (axis for axis in itertools.count() if axis not in taken)
             axes[name] = tuple(itertools.islice(free, width[name]))
-        drawn = {name for name, used in axes.items() if most is not None and max(used) >= most}
+        drawn = {name for name, used in axes.items() if max(used) >= most}
         while more := set[str]().union(*(meets[name] for name in drawn)) - drawn:  # a group is drawn as a whole
             drawn |= more
         return {name: used for name, used in axes.items() if name not in drawn}
