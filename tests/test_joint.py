@@ -454,7 +454,6 @@ def test_draws_of_a_run_are_shared_and_new_for_who_has_had_them():
     [
         ({("f", "f"): families.SVGP(4)}, "each name once. Got"),
         ({("f", "g"): families.SVGP(4), "g": families.SVGP(4)}, "each name once. Got 'g'"),
-        ({("f",): families.SVGP(4)}, "two names or more"),
         ({("f", 3): families.SVGP(4)}, "tuples of names"),
         ({("f", "g"): families.MeanFieldAdditive(4)}, "does not couple.*CoupledPrecision"),
         ({("f", "g"): families.OrthogonalInducing(4, 4)}, "does not couple"),

@@ -54,8 +54,12 @@ class AutoSparseGP(SavedGuide):
     values, and chooses inducing points among its inputs: give it more rows than these.
 
     ``guide(*args)`` draws all sites; data that are not given, ``y=None``, are drawn from the model. ``guide.train()``,
-    the default, draws each function value from its marginal, ``guide.eval()`` all of them jointly. ``state_dict`` and
-    ``load_state_dict`` restore everything into a new guide. Override :meth:`get_posterior` for a posterior of your own.
+    the default, draws each function value from its marginal, ``guide.eval()`` all of them jointly. Override
+    :meth:`get_posterior` for a posterior of your own.
+
+    ``state_dict`` is all that makes the guide: a new one of the same model is this one after ``load_state_dict``. With
+    a family on sites, or latents under the data plate, it holds the training data, unless the arguments are more than
+    tensors, numbers, strings and lists, tuples and dictionaries of them: then call the loaded guide with the data once.
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,

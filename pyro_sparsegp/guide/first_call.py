@@ -47,7 +47,6 @@ from .runs import Run, probed
 from .start import start
 
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
-_NO_LIMIT: Any = float("inf")  # of nested plates
 
 
 def require_arguments(model: Any, families: Any, start: Any, **named: Any) -> None:
@@ -203,7 +202,7 @@ def _require_sites(run: Run) -> None:
             raise ValueError(
                 f"site {name!r} has no density at its value: {checks.why_without_density(site, error)}"
             ) from error
-        check_site_shape(site, _NO_LIMIT)
+        check_site_shape(site, float("inf"))  # type: ignore[arg-type]
 
 
 def _require_positive(trace: poutine.Trace, gp: str, process: GaussianProcess) -> None:

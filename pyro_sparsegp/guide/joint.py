@@ -14,29 +14,27 @@ from ..gaussians import Part, Shared, padded
 from ..process import GaussianProcess
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
-from .known import KnownGuide
+from .known import KnownGuide, by_groups
 
 
 def require_families(families: Any) -> None:
     """Raise if that is no family, nor a mapping from names, or groups of names, to families."""
-    named = families if isinstance(families, Mapping) else {"": families}
-    names: list[str] = []
+    named, names = by_groups(families), list[str]()
     # test_guide.py::test_refusals; test_joint.py::test_families_that_can_not_be_shared
-    for key, family in named.items():
-        group = key if isinstance(key, tuple) else (key,)
+    for group, family in named.items():
         names += group
         if not isinstance(family, Family) or not all(isinstance(n, str) and names.count(n) == 1 for n in group):
             raise ValueError(
                 "AutoSparseGP's families must be a family, such as SVGP(64) (of a class make an instance, SVGP(...)), "
                 "or a mapping to families from GP site names, or tuples of names, whose sites have one posterior; each "
-                f"name once. Got {key!r}: {family!r}"
+                f"name once. Got {', '.join(map(repr, group))}: {family!r}"
             )
-        if group is key:
+        if len(group) > 1:
             _require_shareable(group, family, named.values())
 
 
 def _require_shareable(group: tuple[str, ...], family: Family, others: Any) -> None:
-    couples = len(group) > 1 and isinstance(family, FreeFormFamily) and family.couples
+    couples = isinstance(family, FreeFormFamily) and family.couples
     if not couples or any(isinstance(other, SiteFamily) for other in others):
         raise ValueError(
             f"GP sites {list(group)} can't have one posterior of {type(family).__name__}: it does not couple sites, or "

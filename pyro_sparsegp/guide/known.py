@@ -65,6 +65,12 @@ class Rows:
         return self.relation is not None and self.relation.others
 
 
+def by_groups(families: Families) -> dict[tuple[str, ...], Family]:
+    """Families by the names of GP sites that have one posterior; one family for all by no name."""
+    named: Mapping[Any, Family] = families if isinstance(families, Mapping) else {(): families}
+    return {key if isinstance(key, tuple) else (key,): family for key, family in named.items()}
+
+
 def _has(names: Union[bool, Collection[str]], name: str) -> bool:
     return names if isinstance(names, bool) else name in names
 
@@ -89,10 +95,10 @@ class KnownGuide(AutoNormalMessenger):
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        named: Mapping[Any, Family] = families if isinstance(families, Mapping) else {(): families}
-        self.families, self.groups = families, [list(key) for key in named if key and isinstance(key, tuple)]
-        self.by_name = {n: named[key] for key in named for n in ((key,) if isinstance(key, str) else key)}
-        self.declared = list(named.values())
+        by_group = by_groups(families)
+        self.families, self.groups = families, [list(group) for group in by_group if len(group) > 1]
+        self.by_name = {name: family for group, family in by_group.items() for name in group}
+        self.declared = list(by_group.values())
         # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
         self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
         self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared)

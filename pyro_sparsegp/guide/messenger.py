@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -25,9 +25,6 @@ from ..program.traces import as_process, fill_masked, piecewise_constant, withou
 from .coupled import condition_on_held, coupled_params, coupled_posterior
 from .field_latent import BaseMeasure, FieldLatent
 from .known import KnownGuide
-
-if TYPE_CHECKING:
-    from .runs import Run
 
 
 def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[str, Any], Any]) -> Any:
@@ -139,7 +136,7 @@ class SiteMessenger(KnownGuide):
         process.require_place(name)
         if self.core.calls is not None:
             process.origin = self.core.calls.origin(process.x)
-        run: Run = self.run
+        run = self.run
         if run.rows.new or not self.core.facts.gps:  # such as an output's number that is none
             try:
                 process.kernel.check_inputs(process.x)

@@ -35,45 +35,29 @@ LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be to
 
 @dataclass
 class Conditions:
-    """What a run's posteriors are conditioned on, of families on sites: drawn and read before it.
+    """What a run's posteriors are conditioned on, of families on sites: drawn and read before it."""
 
-    :param values: of the latents.
-    :param readings: of the sites of such families, by GP site.
-    :param drawn: the latents that are coupled.
-    """
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    readings: dict[str, SiteReading] = field(default_factory=dict)
-    drawn: Optional[Drawn] = None
+    values: dict[str, Tensor] = field(default_factory=dict)  # of the latents
+    readings: dict[str, SiteReading] = field(default_factory=dict)  # of such families, by GP site
+    drawn: Optional[Drawn] = None  # the latents that are coupled
 
 
 @dataclass(eq=False)
 class Run(ABC):
-    """One run of a guide's program: what is asked of it, and, after :meth:`perform`, what it met.
+    """One run of a guide's program: what is asked of it, and, after :meth:`perform`, what it met."""
 
-    :param guide: whose modules answer.
-    :param conditions: what is held in it.
-    :param rows: that the call brings.
-    :param at_medians: whether other latents are there; else they are drawn, or held as the conditions say.
-    :param nodes: standardised, of the GP sites that are at quadrature nodes, ``None`` for the mean, and not drawn.
-    :param draws_data: whether data that are not there are drawn; or nothing is, in their place.
-    :param sums_out: whether discrete latents are, that are enumerated; or they come from the model.
-
-    ``processes`` and ``posteriors`` are those of the GP sites it met, by name, ``values`` those of all sites, and
-    ``trace`` is its trace.
-    """
-
-    guide: KnownGuide
-    conditions: Conditions = field(default_factory=Conditions)
-    rows: Rows = field(default_factory=Rows)
-    at_medians: bool = False
+    guide: KnownGuide  # whose modules answer
+    conditions: Conditions = field(default_factory=Conditions)  # what is held in it
+    rows: Rows = field(default_factory=Rows)  # that the call brings
+    at_medians: bool = False  # other latents are there; else they are drawn, or held as the conditions say
+    # Standardised, of the GP sites that are at quadrature nodes, None for the mean, and not drawn.
     nodes: Optional[Mapping[str, Optional[Tensor]]] = None
-    draws_data: bool = True
-    sums_out: bool = True
+    draws_data: bool = True  # data that are not there are drawn; or nothing is, in their place
+    sums_out: bool = True  # discrete latents are, that are enumerated; or they come from the model
 
-    processes: dict[str, GaussianProcess] = field(init=False, default_factory=dict)
+    processes: dict[str, GaussianProcess] = field(init=False, default_factory=dict)  # of the GP sites it met
     posteriors: dict[str, Any] = field(init=False, default_factory=dict)
-    values: dict[str, Tensor] = field(init=False, default_factory=dict)
+    values: dict[str, Tensor] = field(init=False, default_factory=dict)  # of all sites
     trace: poutine.Trace = field(init=False, default_factory=poutine.Trace)
     enumeration: Optional[Enumeration] = field(init=False, default=None)
     drawn: Optional[Drawn] = field(init=False, default=None)  # latents that are coupled

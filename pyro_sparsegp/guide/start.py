@@ -39,7 +39,6 @@ from .field import (
     make_field,
     residuals_of,
     run_standardised,
-    slices,
 )
 from .known import KnownGuide
 from .nested import Nested, Optimum, units_of
@@ -275,8 +274,9 @@ class Search:
         covariance = nested.covariance(best)
         free = {name for name in self.priors if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
-        # An independent posterior is that given all others.
-        precision = torch.block_diag(torch.linalg.inv(covariance), best.root @ best.root.mT)
+        # An independent posterior is that given all others, of these precisions.
+        alone = nested.theta_of(torch.linalg.inv(covariance).diagonal())
+        alone |= dict(zip(layout.field, best.root.square().sum(-1).split(list(layout.numbers.values()))))
         mode = best.theta.clone().requires_grad_()  # which shows whether inputs move with θ
         found, handler = nested.predictors(mode)
         values = [(name, handler.values[name]) for name in self.normal]
@@ -286,14 +286,13 @@ class Search:
         facts.coupled = joint = [name for name in self.hyper if name in free]
         intercepts = self._intercepts(nested, found, mode, best, covariance)
         field = field if self._wants_field(field, intercepts, handler) else []
-        rows = slices({**{name: shape.numel() for name, shape in nested.hyper.items()}, **layout.numbers})
         for name, latent in _without(facts.latents, [*joint, *field]).items():
-            own = precision[rows[name], rows[name]].diagonal()
+            own = alone[name].reshape(-1)
             unit = 1.0 if name in self.hyper else handler.priors[name].stddev.reshape(-1).to(own)
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], unit * own.rsqrt()))
             guide.set_latent(name, mean, latent["event_dim"], scale)
         if joint:
-            index = index_of(rows, joint)
+            index = index_of(nested.rows, joint)
             root = torch.linalg.cholesky(covariance[index][:, index])
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
         if field:
@@ -379,25 +378,20 @@ class Search:
         """By hyperparameters that f follows where kernels stay, as an intercept, the moves of x, ``(num, V)``, that
         do to Jᵀ∇ℓ what their values do, or θ: that by which they are nearer to linear, which the facts then have.
         """
-        if not self.guide.facts.coupled:
-            return {}
+        facts, sd, moves = self.guide.facts, covariance.diagonal().sqrt(), dict[str, Tensor]()
+        if not facts.coupled:
+            return moves
         pull, here = nested.follow(found, mode, best)
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
         sizes = nested.theta_of((covariance @ pull * torch.cholesky_solve(pull.mT, best.root).mT).sum(-1))
-        names = [name for name in self.guide.facts.coupled if sizes[name].sum() > _SHIFT**2]
-        if not names:
-            return {}
-        rows, sd, moves = slices({n: v.numel() for n, v in sizes.items()}), covariance.diagonal().sqrt(), {}
-        self.guide.facts.unconstrained = []
-        for name in names:
-            away = best.theta.clone()
-            away[rows[name]] += sd[rows[name]]
+        for name in [name for name in facts.coupled if sizes[name].sum() > _SHIFT**2]:
+            away, rows = best.theta.clone(), nested.rows[name]
+            away[rows] += sd[rows]
             other = nested.tried(away) or best
             away = other.theta.clone().requires_grad_()
             _, there = nested.follow(nested.predictors(away)[0], away, other)
             by_value, by_theta = ((a - b).norm() / a.norm() for a, b in zip(here[name], there[name]))
-            if by_theta < by_value:
-                self.guide.facts.unconstrained.append(name)
+            facts.unconstrained += [name] * bool(by_theta < by_value)
             moves[name] = here[name][int(by_theta < by_value)].mT
         return moves
 

@@ -94,15 +94,6 @@ def _resume_name(guide: KnownGuide, name: str) -> bool:
 class SavedGuide(SiteMessenger):
     """A guide that is saved, loaded, copied and moved whole."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """All that makes the guide: a freshly made one, of the same model, is this one after ``load_state_dict``.
-
-        With a family on sites, or latents under the data plate, it holds the training data too, which draws condition
-        on. Arguments other than tensors, numbers, strings and lists, tuples and dictionaries of them are left out, and
-        with them the data: then call the loaded guide with the data once, ``guide(x, y)``.
-        """
-        return super().state_dict(*args, **kwargs)
-
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self.structure is not None and not self.core.loaded:
             conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data

@@ -35,16 +35,11 @@ Show = Callable[[Values], dict[Any, Tensor]]
 
 @dataclass(frozen=True)
 class Owners:
-    """Which values of one GP site a tensor's entries depend on.
+    """Which values of one GP site a tensor's entries depend on."""
 
-    :param touched: the entries that depend on any.
-    :param rows: the row of the values that each of them depends on, −1 if there are several (or none).
-    :param outputs: the same of the process's outputs.
-    """
-
-    touched: Tensor
-    rows: Tensor
-    outputs: Tensor
+    touched: Tensor  # the entries that depend on any
+    rows: Tensor  # the row of the values that each of them depends on, −1 if there are several (or none)
+    outputs: Tensor  # the same of the process's outputs
 
     @property
     def kind(self) -> str:

@@ -63,15 +63,11 @@ def expand(total: Callable[[Tensor], Tensor], f: Tensor, outputs_meet: bool = Tr
 
 @dataclass(frozen=True)
 class Reader:
-    """The log densities downstream of GP sites and their derivatives by function values, all else held.
+    """The log densities downstream of GP sites and their derivatives by function values, all else held."""
 
-    :param run: a run of the model with GP sites at values, all else as it was.
-    :param found: what is known of the model.
-    :param closed: the sites after a GP site, if all of them know their expectation over parameters of one value each.
-    """
-
-    run: Rerun
-    found: Structure
+    run: Rerun  # of the model with GP sites at values, all else as it was
+    found: Structure  # what is known of the model
+    # The sites after a GP site, if all of them know their expectation over parameters of one value each.
     closed: Collection[str] = ()
 
     def expect(self, name: str, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:

@@ -25,33 +25,22 @@ Plates = Mapping[str, Any]  # Pyro's frames by name; none of a plate that is ite
 
 
 class Factor(NamedTuple):
-    """A log density.
+    """A log density."""
 
-    :param latents: the dimensions, from the right, of the discrete latents that it depends on.
-    :param plates: those that it stands in.
-    :param value: the latents' dimensions in front of the plates'.
-    """
-
-    latents: frozenset[int]
-    plates: Plates
-    value: Tensor
+    latents: frozenset[int]  # the dimensions, from the right, of the discrete latents that it depends on
+    plates: Plates  # those that it stands in
+    value: Tensor  # the latents' dimensions in front of the plates'
 
 
 @dataclass
 class Group:
-    """Discrete latents that meet in a site, and the log densities of all sites that depend on them.
+    """Discrete latents that meet in a site, and the log densities of all sites that depend on them."""
 
-    :param names: of all discrete latents, those of other groups too, in the order of their dimensions.
-    :param numbers: by plate, the numbers by which rows of others pick its elements: z[group].
-    :param scale: of them all.
-    :param latents: the plates of each, by its dimension.
-    :param terms: give the log densities so far, with what masks leave out or without masks.
-    """
-
-    names: Sequence[str]
-    numbers: Mapping[str, Sequence[Tensor]]
-    scale: Any
-    latents: dict[int, Plates] = field(default_factory=dict)
+    names: Sequence[str]  # of all discrete latents, those of other groups too, in the order of their dimensions
+    numbers: Mapping[str, Sequence[Tensor]]  # by plate, those by which rows of others pick its elements: z[group]
+    scale: Any  # of them all
+    latents: dict[int, Plates] = field(default_factory=dict)  # the plates of each, by its dimension
+    # They give the log densities so far, with what masks leave out or without masks.
     terms: list[Callable[[bool], Factor]] = field(default_factory=list)
 
     def picked(self, plates: Iterable[str], rows: Plates) -> dict[str, tuple[Any, Tensor]]:
