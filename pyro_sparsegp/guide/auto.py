@@ -94,11 +94,10 @@ class AutoSparseGP(SavedGuide):
         independent: Union[bool, Collection[str]] = (),
         start: Optional[str] = "mode",
     ) -> None:
-        names = {"independent_draws": independent_draws, "independent": independent}
+        names: dict[str, Any] = {"independent_draws": independent_draws, "independent": independent}
         require_arguments(model, families, start, **names, point_estimates=point_estimates or ())
-        options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
-        search = start is not None
-        super().__init__(model, families, point_estimates, independent_draws, independent, search, **options)
+        options: dict[str, Any] = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
+        super().__init__(model, families, point_estimates, **names, search=start is not None, **options)
         self._asked: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call is for, if not draws
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.

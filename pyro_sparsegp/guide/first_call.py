@@ -151,8 +151,7 @@ class _Setup(Run):
         variance = process.variance
         if isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
             return process.mean + variance.sqrt() * torch.linspace(-1, 1, variance.shape[-1]).to(variance)
-        draw = posterior.coefficients.rsample(posterior.batch_shape)
-        return posterior.given_coefficients(draw)[0]
+        return posterior.given_coefficients(posterior.coefficients.rsample(posterior.batch_shape))[0]
 
 
 def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> _Setup:
@@ -270,11 +269,10 @@ def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> C
 
 
 def _learn_forms(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
-    guide = run.guide
+    guide, held = run.guide, held_runs(run.guide.model, run.trace, args, kwargs)
     with repeatable(guide.like), poutine.block():
-        held = held_runs(guide.model, run.trace, args, kwargs)
-        guide.core.forms = forms = explore(found, held, run.processes, list(guide.site_modules()))
-    return forms
+        guide.core.forms = explore(found, held, run.processes, list(guide.site_modules()))
+    return guide.core.forms
 
 
 def require_separate_sites(found: Structure, name: str, reads: str, trace: poutine.Trace, remedy: str) -> None:

@@ -39,8 +39,7 @@ def find_links(
 
     :param run: the program with a field at x, ``(extended,)``.
     """
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(3, layout.extended, generator=generator).to(like)
+    draws = torch.randn(3, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)
     # An affine function has one slope along any direction: one for each member.
     members = torch.block_diag(*(torch.ones(1, num) for num in [*layout.numbers.values(), *layout.residuals.values()]))
     along = draws[2] * members.to(like)

@@ -221,8 +221,8 @@ def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: An
     :raises ValueError: naming a latent whose value is not given.
     """
     enumeration = Enumeration()
+    held = poutine.condition(enumeration(model), data=dict(values))
     with poutine.block(), torch.no_grad():
-        held = poutine.condition(enumeration(model), data=dict(values))
         trace = poutine.trace(held).get_trace(*args, **kwargs)
     for name, site in sample_sites(trace).items():
         shape, wanted = site["value"].shape, site["fn"].shape()

@@ -124,8 +124,7 @@ class Program:
 
     def show(self, values: Mapping[str, Tensor]) -> dict[Key, Tensor]:
         """Tensors of each density and each layer above, by what they are and the site."""
-        trace = self.held(dict(values))
-        sites, shown = sample_sites(trace), dict[Key, Tensor]()
+        sites, shown = sample_sites(self.held(dict(values))), dict[Key, Tensor]()
         for name, site in sites.items():
             # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
             if name in self.base or site["infer"].get("_deterministic"):

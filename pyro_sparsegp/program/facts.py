@@ -60,16 +60,14 @@ class Structure:
     @cached_property
     def local_latents(self) -> list[str]:
         """The latents that have a value for each row."""
-        plates = set(self.data_plates)
-        return [name for name, latent in self.latents.items() if plates.intersection(latent["plates"])]
+        return [name for name, latent in self.latents.items() if latent["plates"].keys() & self.data_plates]
 
     @property
     def able_to_couple(self) -> list[str]:
         """The latents whose posterior may be joint with others', in the order of the first call: those that have one
         value for all rows, and no posterior of their own by an overridden ``get_posterior``.
         """
-        of_rows = self.local_latents
-        return [n for n, latent in self.latents.items() if latent["shape"] is not None and n not in of_rows]
+        return [n for n, own in self.latents.items() if own["shape"] is not None and n not in self.local_latents]
 
     def neighbours(self, name: str) -> set[str]:
         """The GP sites that meet this one in a term of a density."""

@@ -152,7 +152,6 @@ def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, 
     def value_of(site: Any) -> Tensor:
         return site["fn"].mean if as_process(site["fn"])[0] else site["fn"]().to(like.device)
 
-    at_means = InitMessenger(value_of)
-    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), at_means:
+    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), InitMessenger(value_of):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return any(name in rows and is_observation(site) for name, site in all_sites(trace))
