@@ -307,8 +307,8 @@ noise-is-shared: test_botorch.py::test_noise_and_its_absence
 - covariances = covariances + self._noises(X)[chosen].diag_embed()
 + covariances = covariances + self._noises(X)[chosen][..., None]
 batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient
-- takes = same or (guide.takes_batches and not rows.fewer)
-+ takes = same
+- learns = steps and (same or (guide.takes_batches and not relation.fewer))
++ learns = steps and (same)
 batches-read-where-q-was: test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows
 - progress["marginals"], self.pace = progress["marginals"] if same else None, progress["pace"]
 + self.pace = progress["pace"]

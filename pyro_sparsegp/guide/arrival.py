@@ -68,7 +68,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         sites = run.sites
         data = {name: sites[name]["value"] for name in guide.facts.rows if name in sites}
         is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
-        if relation is not None and relation.others and not is_more:
+        if relation.others and not is_more:
             return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
         if not all(value.isfinite().all() for value in data.values()):
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]

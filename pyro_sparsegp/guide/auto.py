@@ -133,7 +133,7 @@ class AutoSparseGP(SavedGuide):
         asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
         has_data = not asks or observes(self.model, self.facts.rows, self.like, args, kwargs)
         require_refined(self.modules_by_site(), not has_data)
-        joint_up_to = (LARGEST_JOINT if rows.fewer else 0) if self.training else torch.inf
+        joint_up_to = (LARGEST_JOINT if rows.relation.fewer else 0) if self.training else torch.inf
         rows = rows if has_data else replace(rows, same=False, new=True)
         run = Posteriors(self, conditions, rows, sums_out=has_data, joint_up_to=joint_up_to)
         self._perform(run, args, kwargs)
@@ -284,8 +284,8 @@ class AutoSparseGP(SavedGuide):
     ) -> Posteriors:
         """A run at new rows, by a run's ``conditions`` if given; latents of rows are known at training's data."""
         self._ready(args, kwargs)
-        relation = self.relation(args, kwargs) if self.core.facts.local_latents else None
-        rows = Rows(same=False, inputs=relation is not None and relation.same, new=True)
+        inputs = bool(self.core.facts.local_latents) and self.relation(args, kwargs).same
+        rows = Rows(same=False, inputs=inputs, new=True)
         conditions = conditions or conditions_now(self, asked.get("at_medians", False), rows.inputs)
         with unrecorded(same=False, learns=False), whole_plates():
             run = Posteriors(self, conditions, rows, **{"sums_out": False} | asked).perform(args, kwargs)

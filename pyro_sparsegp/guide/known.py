@@ -18,7 +18,7 @@ from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
-from ..program.data import Relation, TrainingData
+from ..program.data import NoRelation, Relation, TrainingData
 from ..program.dependence import COUPLED
 from ..program.facts import ClosedForms, Structure
 from ..warned import Warned
@@ -52,17 +52,7 @@ class Rows:
     # that q is conditioned on.
     learns: bool = False
     new: bool = False  # rows to predict at, whatever they are
-    relation: Optional[Relation] = None  # what its tensors are to those of training, if the guide has any
-
-    @property
-    def fewer(self) -> bool:
-        """Whether tensors of training are not given, such as the observations."""
-        return self.relation is not None and self.relation.fewer
-
-    @property
-    def others(self) -> bool:
-        """Whether none of its tensors is one of training."""
-        return self.relation is not None and self.relation.others
+    relation: Any = NoRelation  # what its tensors are to those of training
 
 
 def by_groups(families: Families) -> dict[tuple[str, ...], Family]:
@@ -221,10 +211,10 @@ class KnownGuide(AutoNormalMessenger):
         known = self.core.facts.downstream
         return bool(known) and not site["cond_indep_stack"] and name not in known
 
-    def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
-        """What a call's data have to do with the training data; ``None`` if a state without them was loaded."""
+    def relation(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a call's data have to do with the training data, of which a state may have none."""
         data = self.core.data
-        return None if data is None else Relation(data, self.model, args, kwargs)
+        return NoRelation if data is None else Relation(data, self.model, args, kwargs)
 
     def forget(self) -> None:
         """Return to the state before the first call."""

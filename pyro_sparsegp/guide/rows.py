@@ -5,7 +5,6 @@ is asked at all of them.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
     """Which rows a call brings."""
     relation, steps = guide.relation(args, kwargs), guide.is_training
     same, inputs = steps or not guide.on_sites, True
-    if relation is not None and guide.is_about_rows:
+    if guide.core.data is not None and guide.is_about_rows:
         same, inputs = relation.same, relation.inputs
-    rows = Rows(same, inputs, relation=relation)
-    takes = same or (guide.takes_batches and not rows.fewer)
-    return replace(rows, learns=steps and takes)
+    learns = steps and (same or (guide.takes_batches and not relation.fewer))
+    return Rows(same, inputs, learns, relation=relation)
 
 
 def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
@@ -125,7 +123,7 @@ def share_of_rows(guide: KnownGuide, run: Run) -> float:
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
         asked = num == before and least == 1 and not (guide.by_expectation or told in guide.warned)
-        if fewer or (asked and run.rows.others and not guide.is_given(name, site)):
+        if fewer or (asked and run.rows.relation.others and not guide.is_given(name, site)):
             warn_once(
                 guide.warned,
                 *told,

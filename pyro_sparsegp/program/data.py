@@ -62,6 +62,12 @@ class Relation:
         return self.inputs and not self.fewer
 
 
+class NoRelation:
+    """That to data of training of which there are none: nothing is known of a call."""
+
+    fewer = others = inputs = same = False
+
+
 class TrainingData:
     """The arguments of a call with observations: references, no copies.
 
