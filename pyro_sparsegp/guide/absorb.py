@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..gaussians import Continued, NaturalGaussian, NaturalLowRank, weighted_gram
-from ..gaussians.sites import Sites
+from ..gaussians.sites import KeptSites, Sites
 from ..numerics.linalg import side_by_side
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -43,11 +43,12 @@ class _Sums:
     :param forget: the share of (G₀, r₀) that is dropped.
     """
 
-    at, rate, sites = "marginals", 0.7, None  # of updates, as SiteGP has them, and sites that it keeps
+    at, rate = "marginals", 0.7  # of updates, as SiteGP has them
 
     def __init__(self, run: Priors, name: str, forget: float) -> None:
         guide, process = run.guide, run.processes[name]
         module: SparseGP = guide.module_of(name)
+        self.sites = KeptSites(process.x, process.batch_shape)
         self.coefficients, self.features = module.coefficients, module.features_for(process, name)
         self.phi, self.anchor = self.features(process.x), self.coefficients.anchor_of(self.features)
         if guide.facts.field:  # of this site alone, which follows others: they are at their medians

@@ -39,12 +39,12 @@ class SiteReading:
         self.name, self.process, self.module = name, process, module
         found = reader.found
         self.quadratic, self.direct, self.alone = name in found.quadratic, found.is_direct(name), found.is_alone(name)
-        kept: Optional[KeptSites] = module.sites
-        self.unread = kept is None or kept.empty or kept.inputs.shape != process.x.shape
+        kept: KeptSites = module.sites
+        self.unread = kept.empty or kept.inputs.shape != process.x.shape
         self.sites = Sites.none(process.x, process.batch_shape)
-        if kept is not None and not self.unread:
+        if not self.unread:
             self.sites = Sites(process.x, kept.precision, kept.linear)
-        self.truncated = torch.zeros(()) if kept is None else kept.truncated  # negative curvatures, cut to 0
+        self.truncated = kept.truncated  # negative curvatures, cut to 0
         self.pace = 1.0
         self.change = math.inf  # that the last update would have made of a marginal, in standard deviations
         self.halved = 0  # updates that were cut since they lowered the bound
