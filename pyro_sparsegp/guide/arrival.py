@@ -89,7 +89,7 @@ class _Compared:
         if nested is None:
             raise ValueError("a likelihood has no linear predictors")
         self.guide, self.search, self.nested = guide, search, search.at_rows(nested, ALL_ROWS)
-        self.rows = nested.rows
+        self.rows = nested.entries
         self.loc, self.root = _q_of_theta(guide, self.rows, search.priors)
         # The gradient of F is that at all rows, at the mean of q(θ), and the curvature that at some; x̂ moves by shift.
         self.nested.weight, self.shift = search.num / search.rows, guide.like.new_zeros(())

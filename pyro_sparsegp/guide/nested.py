@@ -79,7 +79,7 @@ class Nested:
     ) -> None:
         self.guide, self.layout, self.hyper, self.values = guide, layout, dict(hyper), values
         self.args, self.kwargs, self.links, self.units = args, kwargs, links, units
-        self.rows = slices({name: shape.numel() for name, shape in self.hyper.items()})  # of θ
+        self.entries = slices({name: shape.numel() for name, shape in self.hyper.items()})  # of θ
         self.size = sum(shape.numel() for shape in self.hyper.values())
         # x̂ and the root of P of the last θ
         self.last = self._nowhere = guide.like.new_zeros(layout.num), torch.eye(layout.num).to(guide.like)
@@ -89,7 +89,7 @@ class Nested:
 
     def theta_of(self, theta: Tensor) -> dict[str, Tensor]:
         """θ by name."""
-        return {name: theta[self.rows[name]].reshape(shape) for name, shape in self.hyper.items()}
+        return {name: theta[self.entries[name]].reshape(shape) for name, shape in self.hyper.items()}
 
     def run(self, theta: Tensor, x: Tensor, given: Mapping[str, Tensor] = {}) -> tuple[dict[str, Any], Standardised]:
         """The sites of a run at θ and x, ``(extended,)``, with some GP sites' values ``given``, and its handler. Some
@@ -239,7 +239,7 @@ class Nested:
         pull = jacobian(still.back(slope) + 0 * theta.sum(), theta).detach()
         gram, axes = torch.linalg.eigh(best.root @ best.root.mT - torch.eye(len(best.x)).to(best.x))
         moves, slopes = -(pull @ axes / gram.clamp(min=_LEAST * gram.abs().mean())) @ axes.mT, {}
-        for name, rows in self.rows.items():
+        for name, rows in self.entries.items():
             by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
             slopes[name] = torch.linalg.pinv(by_theta) @ moves[rows], moves[rows]  # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ
         return pull, slopes

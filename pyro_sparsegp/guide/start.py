@@ -292,7 +292,7 @@ class Search:
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], unit * own.rsqrt()))
             guide.set_latent(name, mean, latent["event_dim"], scale)
         if joint:
-            index = index_of(nested.rows, joint)
+            index = index_of(nested.entries, joint)
             root = torch.linalg.cholesky(covariance[index][:, index])
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
         if field:
@@ -385,7 +385,7 @@ class Search:
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
         sizes = nested.theta_of((covariance @ pull * torch.cholesky_solve(pull.mT, best.root).mT).sum(-1))
         for name in [name for name in facts.coupled if sizes[name].sum() > _SHIFT**2]:
-            away, rows = best.theta.clone(), nested.rows[name]
+            away, rows = best.theta.clone(), nested.entries[name]
             away[rows] += sd[rows]
             other = nested.tried(away) or best
             away = other.theta.clone().requires_grad_()
