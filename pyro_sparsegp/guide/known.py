@@ -212,7 +212,7 @@ class KnownGuide(AutoNormalMessenger):
         return bool(known) and not site["cond_indep_stack"] and name not in known
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a call's data have to do with the training data, of which a state may have none."""
+        """What a call's data have to do with the training data; a state may have none."""
         data = self.core.data
         return NoRelation if data is None else Relation(data, self.model, args, kwargs)
 
