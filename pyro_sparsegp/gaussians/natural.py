@@ -76,10 +76,8 @@ class NaturalGaussian(AboutValues):
             self.seat = seat.kept.detach()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        softness = torch.as_tensor(
-            state_dict.pop(prefix + "softness", self.softness)
-        ).flatten()  # one for each block, once
-        self.softness = round(float(softness[0]), 6)  # some were saved in float32
+        softness = torch.as_tensor(state_dict.pop(prefix + "softness", self.softness))  # one for each block, once
+        self.softness = round(float(softness.flatten()[0]), 6)  # some were saved in float32
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
