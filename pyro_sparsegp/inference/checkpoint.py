@@ -98,7 +98,7 @@ def _kept_sites(guide: AutoSparseGP) -> dict[str, KeptSites]:
 
 def random_state() -> dict[str, Any]:
     """Of the global generators of torch, NumPy and Python."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     return {"pyro": pyro.util.get_rng_state(), "cuda": cuda}
 
 

@@ -103,7 +103,7 @@ class ExpectationPropagation:
         self.damping, self.power, self.schedule = float(damping), float(power), schedule
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
         self.workers = Workers(group)
-        self._agreed = self._checked = False
+        self._agreed = False
         self._whole: Optional[torch.dtype] = None  # of the guide's data, where its sites are all of theirs
         self._known: tuple[Owners, set[str]] = {}, set()
         #: by GP site, how its updates go
@@ -207,8 +207,6 @@ class ExpectationPropagation:
         return value
 
     def _check_fit(self) -> None:
-        if self._checked:
-            return
         facts, guide = self.guide.facts, self.guide
         whys = {
             "its values enter another GP site": facts.inner,
@@ -235,7 +233,6 @@ class ExpectationPropagation:
                 f"{free or list(facts.latents)} distributions. Leave point_estimates and get_posterior alone, or "
                 "take SVI with a family such as SVGP for posteriors of hyperparameters."
             )
-        self._checked = True
 
     def _sweep_all(
         self, runs: list[SiteRun], terms: Terms, sweeps: int, train: bool, whole: bool, call: tuple

@@ -378,11 +378,11 @@ def _interrupts() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         noted.append(number)
 
-    # Python lets the main thread alone set handlers.
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, note) if main else None
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield noted
     finally:
-        if main:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)

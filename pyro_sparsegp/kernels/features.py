@@ -21,6 +21,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from ..numerics.codes import require_count
 from ..numerics.linalg import row_squares
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
@@ -70,11 +71,10 @@ class Polynomial(FeatureKernel):
     event_dims = (("bias", 0),)
 
     def __init__(self, degree: int = 2, bias: Scalar = 1.0) -> None:
-        if int(degree) != degree or degree < 1:
-            raise ValueError(f"Polynomial's degree must be a whole number of at least 1, got {degree}")
+        require_count(degree, "Polynomial's degree")
         if isinstance(bias, (int, float)) and bias < 0:
             raise ValueError(f"Polynomial's bias must not be negative, got {bias}")
-        self.degree, self.bias = int(degree), bias
+        self.degree, self.bias = degree, bias
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         return (x @ (x if z is None else z).mT + as_tensor(self.bias, x)[..., None, None]) ** self.degree
