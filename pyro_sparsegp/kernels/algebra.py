@@ -22,9 +22,8 @@ _NUMBERS = (int, float, numbers.Real, Tensor)  # NumPy's scalars are numbers.Rea
 class Kernel(CovarianceFunction):
     """A covariance function with its algebra.
 
-    ``k1 + k2``, ``k1 * k2``, ``scalar * k`` and ``k[dims]``, which acts on the columns ``dims``, are kernels again.
-
-    A kernel of your own is a subclass with ``__call__`` and ``diag``, see :class:`CovarianceFunction`.
+    ``k1 + k2``, ``k1 * k2``, ``scalar * k`` and ``k[dims]``, which acts on the columns ``dims``, are kernels again. A
+    kernel of your own is a subclass with ``__call__`` and ``diag``, see :class:`CovarianceFunction`.
     """
 
     def __add__(self, other: Union[Kernel, Scalar]) -> Sum:

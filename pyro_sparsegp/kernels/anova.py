@@ -1,8 +1,7 @@
 """Kernels of functions whose mean over an interval is zero: the terms of an analysis of variance (Durrande et
 al., 2013; Adam et al., 2018, eq. 8).
 
-f₀ = f − E[f | f̄] for f ~ GP(0, k) and f̄ its mean over [a, b], so f₀ is f given f̄ = 0. Products of such kernels on
-different columns are interactions that have zero mean along each column (Durrande et al., 2013).
+f₀ = f − E[f | f̄] for f ~ GP(0, k) and f̄ its mean over [a, b], so f₀ is f given f̄ = 0.
 """
 
 from __future__ import annotations
@@ -224,8 +223,7 @@ class Anova(Kernel):
         # c(x) = m(x) − v, (..., N).
         #
         # k₀ = (1 − v) − (1 − k(x, x')) − c(x) − c(x') − c(x)c(x')/v: for a long length scale all of k, m and v are
-        # nearly
-        # 1, and their differences from 1 are what k₀ is made of. They are found in double precision, of N numbers only.
+        # nearly 1; k₀ is made of their differences from 1, found in double precision, of N numbers only.
         inverse, low, width, spread = self._ends(x)
         since = x.double()[..., 0] * inverse - low
         return (spread - self._profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
