@@ -17,7 +17,7 @@ from pyro_sparsegp import (
     predict,
 )
 
-from .models import data
+from .models import data, observed
 from .pretended import There, pretended_device
 
 SMALL = {
@@ -125,15 +125,13 @@ def two_apart(x, y=None):
 def deep(x, y=None):
     h = pyro.sample("h", GaussianProcess(kernels.RBF(x.new_full((), 0.5)), x))
     f = pyro.sample("f", GaussianProcess(kernels.RBF(x.new_full((), 0.7)), torch.stack([h, x[:, 0]], -1)))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, x.new_full((), 0.3)), obs=y)
+    return observed(dist.Normal(f, x.new_full((), 0.3)), y)
 
 
 def with_a_latent(x, y=None):
     scale = pyro.sample("scale", dist.LogNormal(x.new_zeros(()), x.new_ones(())))
     f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(x.new_full((), 0.7)), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, x.new_full((), 0.3)), obs=y)
+    return observed(dist.Normal(f, x.new_full((), 0.3)), y)
 
 
 def with_a_field(x, y=None):

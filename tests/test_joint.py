@@ -241,8 +241,7 @@ def _noisy(num, seed):
 def _mean_and_noise(x, y=None, size=None):
     f = pyro.sample("f", GaussianProcess(kernels.RBF(0.25), x))
     g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x, mean=-1.5))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+    return observed(dist.Normal(f, g.exp()), y, x, size)
 
 
 NOISY = {"SVGP": families.SVGP, "CoupledPrecision": families.CoupledPrecision}

@@ -11,7 +11,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, AdditiveSGPR, CollapsedOrthogonal, ComputationAware, Family, WeightSpace
 
-from .models import maximise
+from .models import maximise, observed
 
 NUM, NOISE = 18, 0.3
 ROUGH, SMOOTH = 1.2 * kernels.Matern12(0.7), 0.8 * kernels.Matern12(2.0)  # of well conditioned matrices
@@ -39,15 +39,13 @@ def two_outputs(x, y=None):
 
 def summed_outputs(x, y=None):
     f = pyro.sample("f", GaussianProcess(ROUGH, x).expand([4]).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f.sum(0), NOISE), obs=y)
+    return observed(dist.Normal(f.sum(0), NOISE), y)
 
 
 def added_sites(x, y=None):
     f = pyro.sample("f", GaussianProcess(ROUGH, x))
     g = pyro.sample("g", GaussianProcess(SMOOTH, x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f + g, NOISE), obs=y)
+    return observed(dist.Normal(f + g, NOISE), y)
 
 
 # Of each model: its functions' kernels, their prior means as multiples of x, and the matrix that mixes them.
@@ -150,8 +148,7 @@ def test_undamped_updates_of_classes_do_not_explode(family):
     def softmax(x, y=None):
         kernel = 1000.0 * kernels.RBF(0.4)[0] + 1000.0 * kernels.RBF(0.4)[1]
         f = pyro.sample("f", GaussianProcess(kernel, x).expand([2]).to_event(1))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=torch.cat([f, 0 * f[:1]]).mT), obs=y)
+        return observed(dist.Categorical(logits=torch.cat([f, 0 * f[:1]]).mT), y)
 
     guide = AutoSparseGP(softmax, family)
     elbo = TraceQuadrature_ELBO(5)

@@ -230,8 +230,7 @@ def test_a_hyperparameter_whose_prior_allows_0_or_less(where):
             "period": lambda: kernels.Periodic(0.5, value[0]),
         }[where]()
         f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+        return observed(dist.Normal(f, 0.3), y)
 
     x, y = torch.rand(9, 2), torch.randn(9)
     with pytest.raises(ValueError, match=rf"latent site 'value' is a {where} of GP site 'f', .* allows 0 or less"):

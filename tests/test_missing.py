@@ -118,7 +118,6 @@ def test_an_intercept_beside_a_deterministic_site():
 
     def program(x, y):
         mu, f = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(pyro.deterministic("eta", mu + f), NOISE), obs=y)
+        observed(dist.Normal(pyro.deterministic("eta", mu + f), NOISE), y)
 
     assert {*prepared(program, FAMILIES["SVGP"], x, y.nan_to_num()).facts.field} == {"mu", "f"}

@@ -20,7 +20,7 @@ from pyro_sparsegp.families import (
     WeightSpace,
 )
 
-from .models import gaussian, train
+from .models import gaussian, observed, train
 from .pretended import There, pretended_device
 
 SMOOTH = 3.0 * kernels.RBF(0.4)[0] + 2.0 * kernels.Matern52(0.5)[1]
@@ -121,8 +121,7 @@ def test_inner_layers_start_at_the_prior():
     def model(x, y=None):
         h = pyro.sample("h", GaussianProcess(kernels.RBF(0.5), x, mean=lambda x: x[:, 0]))
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), h[:, None]))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        observed(dist.Normal(f, 0.1), y)
 
     x, y = torch.rand(30, 1), torch.randn(30)
     guide = AutoSparseGP(model, SVGP(6))
@@ -201,8 +200,7 @@ def test_learned_inputs_have_no_unit_of_their_own():
     def model(x, y=None):
         pyro.module("network", network)
         f = pyro.sample("f", GaussianProcess(kernels.RBF(1e-3), network(x)))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        return observed(dist.Normal(f, 0.1), y)
 
     guide = AutoSparseGP(model, SVGP(5))
     guide(x, torch.randn(30))
