@@ -65,10 +65,6 @@ def state(guide):
     return found.gram.clone(), found.loc.detach().clone()
 
 
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other))
-
-
 def step(module, phi, loss, anchor=None):
     """One natural step of a module by the marginals at these features."""
     with recording(phi[0]) as record:
@@ -104,11 +100,6 @@ def assert_same(guide, best, x, **how):
     assert_alike(q, p, **({"atol": 1e-8, "rtol": 0} | how))
 
 
-def optimum(model, family, *args):
-    """A guide of a family that follows from the data."""
-    return prepared(model, family, *args)
-
-
 @pytest.mark.parametrize("name", OPTIMA)
 def test_one_step_on_all_rows_of_a_gaussian_problem_is_the_optimum(name):
     x, y = data()
@@ -116,7 +107,7 @@ def test_one_step_on_all_rows_of_a_gaussian_problem_is_the_optimum(name):
     model = gaussian(kernel)
     guide, svi = svi_of(model, natural(x[:12], natural=True, trainable=False))
     svi.step(x, y)
-    best = optimum(model, optimal(x[:12], trainable=False), x, y)
+    best = prepared(model, optimal(x[:12], trainable=False), x, y)
     assert_same(guide, best, x)
     losses = [TraceQuadrature_ELBO(2).loss(model, g, x, y) for g in (guide, best)]
     assert abs(losses[0] - losses[1]) < 1e-8
@@ -191,7 +182,7 @@ def test_one_step_of_unusual_data_is_the_optimum(case):
         model = weighted
     guide, svi = svi_of(model, SVGP(z, trainable=False))
     svi.step(x, y)
-    assert_same(guide, optimum(model, SGPR(z, trainable=False), x, y), x)
+    assert_same(guide, prepared(model, SGPR(z, trainable=False), x, y), x)
 
 
 @pytest.mark.filterwarnings("ignore:GP sites .* enter densities by their sum")
@@ -209,7 +200,7 @@ def test_sites_that_meet_in_one_density():
 
     _, svi = svi_of(model, AutoSparseGP(model, families(SVGP)))
     losses = [svi.evaluate_loss(x, y), *(svi.step(x, y) for _ in range(24))]
-    best = optimum(model, families(SGPR), x, y)
+    best = prepared(model, families(SGPR), x, y)
     assert -1e-6 < losses[-1] - TraceQuadrature_ELBO(2).loss(model, best, x, y) < 6
     assert losses[0] - losses[-1] > 500
 
@@ -275,7 +266,7 @@ def test_q_that_is_at_the_optimum_meets_the_data_no_further(monkeypatch):
     assert len(found) == 3  # of the prior, of the optimum, and that it stays
     assert first == found[-1][1]
     assert coefficients(guide).steps == 1  # those before it do not count
-    best = optimum(model, SGPR(x[:12], trainable=False), x, y)
+    best = prepared(model, SGPR(x[:12], trainable=False), x, y)
     assert first == pytest.approx(TraceQuadrature_ELBO(2).loss(model, best, x, y), abs=1e-6)
 
 
@@ -321,7 +312,7 @@ def test_independent_outputs_each_take_their_own_step():
     svi.step(x, ys.mT)
     q = guide.posterior(x)["f"]
     for i in range(2):
-        best = optimum(gaussian(KERNEL), SGPR(x[:10], trainable=False), x, ys[i])
+        best = prepared(gaussian(KERNEL), SGPR(x[:10], trainable=False), x, ys[i])
         torch.testing.assert_close(q.mean[i], best.posterior(x)["f"].mean, atol=1e-8, rtol=0)
         torch.testing.assert_close(q.variance[i], best.posterior(x)["f"].variance, atol=1e-8, rtol=0)
 
@@ -332,7 +323,7 @@ def test_particles_of_one_objective_are_one_step():
     model = gaussian(KERNEL)
     guide, svi = svi_of(model, SVGP(x[:12], natural=True, trainable=False), TraceQuadrature_ELBO(2, num_particles=3))
     svi.step(x, y)
-    assert_same(guide, optimum(model, SGPR(x[:12], trainable=False), x, y), x)
+    assert_same(guide, prepared(model, SGPR(x[:12], trainable=False), x, y), x)
     assert coefficients(guide).steps == 1
 
 
@@ -343,7 +334,7 @@ def test_mini_batches_average_to_the_optimum():
     for _ in range(10):  # epochs: after each, 1/t averages are those over all rows
         for rows in torch.randperm(300).split(50):
             svi.step(x[rows], y[rows], size=300)
-    assert_same(guide, optimum(model, SGPR(x[:12], trainable=False), x, y), x)
+    assert_same(guide, prepared(model, SGPR(x[:12], trainable=False), x, y), x)
 
 
 def test_gradients_of_hyperparameters_pass_through_q():
@@ -412,7 +403,7 @@ def test_negative_curvatures_that_another_seat_magnifies_are_cut():
     torch.testing.assert_close(q.coefficients.covariance_matrix, 2 * torch.eye(8))
     torch.testing.assert_close(q.mean, before)
     svi.step(x, y)
-    best = optimum(guide.model, SGPR(x[:8], trainable=False), x, y)
+    best = prepared(guide.model, SGPR(x[:8], trainable=False), x, y)
     torch.testing.assert_close(guide.posterior(x)["f"].mean, best.posterior(x)["f"].mean, atol=0.3, rtol=0)
 
 
@@ -423,7 +414,7 @@ def test_training_goes_on_where_it_was(how):
     for _ in range(5):
         svi.step(x, y)
     other = restored(guide, poisson, SVGP(8)) if how == "state_dict" else pickle.loads(pickle.dumps(guide))
-    assert same(state(guide), state(other))
+    assert all(map(torch.equal, state(guide), state(other)))
     assert coefficients(other).next_rate() == coefficients(guide).next_rate()
     torch.testing.assert_close(guide.posterior(x)["f"].mean, other.posterior(x)["f"].mean)
     losses = []
@@ -440,8 +431,7 @@ def test_a_state_says_how_q_is_learned(natural):
     model = gaussian(KERNEL)
     guide, svi = svi_of(model, SVGP(x[:8], natural=natural))
     svi.step(x, y)
-    other = AutoSparseGP(model, SVGP(x[:8], natural=not natural))
-    other.load_state_dict(copy.deepcopy(guide.state_dict()))
+    other = restored(guide, model, SVGP(x[:8], natural=not natural))
     torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
     assert isinstance(other.gps.f.coefficients, NaturalGaussian) == natural
     SVI(model, other, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
@@ -754,9 +744,6 @@ def test_hyperparameters_of_a_small_effect_beside_a_large_one(family):
     assert found[1][0] > 1.5
 
 
-_jitted = one_function(kernels.RBF(0.5), lambda f: dist.Normal(f, 0.1))
-
-
 @pytest.mark.parametrize("family", [SVGP(8), OrthogonalInducing(5, 4), CoupledCovariance(6), MeanFieldAdditive(6)])
 def test_sites_stay_about_f_where_a_constant_mean_moves(family):
     """q stays at its optimum, and the mean's gradient is that of the bound with q moving along."""
@@ -801,8 +788,7 @@ def test_sites_by_draws_are_held_near_w():
     guide, svi = svi_of(model, SVGP(10))
     for _ in range(10):
         svi.step(a, y)
-    again = AutoSparseGP(model, SVGP(10))
-    again.load_state_dict(copy.deepcopy(guide.state_dict()))
+    again = restored(guide, model, SVGP(10))
     assert coefficients(guide).softness == coefficients(again).softness == 0.3
     one, other = (each.posterior(a, y)["f"] for each in (guide, again))
     torch.testing.assert_close(one.mean, other.mean)
@@ -873,9 +859,8 @@ def test_pyros_objectives_train_q_by_plain_gradients(family, objective):
 
 
 def test_a_trace_of_torch_jit_trains_q():
-    guide = AutoSparseGP(_jitted, SVGP(4))
     objective = pyro.infer.JitTrace_ELBO(ignore_jit_warnings=True)
-    svi = pyro.infer.SVI(_jitted, guide, pyro.optim.Adam({"lr": 0.05}), objective)
+    _, svi = svi_of(gaussian(kernels.RBF(0.5), 0.1), SVGP(4), objective, lr=0.05)
     x = torch.rand(10, 1)
     losses = [svi.step(x, x[:, 0]) for _ in range(60)]
     assert losses[-1] < losses[0] - 1
