@@ -147,8 +147,8 @@ def _dense_laplace(x, group, y, s, tau):
     return density - 0.5 * torch.linalg.slogdet(inner)[1]
 
 
-def _nested(guide, data):
-    layout = Layout(guide.facts.field, {"f": 1})
+def _nested(guide, data, owned=("a",)):
+    layout = Layout(guide.facts.field, {"f": 1}, owned)
     hyper = {name: torch.Size(()) for name in guide.facts.coupled}
     units = torch.ones(sum(shape.numel() for shape in hyper.values()))
     return Nested(guide, layout, guide.facts.links, hyper, units, {}, data, {})
@@ -169,6 +169,7 @@ def test_nested_laplace_is_the_dense_one_and_its_gradient_its_own():
     data = _count_data()
     guide, _ = _step(_counts, families.SVGP(N, trainable=False), data)
     assert guide.facts.coupled == ["s", "tau"]
+    assert guide.facts.owned == ["a"]
     nested, theta = _nested(guide, data), torch.tensor([-0.7, -0.3])
     found = nested.at(theta)
     s, tau = theta.exp()
@@ -177,6 +178,9 @@ def test_nested_laplace_is_the_dense_one_and_its_gradient_its_own():
     for i, move in enumerate(1e-4 * torch.eye(2)):
         slope = (nested.at(theta + move).value - nested.at(theta - move).value) / 2e-4
         assert found.slope[i].item() == pytest.approx(slope.item(), abs=2e-4)
+    dense = _nested(guide, data, ()).at(theta)
+    torch.testing.assert_close(dense.value, found.value)
+    torch.testing.assert_close(dense.slope, found.slope, rtol=1e-5, atol=1e-6)
 
 
 def test_hyperparameters_start_at_the_mode_with_its_curvature():
@@ -302,7 +306,7 @@ def test_q_follows_what_hyperparameters_and_inducing_inputs_move():
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
     for _ in range(2):
         svi.step(*data)  # Adam moves all inducing inputs by its rate
-        nested, mode = _nested(guide, data), guide.together.mean.detach()
+        nested, mode = _nested(guide, data, ()), guide.together.mean.detach()
         for move in (-1.0, 0.0, 1.0):
             theta = mode + move * guide.together.tril[0].detach()
             with poutine.condition(data={"length": theta.exp()[0]}):

@@ -8,7 +8,7 @@ affine function of x: its linear predictor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -61,10 +61,14 @@ class Layout:
     :param field: of each GP site and normal latent, in order, the sizes of its blocks of x.
     :param residuals: of each GP site the number of standardised residuals: one, √ρ·t at all inputs, serves where no
         term depends on values at several.
+    :param owned: the latents of which each datum has one value at most, such as its group's.
     """
 
-    def __init__(self, field: Mapping[str, list[int]], residuals: Mapping[str, int]) -> None:
+    def __init__(
+        self, field: Mapping[str, list[int]], residuals: Mapping[str, int], owned: Collection[str] = ()
+    ) -> None:
         self.field, self.residuals = dict(field), dict(residuals)
+        self.owned = [name for name in self.field if name in owned]
         self.sizes = [size for sizes in self.field.values() for size in sizes]
         self.num, self.extended = sum(self.sizes), sum(self.sizes) + sum(self.residuals.values())
 
@@ -77,6 +81,42 @@ class Layout:
     def rows(self) -> dict[str, slice]:
         """The entries of each member."""
         return slices(self.numbers)
+
+    def directions(self, like: Tensor) -> Tensor:
+        """Of x: each entry that is no owned latent's; and of these 1 and k, by which the k-th one's slope is known."""
+        owned = like.new_zeros(2 * len(self.owned), self.extended)
+        for i, rows in enumerate(self.rows[name] for name in self.owned):
+            owned[2 * i, rows] = 1.0
+            owned[2 * i + 1, rows] = torch.arange(rows.stop - rows.start, device=like.device, dtype=like.dtype)
+        each = torch.eye(self.extended, dtype=like.dtype, device=like.device)
+        return torch.cat([*(each[rows] for rows in self._common), each[self.num :], owned])
+
+    @property
+    def _common(self) -> list[slice]:
+        return [rows for name, rows in self.rows.items() if name not in self.owned]
+
+    def common(self, like: Tensor) -> Tensor:
+        """The entries of x that are no owned latent's, on a tensor's device: a list would be copied to it each time."""
+        parts = [torch.arange(rows.start, rows.stop, device=like.device) for rows in self._common]
+        return torch.cat(parts) if parts else torch.arange(0, device=like.device)
+
+    def split(self, found: Tensor) -> tuple[Tensor, Tensor, list[tuple[slice, Tensor, Tensor]]]:
+        """J, ``(N, num)``, and that of residuals; and of owned latents the entries, which of them each datum has, and
+        its slope, ``(N,)``.
+
+        :param found: J along :meth:`directions`.
+        """
+        first, rest, others = found.tensor_split(
+            [len(common := self.common(found)), len(common) + self.extended - self.num]
+        )
+        rows, owned = found.new_zeros(found.shape[-1], self.num).index_copy(1, common, first.mT), []
+        for name, (slope, moved) in zip(self.owned, others.unflatten(0, (-1, 2))):
+            entries = self.rows[name]
+            number = torch.where(slope == 0, 0.0, moved / slope).detach()
+            owner = number.round().long().clamp(0, entries.stop - entries.start - 1)
+            rows = rows.index_put((torch.arange(len(slope), device=slope.device), entries.start + owner), slope)
+            owned.append((entries, owner, slope))
+        return rows, rest.mT, owned
 
     def parts(self, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Of ``(extended,)`` numbers those of each member, and of each GP site's residual."""

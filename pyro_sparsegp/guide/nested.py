@@ -326,15 +326,33 @@ def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, T
 
 def _by_precision(found: Predictors, curvature: Slopes, covariance: Tensor) -> Tensor:
     """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
-    total, along = covariance.new_zeros(()), {place: row.detach() @ covariance for place, row in found.rows.items()}
-    for (one, other), weight in curvature.items():
-        each = (along[one] * found.rows[other]).sum(-1)
-        total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
+    common, total = found.layout.common(covariance), covariance.new_zeros(())
+    for one, row in found.rows.items():
+        along = row.detach()[:, common] @ covariance[common]  # JC
+        for entries, owner, slope in found.owned[one]:
+            along = along + slope.detach()[:, None] * covariance[entries.start + owner]
+        for other in (pair[1] for pair in curvature if pair[0] == one):
+            each, weight = (along * found.rows[other]).sum(-1), curvature[one, other]
+            total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
     return total
 
 
 def _precision(found: Predictors, curvature: Slopes) -> Tensor:
-    """P = I + JᵀWJ."""
+    """P = I + JᵀWJ, without products of the columns of owned latents, of which a datum has one."""
     like, num = next(iter(found.rows.values())), found.layout.num
-    parts = [found.rows[one].mT @ (weight[:, None] * found.rows[other]) for (one, other), weight in curvature.items()]
-    return sum(parts, torch.eye(num, dtype=like.dtype, device=like.device))
+    common = found.layout.common(like)
+    total = torch.eye(num, dtype=like.dtype, device=like.device)
+    for (one, other), weight in curvature.items():
+        first, second = found.rows[one][:, common], found.rows[other][:, common]
+        total = total.index_put((common[:, None], common), first.mT @ (weight[:, None] * second), accumulate=True)
+        for entries, owner, slope in found.owned[one]:
+            cross = second.new_zeros(entries.stop - entries.start, len(common))
+            cross = cross.index_add(0, owner, (weight * slope)[:, None] * second)
+            here = torch.arange(entries.start, entries.stop, device=like.device)
+            # W has each pair of places both ways, and so has J: the other one's owned entries come as this one's.
+            total = total.index_put((here[:, None], common), cross, accumulate=True)
+            total = total.index_put((common[:, None], here), cross.mT, accumulate=True)
+            for others, its, again in found.owned[other]:
+                places = (entries.start + owner, others.start + its)
+                total = total.index_put(places, weight * slope * again, accumulate=True)
+    return total

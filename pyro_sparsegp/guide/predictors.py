@@ -19,7 +19,7 @@ from ..program.declared import LINKS, candidates, expectation, is_declared, para
 from ..program.mapping import mapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, is_observation, sample_sites
-from .field import Layout
+from .field import Layout, slices
 
 Place = tuple[str, str]  # a site, and its parameter
 Pair = tuple[Place, Place]
@@ -33,16 +33,19 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2}  # of slopes
 
 def find_links(
     run: Callable[[Tensor], poutine.Trace], layout: Layout, like: Tensor
-) -> Optional[tuple[dict[str, dict[str, str]], list[str]]]:
-    """By observed site and parameter, the link under which it is affine in x, and the members in which one is affine
-    under no link; ``None`` if a density is not known.
+) -> Optional[tuple[dict[str, dict[str, str]], list[str], list[str]]]:
+    """By observed site and parameter, the link under which it is affine in x, the latents that are owned, and the
+    members in which one is affine under no link; ``None`` if a density is not known.
 
     :param run: the program with a field at x, ``(extended,)``.
     """
     draws = torch.randn(3, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)
-    # An affine function has one slope along any direction: one for each member.
+    several = {n: num for n, num in layout.numbers.items() if n not in layout.residuals and num > 1}
+    # An affine function has one slope along any direction; that by each value shows whose a datum's is.
     members = torch.block_diag(*(torch.ones(1, num) for num in [*layout.numbers.values(), *layout.residuals.values()]))
-    along = draws[2] * members.to(like)
+    along = torch.cat(
+        [draws[2] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
+    )
     runs = [(run(x.requires_grad_()), x) for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1])]
     slopes, hidden = _by_links(runs, along)
     found: dict[str, dict[str, str]] = {}
@@ -65,7 +68,10 @@ def find_links(
                 found[name] = links
         elif not links:
             return None
-    return found, [member for member in layout.numbers if any(member in bent(name) for name in found)]
+    chosen = [slopes[name, key][link] for name, of_site in found.items() for key, link in of_site.items()]
+    rows = {name: slice(own.start + len(members), own.stop + len(members)) for name, own in slices(several).items()}
+    owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
+    return found, owned, [member for member in layout.numbers if any(member in bent(name) for name in found)]
 
 
 def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -142,7 +148,8 @@ class Predictors:
     :param links: by site and parameter.
     :param again: makes that run anew.
 
-    ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J, ``(N, num)``, and ``residuals`` J'.
+    ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J, ``(N, num)``, ``residuals`` J', and
+    ``owned`` what :meth:`Layout.split` knows of J's columns of owned latents.
     """
 
     def __init__(
@@ -159,11 +166,13 @@ class Predictors:
         self.rows: dict[Place, Tensor] = {}
         self.residuals: dict[Place, Tensor] = {}
         self.layout = layout
-        every = jacobian(torch.cat([x[:0], *self.eta.values()]), x)  # none, in a step without some of the data
+        self.owned: dict[Place, list[tuple[slice, Tensor, Tensor]]] = {}
+        # none, in a step without some of the data
+        every = jacobian(torch.cat([x[:0], *self.eta.values()]), x, layout.directions(x))
         for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
             if links[place[0]][place[1]] == VALUE:
                 part = part + self._beside(*place)
-            self.rows[place], self.residuals[place] = part.mT.tensor_split([layout.num], -1)
+            self.rows[place], self.residuals[place], self.owned[place] = layout.split(part)
 
     def _beside(self, name: str, gp: str) -> Tensor:
         """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
@@ -174,13 +183,14 @@ class Predictors:
         """Of a density by x beside its GP site's values, and by these."""
         density = self.log_prob(name, {gp: f}) + 0 * self.x.sum()
         (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
-        return jacobian(density, self.x), slope
+        return jacobian(density, self.x, self.layout.directions(self.x)), slope
 
     def detached(self) -> Predictors:
         """These without their graph."""
         other = copy.copy(self)
         other.eta = {place: eta.detach() for place, eta in self.eta.items()}
         other.rows = {place: row.detach() for place, row in self.rows.items()}
+        other.owned = {p: [(e, o, slope.detach()) for e, o, slope in own] for p, own in self.owned.items()}
         return other
 
     def distribution(self, name: str, eta: Mapping[str, Tensor]) -> Any:

@@ -191,12 +191,12 @@ class Search:
         facts = self.guide.facts
         if linked is None or not {name for name in facts.downstream if name in facts.rows} <= linked[0].keys():
             return None
-        links, bent = linked
+        links, owned, bent = linked
         if bent:  # latents in which predictors are not affine are hyperparameters
             moved = [name for name in self.normal if name in bent]
             self._split(_without(self.normal, moved))
             return self.nested() if moved else None
-        shapes = {name: value.shape for name, value in first.items()}
+        layout, shapes = Layout(layout.field, layout.residuals, owned), {name: v.shape for name, v in first.items()}
         units = units_of({name: self.priors[name] for name in self.hyper}, self.guide.like)
         return Nested(self.guide, layout, links, shapes, units, self.values, self.args, self.kwargs)
 
@@ -320,7 +320,7 @@ class Search:
         """
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         facts.field = {name: layout.field[name] for name in field}
-        facts.links = {name: dict(links) for name, links in nested.links.items()}
+        facts.links, facts.owned = {name: dict(links) for name, links in nested.links.items()}, list(layout.owned)
         for name, module in guide.modules_by_site().items():
             if isinstance(module, ExactGP):
                 module.basis = InducingPoints([self.inputs[name]], trainable=False)

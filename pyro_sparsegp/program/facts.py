@@ -50,6 +50,7 @@ class Structure:
     # unconstrained space.
     intercepts: list[str] = _field(default_factory=list)
     unconstrained: list[str] = _field(default_factory=list)
+    owned: list[str] = _field(default_factory=list)  # latents of the field of which each datum has one value
     num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
 
     @property
