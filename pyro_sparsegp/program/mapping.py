@@ -50,17 +50,27 @@ def in_blocks(
         first = one({key: value[0] for key, value in items.items()})
         yield map_tensors(lambda value: value[None], first)
         size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), _MOST), False
-        for start in range(1, num, size):
-            block = {key: value[start : start + size] for key, value in items.items()}
-            found = None if refused or size == 1 else _at_once(one, block)
-            if found is None:
-                refused, each = True, []
-                for item in zip(*block.values()):
-                    each.append(one(dict(zip(block, item))))
+        together = min(max(8 * _AT_ONCE // sum((value.numel() for value in tensors(first)), 1), size), _MOST)
+        for start in range(1, num, together):
+            stop = min(start + together, num)
+            # Results have their memory before what makes them: a process keeps freed matrices that lie below a result.
+            kept = map_tensors(lambda value, n=stop - start: value.new_empty(n, *value.shape), first)
+            for at in range(start, stop, size):
+                block = {key: value[at : min(at + size, stop)] for key, value in items.items()}
+                found = None if refused or size == 1 else _at_once(one, block)
+                if found is not None:
+                    _put(kept, slice(at - start, at - start + size), found)
+                    bar.update(min(at + size, stop) - at)
+                    continue
+                refused = True
+                for i, item in enumerate(zip(*block.values())):
+                    _put(kept, at - start + i, one(dict(zip(block, item))))
                     bar.update()
-                found = map_tensors(lambda *values: torch.stack(values), *each)
-            bar.update(start + size - bar.n)
-            yield found
+            yield kept
+
+
+def _put(kept: Draw, place: Union[int, slice], found: Draw) -> None:
+    map_tensors(lambda room, value: room[place].copy_(value), kept, found)
 
 
 def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
