@@ -22,7 +22,7 @@ from .bench import HERE, Page, clock, parsed, seeded
 KINDS = families.SVGP, families.SGPR, families.OrthogonalInducing, families.CoupledPrecision
 WARM, WORTH, SECONDS = 200, 100, 300  # of NUTS
 STEPS, DRAWS = 300, 2000  # of 400 draws the sd of a skewed latent is known to 10 %
-# Where a file has none. Hyperparameters: 14,000 draws by importance, from a normal q(θ) and Laplace's q(g | θ), f being
+# Where a file has none. Hyperparameters: 14,000 weighted draws, of a Student t for θ and Laplace's q(g | θ), f being
 # integrated out, worth 8,700; each mean is known to 0.01 sd. HMC agrees, and has the sds of f and g.
 REFERENCES = {
     "noisy_mean": {
