@@ -14,7 +14,7 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing, OrthogonallyDecoupled
 
-from .models import observed, prepared, train, trained
+from .models import observed, one_function, prepared, train, trained
 
 ROWS, SUMS, NOISE = 12, 4, 0.1
 KERNEL = kernels.Matern52(0.4)
@@ -389,12 +389,7 @@ def test_values_of_a_row_have_exact_expectations_too(model, families):
 def test_bent_functions_of_a_value_are_integrated(bend):
     """Bends that data lead to, far from the prior: E (y − b(f))² by a fine grid."""
     x, *_ = data()
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=5.0))
-        with pyro.plate("rows", len(x)):
-            pyro.sample("y", dist.Normal(bend(f), 0.5), obs=y)
-
+    model = one_function(KERNEL, lambda f: dist.Normal(bend(f), 0.5), mean=5.0)
     y = torch.zeros(ROWS, dtype=x.dtype)
     guide, elbo = AutoSparseGP(model, SVGP(5, natural=False)), TraceQuadrature_ELBO(100)
     train(model, guide, x, y, steps=20, lr=0.3, loss=elbo)

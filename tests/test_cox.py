@@ -9,7 +9,7 @@ from torch import nn
 from pyro_sparsegp import GaussianProcess, SparsePosterior, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP, ExactWeightSpace, WeightSpace
 
-from .models import maximise, trained
+from .models import maximise, one_function, trained
 
 
 def cox(kernel, level=3.0):
@@ -81,12 +81,7 @@ def test_events_at_cells_are_poisson_counts():
     grid, areas = cells(40)
     counts = torch.poisson(areas * 200 * torch.sin(3 * grid[:, 0]))
     kernel = kernels.RBF(0.2)
-
-    def binned(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, x, mean=lambda x: x.new_full((len(x),), 3.0)))
-        with pyro.plate("window", len(x)):
-            return pyro.sample("y", dist.Poisson(areas * f.exp()), obs=y)
-
+    binned = one_function(kernel, lambda f: dist.Poisson(areas * f.exp()), mean=3.0)
     _, by_counts = maximise(binned, SVGP(grid[::4], trainable=False), grid, counts, num_nodes=20)
     events = grid.repeat_interleave(counts.long(), 0)
     _, by_events = maximise(cox(lambda: kernel), SVGP(grid[::4], trainable=False), grid, areas, events, num_nodes=20)

@@ -59,11 +59,10 @@ def model_of(name, likelihood):
         else:
             kernel = scale * kernels.Matern32(length)
         f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x), subsample=x):
-            if likelihood == "normal":
-                noise = pyro.param("noise", lambda: x.new_full((), 0.3), constraint=dist.constraints.positive)
-                return pyro.sample("y", dist.Normal(f, noise), obs=y)
-            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+        if likelihood == "normal":
+            noise = pyro.param("noise", lambda: x.new_full((), 0.3), constraint=dist.constraints.positive)
+            return observed(dist.Normal(f, noise), y, x)
+        return observed(dist.Bernoulli(logits=f), y, x)
 
     return model
 
@@ -140,9 +139,8 @@ def with_a_field(x, y=None):
     f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(x.new_full((), 0.7)), x))
     with pyro.plate("groups", 3):
         a = pyro.sample("a", dist.Normal(x.new_zeros(()), x.new_ones(())))
-    with pyro.plate("data", len(x)):
-        rate = (mu + f + a[torch.arange(len(x), device=x.device) % 3]).exp()
-        return pyro.sample("y", dist.Poisson(rate), obs=None if y is None else (y > 0.5).to(y))
+    rate = (mu + f + a[torch.arange(len(x), device=x.device) % 3]).exp()
+    return observed(dist.Poisson(rate), None if y is None else (y > 0.5).to(y))
 
 
 @pytest.mark.parametrize("family", [families.SVGP(5), families.SparseEP(5)])
@@ -152,9 +150,7 @@ def test_priors_of_numbers_are_on_the_host(family):
         f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(0.7), x))
         with pyro.plate("groups", 3):
             a = pyro.sample("a", dist.Normal(0.0, scale))
-        with pyro.plate("data", len(x)):
-            mean = mu + f + a[torch.arange(len(x), device=x.device) % 3]
-            return pyro.sample("y", dist.Normal(mean, scale), obs=y)
+        return observed(dist.Normal(mu + f + a[torch.arange(len(x), device=x.device) % 3], scale), y)
 
     steps_there(model, *data(num=24), family, ep=isinstance(family, families.SparseEP))
 

@@ -20,7 +20,7 @@ from pyro_sparsegp.inference.optimisers import FallingAdam, falling
 
 from . import fit_worker
 from .fit_worker import regression
-from .models import observed, prepared, refused
+from .models import gaussian, observed, prepared, refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
@@ -271,12 +271,7 @@ def test_mini_batches_leave_the_mean_where_all_rows_have_it():
     """At a rate of 0.1 it would be 1.4 of its standard deviations beside that, which intervals do not tell."""
     x = 4 * torch.rand(1000, 1)
     y = torch.sin(2 * x[:, 0]) + 0.3 * torch.randn(1000)
-
-    def model(x, y=None, size=None):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.7), x))
-        observed(dist.Normal(f, 0.3), y, x, size)
-
-    z = torch.linspace(0, 4, 9)[:, None]
+    z, model = torch.linspace(0, 4, 9)[:, None], gaussian(kernels.RBF(0.7), 0.3)
     _, guide = fitted((x, y), SVGP(z, trainable=False), model, batch_size=25, steps=200)
     assert guide.gps.f.coefficients.share == 1  # for what follows
     best = prepared(model, SGPR(z, trainable=False), x, y)

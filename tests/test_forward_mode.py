@@ -1,16 +1,14 @@
 """Forward-mode derivatives, torch.func.jvp, jacfwd and hessian, of kernels and posteriors: against reverse mode."""
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInducing
 from pyro_sparsegp.numerics.linalg import cholesky, row_squares
 
-from .models import observed, train
+from .models import gaussian, trained
 
 KERNELS = {
     "RBF": lambda length: 1.5 * kernels.RBF(length),
@@ -76,11 +74,6 @@ def test_fused_operations(name):
         torch.testing.assert_close(hessian(total)(*where), jacrev(grad(total))(*where))
 
 
-def model(x, y=None):
-    f = pyro.sample("f", GaussianProcess(1.3 * kernels.Matern52(0.4), x))
-    return observed(dist.Normal(f, 0.2), y)
-
-
 @pytest.mark.parametrize(
     "family",
     [SVGP(8), SVGP(8, natural=True), SGPR(8), OrthogonalInducing(4, 4), ComputationAware(6)],
@@ -89,9 +82,8 @@ def model(x, y=None):
 def test_posteriors(family):
     """Slopes and curvature of the posterior's mean and variance by its inputs, as Bayesian optimisation wants them."""
     x = torch.linspace(-1, 1, 20)[:, None]
-    y = torch.sin(4 * x[:, 0])
-    guide = AutoSparseGP(model, family)
-    train(model, guide, x, y, steps=5, lr=0.05, loss=TraceQuadrature_ELBO(2))
+    model = gaussian(1.3 * kernels.Matern52(0.4))
+    guide = trained(model, family, x, torch.sin(4 * x[:, 0]), steps=5, lr=0.05, loss=TraceQuadrature_ELBO(2))
     new = torch.tensor([[0.13], [-0.37]])
 
     def moments(x):

@@ -157,15 +157,10 @@ def test_draws_are_joint_and_weigh_the_evidence():
         assert (model_trace.log_prob_sum() - guide_trace.log_prob_sum()).item() == pytest.approx(evidence, abs=0.01)
 
 
-def _groups(f, g):
-    return f + g[torch.arange(N) // 2]
-
-
 def _group_model(x, y=None):
     f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
     g = pyro.sample("g", GaussianProcess(KG, x[: N // 2, 1:]))
-    with pyro.plate("data", N):
-        return pyro.sample("y", dist.Normal(_groups(f, g), NOISE), obs=y)
+    return observed(dist.Normal(f + g[torch.arange(N) // 2], NOISE), y)
 
 
 @pytest.mark.filterwarnings("ignore:GP sites .* by their sum")
@@ -322,14 +317,12 @@ def test_a_sum_inside_indices():
     def model(x, y=None):
         f0 = pyro.sample("f0", GaussianProcess(shared, x))
         g = torch.stack([pyro.sample(f"g{i}", GaussianProcess(own, x)) for i in range(2)])
-        with pyro.plate("data", 20):
-            return pyro.sample("y", dist.Normal(f0[places] + g[group, places], noise), obs=y)
+        return observed(dist.Normal(f0[places] + g[group, places], noise), y)
 
     def of_one_site(x, y=None):
         f0 = pyro.sample("f0", GaussianProcess(shared, x))
         g = pyro.sample("g", GaussianProcess(own, x).expand([2]).to_event(1))
-        with pyro.plate("data", 20):
-            return pyro.sample("y", dist.Normal(f0[places] + g[group, places], noise), obs=y)
+        return observed(dist.Normal(f0[places] + g[group, places], noise), y)
 
     with pytest.warns(UserWarning, match=r"GP sites 'f0', 'g' enter densities by their sum"):
         AutoSparseGP(of_one_site, families.SVGP(4))(x, y)

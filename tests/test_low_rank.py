@@ -17,7 +17,7 @@ from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.stack import Stack
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 
-from .models import observed, one_function
+from .models import gaussian
 
 STACK, RANK = Stack([3, 2, 3]), 2
 
@@ -173,12 +173,7 @@ def test_sites_that_are_drawn_learn_their_precision():
 
 def test_a_step_without_a_factor_is_left_out(monkeypatch):
     """An objective that reads flags at its end evaluates again what failed; a step has been taken by then."""
-
-    def model(x, y):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], x))
-        observed(dist.Normal(f, 0.1), y)
-
-    x = torch.rand(20, 2)
+    x, model = torch.rand(20, 2), gaussian(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], 0.1)
     guide = AutoSparseGP(model, CoupledPrecision(4))
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
     for _ in range(2):
@@ -195,7 +190,7 @@ def test_a_step_without_a_factor_is_left_out(monkeypatch):
 
 def test_a_step_is_the_same_whether_its_precision_is_formed_or_not(monkeypatch):
     x = torch.rand(30, 2)
-    model = one_function(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], lambda f: dist.Normal(f, 0.3))
+    model = gaussian(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], 0.3)
     losses = []
     for limit in (512, 0):
         monkeypatch.setattr(natural_low_rank, "_FEW", limit)

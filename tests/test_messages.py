@@ -136,8 +136,7 @@ def test_a_guide_that_saw_no_data():
     refused(match, guide, x[:num])
     guide(x, y)  # and it goes on
     assert predict(model, guide, x[:num], num_samples=2)["f"].shape == (2, num)
-    with pytest.raises(ValueError, match="3 distinct inputs"):  # with data, the number of inputs is the fault
-        AutoSparseGP(model, SVGP(5))(x[:3], y[:3])
+    refused("3 distinct inputs", AutoSparseGP(model, SVGP(5)), x[:3], y[:3])
 
 
 @pytest.mark.parametrize("family", [SVGP(5), SGPR(5)])
@@ -233,6 +232,5 @@ def test_a_hyperparameter_whose_prior_allows_0_or_less(where):
         return observed(dist.Normal(f, 0.3), y)
 
     x, y = torch.rand(9, 2), torch.randn(9)
-    with pytest.raises(ValueError, match=rf"latent site 'value' is a {where} of GP site 'f', .* allows 0 or less"):
-        prepared(model, SVGP(4), x, y)
+    refused(rf"latent site 'value' is a {where} of GP site 'f', .* allows 0 or less", prepared, model, SVGP(4), x, y)
     prepared(model, SVGP(4), x, y, torch.exp)

@@ -17,7 +17,7 @@ from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
 from pyro_sparsegp.guide.networks import Calls
 from pyro_sparsegp.inference.optimisers import FallingAdam
 
-from .models import assert_alike, observed, train
+from .models import assert_alike, observed, restored, train
 
 
 def data(num=150):
@@ -164,10 +164,10 @@ def test_hidden_values_go_without_gradients():
 def test_codes_that_an_embedding_takes_load():
     x, y = torch.randint(0, 4, (40, 2)), torch.randn(40)
     model = deep(nn.Sequential(nn.Embedding(4, 1), nn.Flatten()))
-    guide, other = AutoSparseGP(model, SVGP(5)), AutoSparseGP(model, SVGP(5))
+    guide = AutoSparseGP(model, SVGP(5))
     SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
     assert guide.gps.f.kept_rows.dtype == torch.int64
-    other.load_state_dict(guide.state_dict())
+    other = restored(guide, model, SVGP(5))
     torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
 
 

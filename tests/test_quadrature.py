@@ -14,7 +14,7 @@ from pyro.poutine import Trace
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, OrthogonalInducing
+from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
 from pyro_sparsegp.program.facts import Structure
 
 from .models import (
@@ -59,13 +59,6 @@ def fitted(model, *args, family=None, steps=10, **options):
     guide = AutoSparseGP(model, family or SVGP(8), **options)
     train(model, guide, *args, steps=steps, lr=0.05)
     return guide
-
-
-def test_three_elbos_agree():
-    x, y = data(heteroscedastic, 20)
-    guide = fitted(heteroscedastic, x, y, family=CoupledPrecision(4), steps=5)
-    *drawn, reference = (estimate(loss(), heteroscedastic, guide, x, y, num=12) for loss in LOSSES)
-    assert all(close(one, reference) for one in drawn)
 
 
 def test_three_elbos_agree_in_gradient():
@@ -225,12 +218,7 @@ def test_masks_scales_and_factors():
 def test_a_mask_of_the_distribution_is_kept(seen):
     x, y = data(poisson, 20)
     mask = torch.arange(20) < len(y[seen])
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(RBF, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Poisson(f.exp()).mask(mask) if seen.stop else dist.Poisson(f.exp()), obs=y)
-
+    model = one_function(RBF, lambda f: dist.Poisson(f.exp()).mask(mask) if seen.stop else dist.Poisson(f.exp()))
     elbo, guide = TraceQuadrature_ELBO(), fitted(model, x, y)
     loss = elbo.differentiable_loss(model, guide, x, y).item()
     assert loss == pytest.approx(elbo.loss(model, guide, x, y), rel=1e-10)
@@ -342,8 +330,7 @@ def test_the_loss_as_a_module_has_no_parameters_before_the_guide_has():
     model = Model()
     guide = AutoSparseGP(model, SVGP(5))
     loss = TraceQuadrature_ELBO(2)(model, guide)
-    with pytest.raises(ValueError, match=r"has not been called: call it with the data, guide\(x, y\)"):
-        torch.optim.Adam(loss.parameters())
+    refused(r"has not been called: call it with the data, guide\(x, y\)", torch.optim.Adam, loss.parameters())
     loss(x, y)
     names = {name for name, _ in loss.named_parameters()}
     assert names == {"model.noise_unconstrained", *(f"guide.{name}" for name, _ in guide.named_parameters())}
@@ -368,8 +355,7 @@ def test_bad_arguments():
         pyro.sample("y", dist.Normal(z + pyro.sample("f", GaussianProcess(RBF, x)), 1.0).to_event(1), obs=y)
 
     guide = Discrete(model, OrthogonalInducing(3, 3))
-    with pytest.raises(ValueError, match="site 'z' has a posterior without reparameterised draws"):
-        TraceQuadrature_ELBO().loss(model, guide, x, y)
+    refused("site 'z' has a posterior without reparameterised draws", TraceQuadrature_ELBO().loss, model, guide, x, y)
 
 
 class TestMissing:
@@ -436,8 +422,7 @@ class TestHandlers:
         x, y = data(num=30)
         model = gaussian(RBF)
         guide = fitted(model, x, y, steps=1)
-        with pytest.raises(ValueError, match="runs the guide's own model"):
-            TraceQuadrature_ELBO().loss(pyro.poutine.scale(model, 0.5), guide, x, y)
+        refused("runs the guide's own model", TraceQuadrature_ELBO().loss, pyro.poutine.scale(model, 0.5), guide, x, y)
 
 
 class TestImportanceWeights:
@@ -466,8 +451,7 @@ class TestImportanceWeights:
         model = gaussian(RBF)
         guide = prepared(model, SVGP(5), x, y)
         guide.train(training)
-        with pytest.raises(ValueError, match="GP site 'f' has a density relative to the prior process only"):
-            Importance(model, guide, 5).run(x, y)
+        refused("GP site 'f' has a density relative to the prior process only", Importance(model, guide, 5).run, x, y)
 
 
 VANISHING = {

@@ -125,8 +125,7 @@ class TestRobustMax:
     def test_refusals(self):
         refused(r"shape \(..., P\) with at least two classes", RobustMax, torch.randn(5, 1))
         refused("epsilon", RobustMax, torch.randn(5, 3), 1.5, validate_args=True)
-        with pytest.raises(ValueError, match="from 0 to 2, got"):
-            RobustMax(torch.randn(5, 3), 0.5, validate_args=True).log_prob(torch.full((5,), 3))
+        refused("from 0 to 2, got", RobustMax(torch.randn(5, 3), 0.5, validate_args=True).log_prob, torch.full((5,), 3))
 
 
 def by_hand(guide, x, y, epsilon=1e-2, order=None, scale=1.0, shift=0.0):
@@ -219,14 +218,6 @@ class TestBound:
             terms = RobustMax(q.mean.mT, 0.01).expected_log_prob(y, q.variance.mT)
             exact = terms[keep].sum() - q.kl.sum()
             torch.testing.assert_close(-torch.tensor(TraceQuadrature_ELBO().loss(model, guide, x, y)), exact)
-
-    def test_mini_batches(self):
-        x, y = classes(60)
-        model = multiclass()
-        guide = guide_for(model, x, y)
-        loss = TraceQuadrature_ELBO()
-        parts = [loss.loss(model, guide, x[rows], y[rows], size=60) for rows in torch.arange(60).split(20)]
-        assert sum(parts) / 3 == pytest.approx(loss.loss(model, guide, x, y))
 
     @pytest.mark.parametrize("meet", [False, True])
     def test_beside_other_densities(self, meet):

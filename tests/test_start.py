@@ -20,7 +20,7 @@ from pyro_sparsegp.families import (
     WeightSpace,
 )
 
-from .models import gaussian, observed, train
+from .models import gaussian, observed, prepared, restored, train
 from .pretended import There, pretended_device
 
 SMOOTH = 3.0 * kernels.RBF(0.4)[0] + 2.0 * kernels.Matern52(0.5)[1]
@@ -156,12 +156,10 @@ def test_given_inputs_in_the_order_of_a_line(family):
     model = gaussian(kernels.RBF(0.3), 0.1)
     guide = AutoSparseGP(model, family(z))
     assert train(model, guide, x, y, steps=25, loss=TraceQuadrature_ELBO(2))[-1] < -130  # the optimum is -144.5
-    held = AutoSparseGP(model, family(z, trainable=False))
-    held(x, y)
+    held = prepared(model, family(z, trainable=False), x, y)
     inputs = held.gps.f.basis.inputs[0] if family is SVGP else held.gps.f.basis.term_0.inputs[0]
     assert torch.equal(inputs.sort(0).values, z)
-    parameters = AutoSparseGP(model, family(z, natural=False))
-    parameters(x, y)
+    parameters = prepared(model, family(z, natural=False), x, y)
     inputs = parameters.gps.f.basis.inputs[0] if family is SVGP else parameters.gps.f.basis.term_0.inputs[0]
     assert torch.equal(inputs, z)
 
@@ -180,8 +178,7 @@ def test_inputs_of_a_small_range(family):
         losses.append(train(model, guide, x * unit, y, steps=8, loss=TraceQuadrature_ELBO(2)))
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
     before = guide.posterior(x * units)["f"].mean
-    other = AutoSparseGP(model, family)
-    other.load_state_dict(guide.state_dict())
+    other = restored(guide, model, family)
     assert torch.equal(other.posterior(x * units)["f"].mean, before)
     assert train(model, other, x * units, y, steps=1) == train(model, guide, x * units, y, steps=1)
     for trainable in (False, True):  # a state goes from one to the other, units with it
