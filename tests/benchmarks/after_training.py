@@ -56,6 +56,12 @@ def by_hand(w, num, x, y=None):
     return arviz_base.from_dict({group: {"y": part[None].numpy()} for group, part in groups.items()})
 
 
+def exactly(model, x):
+    """As many draws as inputs, by a Cholesky factor, where GPyTorch takes an approximate root above 800 inputs."""
+    with gpytorch.settings.max_cholesky_size(5000), gpytorch.settings.fast_computations(False, False, False):
+        return model(x).rsample(x.shape[:1])
+
+
 def covariances(x):
     """Kernel matrices of 100 draws of hyperparameters."""
     r = torch.cdist(*2 * [3**0.5 * x / (0.6 + 0.2 * torch.rand(100, 1, 4))])
@@ -77,6 +83,7 @@ def main():
         if not how:
             sample = partial(lambda guide: guide.posterior(more)["f"].rsample((1000,)), guide)
             cases["`rsample((1000,))`, 1,000 inputs"] = sample, "GPyTorch", lambda: model(more).rsample(more.shape[:1])
+            cases["`rsample((1000,))`, 1,000 inputs "] = sample, "GPyTorch, exact", partial(exactly, model, more)
             cases["`predict`, 500 inputs"] = draws, "GPyTorch", lambda: likelihood(model(few)).rsample(w.shape[:1])
         cases[f"`predict`{how}, 500 inputs "] = draws, "plain torch", partial(by_hand, w, num, few)
         cases[f"`predict`{how}, 500 inputs  "] = draws, "a loop of `guide.draw`", loop

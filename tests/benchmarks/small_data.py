@@ -1,4 +1,4 @@
-"""Small data, priors on hyperparameters: seconds and test scores beside GPyTorch's exact GP. Makes small_data.md."""
+"""Small data, priors on hyperparameters: seconds and test scores beside GPyTorch's exact GP, by ``--out`` as a page."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, fit, kernels
 
-from .bench import HERE, Page, clock, machine, parsed, read, scores, seeded, shuffled, standardised
+from .bench import Page, clock, machine, parsed, read, scores, seeded, shuffled, standardised
 from .others import Exact, matern
 
 MARKS = (1, 10, 25, 50, 100)  # of GPyTorch's Adam steps at 0.1, and README's at 0.02
@@ -81,7 +81,8 @@ def guided(family, way, x, y, new, target):
 
 
 def main():
-    options, page = parsed(__doc__, data=str, rounds=3), Page(HERE / "small_data.md")
+    options = parsed(__doc__, data=str, rounds=3, out=None)
+    page = Page(options.out)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     page.say("# Small data", "", f"Made by `python -m tests.benchmarks.small_data --data FOLDER`, {machine()}:")

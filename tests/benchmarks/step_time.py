@@ -10,7 +10,8 @@ with a plain normal for f: what Pyro's handlers, priors and optimisers take with
 (on a GPU by the clock), are medians over rounds that take turns, ratios medians of each round's ratio. "floor + plain"
 is the sum of two columns: handlers without a GP, and a GP without handlers. GPflow does not install here.
 ``--first`` tells README's first step beside later ones, and what the import of this package adds to Pyro's, in fresh
-processes. ``--launches`` counts the kernels that a GPU launches a step, or on a CPU would.
+processes. ``--launches`` counts the kernels that a GPU launches a step; on a
+CPU all operations but views, which are more where an optimiser has one kernel for all.
 """
 
 import importlib
