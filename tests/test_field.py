@@ -825,3 +825,19 @@ def test_exact_is_no_field_of_a_batch_or_of_inputs_that_move(moves):
         loss(model, guide, x[:10], y[:10], size=N)
     loss(model, new := AutoSparseGP(model, families.Exact()), x, y)
     assert {*new.facts.field} == {"mu", "f"}
+
+
+def test_factors_that_leave_rows_out():
+    """A density in two factors, each of which is 0 at the other's rows, is that in one."""
+
+    def model(x, y, shares):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x, jitter=1e-8))
+        with pyro.plate("data", len(x)):
+            for i, share in enumerate(shares):
+                pyro.factor(f"part {i}", share * (y * (mu + f) - (mu + f).exp()))
+
+    x, _, y = _count_data()
+    shares = torch.ones(1, len(x)), torch.stack([y > 1, y <= 1])
+    one, two = (_step(model, families.SVGP(8), (x, y, share), steps=4)[1] for share in shares)
+    assert two == pytest.approx(one, rel=1e-6)

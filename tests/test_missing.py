@@ -110,3 +110,15 @@ def test_an_intercept_beside_a_deterministic_site():
         observed(dist.Normal(pyro.deterministic("eta", mu + f), NOISE), y)
 
     assert {*prepared(program, FAMILIES["SVGP"], x, y.nan_to_num()).facts.field} == {"mu", "f"}
+
+
+def test_a_factor_under_a_mask():
+    x, y, mask = data("normal")
+
+    def program(is_masked):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)), poutine.mask(mask=mask if is_masked else True):
+            pyro.factor("y", dist.Normal(f, NOISE).log_prob(y.nan_to_num()) * (1.0 if is_masked else mask))
+
+    losses = [train(program, AutoSparseGP(program, SGPR(5)), how, steps=1) for how in (True, False)]
+    assert losses[0] == pytest.approx(losses[1])
