@@ -112,8 +112,7 @@ class Layout:
         rows, owned = found.new_zeros(found.shape[-1], self.num).index_copy(1, common, first.mT), []
         for name, (slope, moved) in zip(self.owned, others.unflatten(0, (-1, 2))):
             entries = self.rows[name]
-            number = torch.where(slope == 0, 0.0, moved / slope).detach()
-            owner = number.round().long().clamp(0, entries.stop - entries.start - 1)
+            owner = torch.where(slope == 0, 0.0, moved / slope).detach().round().long().clamp(0, self.numbers[name] - 1)
             rows = rows.index_put((torch.arange(len(slope), device=slope.device), entries.start + owner), slope)
             owned.append((entries, owner, slope))
         return rows, rest.mT, owned
