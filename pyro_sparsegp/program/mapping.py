@@ -58,14 +58,14 @@ def in_blocks(
             for at in range(start, stop, size):
                 block = {key: value[at : min(at + size, stop)] for key, value in items.items()}
                 found = None if refused or size == 1 else _at_once(one, block)
-                if found is not None:
+                if found is None:
+                    refused = True
+                    for i, item in enumerate(zip(*block.values()), at - start):
+                        _put(kept, i, one(dict(zip(block, item))))
+                        bar.update()
+                else:
                     _put(kept, slice(at - start, at - start + size), found)
-                    bar.update(min(at + size, stop) - at)
-                    continue
-                refused = True
-                for i, item in enumerate(zip(*block.values())):
-                    _put(kept, at - start + i, one(dict(zip(block, item))))
-                    bar.update()
+                bar.update(min(at + size, stop) - bar.n)
             yield kept
 
 

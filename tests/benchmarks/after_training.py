@@ -31,12 +31,14 @@ def with_priors(x, y=None):
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
+def kernel(a, b, scale, length):
+    """Matern-3/2."""
+    a = 3**0.5 * torch.cdist(a / length, b / length)
+    return scale * (1 + a) * torch.exp(-a)
+
+
 def by_hand(w, num, x, y=None):
     """Joint draws of y, or a tree of draws and densities of single values, under ``num`` draws of hyperparameters."""
-
-    def kernel(a, b, scale, length):
-        a = 3**0.5 * torch.cdist(a / length, b / length)
-        return scale * (1 + a) * torch.exp(-a)
 
     drawn, densities, z = [], [], torch.rand(64, 4)
     for part in w.split(100 // num):
@@ -62,12 +64,6 @@ def exactly(model, x):
         return model(x).rsample(x.shape[:1])
 
 
-def covariances(x):
-    """Kernel matrices of 100 draws of hyperparameters."""
-    r = torch.cdist(*2 * [3**0.5 * x / (0.6 + 0.2 * torch.rand(100, 1, 4))])
-    return (1 + r) * torch.exp(-r)
-
-
 @torch.no_grad()
 def main():
     options = bench.parsed(__doc__, rounds=9, out=None)
@@ -90,8 +86,9 @@ def main():
         for data in ((more, y[:1000]), (x, y)):
             tree = partial(to_datatree, program, guide, *data, num_samples=100)
             cases[f"`to_datatree`{how}, {len(data[0])} rows"] = tree, "plain torch", partial(by_hand, w, num, *data)
-    cases |= {f"`predict`{how}, 500 inputs   ": (draws, "its 100 kernel matrices", partial(covariances, few))}
-    factors = partial(torch.linalg.cholesky, covariances(few) + 1e-4 * torch.eye(len(few)))
+    matrices = partial(kernel, few, few, 1.0, 0.6 + 0.2 * torch.rand(100, 1, 4))  # of as many draws' lengths
+    cases |= {f"`predict`{how}, 500 inputs   ": (draws, "its 100 kernel matrices", matrices)}
+    factors = partial(torch.linalg.cholesky, matrices() + 1e-4 * torch.eye(len(few)))
     cases |= {f"`predict`{how}, 500 inputs    ": (draws, "their Cholesky factors", factors)}
     page = bench.Page(options.out)
     page.say(f"{bench.machine()}, GPyTorch {gpytorch.__version__}, {options.rounds} rounds", "")
