@@ -25,11 +25,7 @@ from .traces import as_process, bare, sample_sites
 LOG, TERM, _THETA, _REST, _LAYER = "log density", "term", "parameter", "rest", "layer"
 # In prior deviations: values that are cut off come to an end by the larger ones.
 MOVES = (1.0, -1.0, 30.0, -30.0)
-# Rounding of slopes, of moves of affine functions and of ratios of slopes; and moves by which these are found.
-_SLOPES = {torch.float64: 1e-6, torch.float32: 1e-2}
-_AFFINE = {torch.float64: 1e-7, torch.float32: 1e-3}
-_RATIOS = {torch.float64: 1e-4, torch.float32: 5e-2}
-_SMALL = {torch.float64: 1e-3, torch.float32: 1e-2}
+_AFFINE = {torch.float64: 1e-7, torch.float32: 1e-3}  # rounding of moves and slopes of affine functions
 
 Values = dict[str, Tensor]
 Key = tuple[str, str]
@@ -120,7 +116,7 @@ class Program:
         self.kinds: dict[str, Any] = {}  # distributions of declared densities
         self.owners, self.moved = find_owners(self.show, base, steps, MOVES)
         self.first = {key: part[0] for key, part in self.moved[next(iter(base))].items()}
-        self._slopes: dict[tuple[str, ...], dict[str, Values]] = {}
+        self._at_nan: dict[tuple[str, ...], dict[Key, Tensor]] = {}  # slopes with these GP sites' values NaN
 
     def show(self, values: Mapping[str, Tensor]) -> dict[Key, Tensor]:
         """Tensors of each density and each layer above, by what they are and the site."""
@@ -155,33 +151,34 @@ class Program:
         """Whether a declared density is around an affine function of these GP sites' values, and nothing else of it
         depends on them.
         """
-        slopes, touching = self._slopes_at_nan(tuple(names)).get(site, {}), self.touching(site, names)
-        # θ = f + bf² has slopes 1 + 2bf, which NaN shows at b = 0, too; what .detach() hides they leave out.
-        return slopes.keys() >= {*touching} and all(
-            is_affine(self.moved[name][_THETA, site])
-            and _has_slope(self.moved[name][_THETA, site], (slopes[name] * self.steps[name]).sum())
+        # An affine function's slopes are not made of its values: θ = f + bf² has 1 + 2bf, NaN at b = 0, too.
+        nan = {name: torch.full_like(self.base[name], torch.nan) for name in names}
+        if (key := tuple(names)) not in self._at_nan:
+            self._at_nan[key] = self.slopes(self.base | nan, self.steps, self.kinds, lambda s: parameter_of(s["fn"]))
+        slopes = self._at_nan[key]
+        return all(
+            (name, site) in slopes
+            and is_affine(self.moved[name][_THETA, site], slopes[name, site])
             and not self.owners[name][_REST, site].touched.any()
-            for name in touching
+            for name in self.touching(site, names)
         )
 
-    def _slopes_at_nan(self, names: tuple[str, ...]) -> dict[str, Values]:
-        """The slopes of declared parameters, weighted and summed, by values that are NaN: none of an affine function's
-        is, whose slopes are not made of its values.
+    def slopes(
+        self, values: Values, along: Values, sites: Iterable[str], part_of: Callable[[Any], Tensor]
+    ) -> dict[Key, Tensor]:
+        """The slopes of what each site has, entry by entry, along directions of each GP site's values: by GP site and
+        site.
         """
-        if names in self._slopes:
-            return self._slopes[names]
-        found = self._slopes[names] = {}
-        leaves = {
-            name: (torch.full_like(value, torch.nan) if name in names else value.clone()).requires_grad_()
-            for name, value in self.base.items()
-        }
-        values = list(leaves.values())
+        leaves, found = {name: value.clone().requires_grad_() for name, value in values.items()}, dict[Key, Tensor]()
         # A program that raises at NaN, or has no gradient, has no slopes: the general path will do.
         with suppress(Exception), torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
             nodes: Any = self.held(leaves).nodes
-            for site in self.kinds:
-                total = _weighted(parameter_of(nodes[site]["fn"])) + 0 * sum(value.sum() for value in values)
-                found[site] = dict(zip(leaves, torch.autograd.grad(total, values, retain_graph=True)))
+            for site in sites:
+                part = part_of(nodes[site]) + sum(leaf[..., :0].sum() for leaf in leaves.values())
+                # vᵀJ is linear in v: its derivative by v, along a direction, is J times that.
+                v = torch.zeros_like(part, requires_grad=True)
+                for name, back in zip(leaves, torch.autograd.grad(part, [*leaves.values()], v, create_graph=True)):
+                    (found[name, site],) = torch.autograd.grad(back, v, along[name], retain_graph=True)
         return found
 
     def is_mean(self, name: str, site: str) -> bool:
@@ -223,28 +220,18 @@ def _by_term(part: Tensor, fn: Any) -> Tensor:
     return part.reshape(*fn.batch_shape, -1).sum(-1) if inside else part.sum()
 
 
-def _weighted(theta: Tensor) -> Tensor:
-    weights = torch.linspace(1, 2, theta.numel(), dtype=theta.dtype, device=theta.device)
-    return (weights * theta.reshape(-1)).sum()
-
-
-def _has_slope(at: Tensor, slope: Tensor) -> bool:
-    """Whether a parameter's weighted sum moves by its slope along the move, which is NaN where values make it."""
-    one = at[1] - at[0]
-    return bool((slope - _weighted(one)).abs() <= _SLOPES[one.dtype] * _weighted(one.abs()))
-
-
-def is_affine(at: Tensor) -> bool:
-    """Whether a parameter is an affine function of what was moved.
+def is_affine(at: Tensor, slope: Tensor) -> bool:
+    """Whether a parameter is an affine function of what was moved; what ``.detach()`` hides, a slope leaves out.
 
     :param at: it at 0 and after so many moves, of :data:`MOVES`, ``(1 + moves, ...)``.
+    :param slope: its slope along a move of 1, NaN where that is made of what was moved.
     """
-    middle, one, there = at[0], at[1] - at[0], at[1:]
+    middle, there = at[0], at[1:]
     relative, eps = _AFFINE[middle.dtype], torch.finfo(middle.dtype).eps
     sizes = at.new_tensor(MOVES).reshape(-1, *[1] * middle.dim())
-    tolerance = relative * one.abs() + 30 * eps * one.abs().mean()
+    tolerance = relative * slope.abs() + 30 * eps * slope.abs().mean()
     tolerance = sizes.abs() * tolerance + 100 * eps * (middle.abs() + there.abs())
-    return bool(((there - middle - sizes * one).abs() <= tolerance).all())
+    return bool(((there - middle - sizes * slope).abs() <= tolerance).all())
 
 
 def _combined(
@@ -274,25 +261,16 @@ def _summed(found: Structure, program: Program) -> list[list[str]]:
     pairs = [[f, g] for f, g in found.interactions if g not in found.group(f) and not {f, g} & {*found.inner}]
     if not pairs:
         return []
-    dtype = next(iter(program.base.values())).dtype
-    small = _SMALL[dtype] * min(float(step.abs().mean()) for step in program.steps.values())
-    # From two places: the slopes of a product have one ratio where f ∝ g.
-    starts = program.base, {name: value + program.steps[name] for name, value in program.base.items()}
-    points: list[Mapping[str, Tensor]] = [
-        start | {name: start[name] + sign * small}
-        for pair in pairs
-        for name in pair
-        for start in starts
-        for sign in (1, -1)
-    ]
-    shown = stacked_runs(program.show, points)
-    rows = torch.cat([part.reshape(len(points), -1) for key, part in shown.items() if key[0] == LOG], -1)
-    # By f and by g, from both places, of each density.
-    slopes = (rows[0::2] - rows[1::2]).reshape(len(pairs), 2, -1)
+    # Where f is not in proportion to g: there the slopes of a product would have one ratio.
+    place = {name: value + program.steps[name] for name, value in program.base.items()}
+    ones = {name: torch.ones_like(value) for name, value in place.items()}
+    sites = [site for kind, site in program.first if kind == LOG]
+    slopes = program.slopes(place, ones, sites, lambda site: bare(site["fn"]).log_prob(site["value"]))
     chosen = []
-    for pair, (by_f, by_g) in zip(pairs, slopes):
+    for pair in pairs if len(slopes) == len(sites) * len(place) else ():
+        by_f, by_g = (torch.cat([slopes[name, site].flatten() for site in sites]) for name in pair)
         factor = (by_f * by_g).sum() / by_f.square().sum()
-        if factor != 0 and ((by_g - factor * by_f).abs() <= _RATIOS[dtype] * by_g.abs().amax()).all():
+        if factor != 0 and ((by_g - factor * by_f).abs() <= _AFFINE[by_f.dtype] * by_g.abs().amax()).all():
             chosen.append(pair)
     return chosen
 
