@@ -133,8 +133,8 @@ affine-without-other-parameters: test_affine.py::test_what_a_first_call_does_not
 - and not self.owners[name][_REST, site].touched.any()
 + and True
 affine-at-a-parameter-of-zero: test_affine.py::test_what_a_first_call_does_not_see_move_is_integrated
-- name: (torch.full_like(value, torch.nan) if name in names else value.clone()).requires_grad_()
-+ name: value.clone().requires_grad_()
+- nan = {name: torch.full_like(self.base[name], torch.nan) for name in names}
++ nan = {name: self.base[name] for name in names}
 affine-near-the-prior: test_affine.py::test_bent_functions_of_a_value_are_integrated
 - MOVES = (1.0, -1.0, 30.0, -30.0)
 + MOVES = (1.0, -1.0, 3.0)
@@ -232,8 +232,8 @@ never-crossed: test_joint.py::test_sites_that_meet_across_rows_have_the_bound_of
 - if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in terms)
 + if False
 a-product-is-a-sum: test_joint.py::test_separate_posteriors_of_a_sum_are_told_of
-- slopes = (rows[0::2] - rows[1::2]).reshape(len(pairs), 2, -1)
-+ slopes = (rows[0::4] - rows[1::4]).reshape(len(pairs), 2, -1)
+- place = {name: value + program.steps[name] for name, value in program.base.items()}
++ place = {name: value + 0.0 for name, value in program.base.items()}
 own-variance: test_outputs.py::test_the_kernel_is_the_dense_model
 - alone = rows * self.own.to(x)[..., None, :]
 + alone = rows * self.own.to(x).sqrt()[..., None, :]
@@ -265,11 +265,11 @@ seeds-under-vmap: test_diagnostics_tree.py::test_what_a_program_draws_from_a_see
 - if (kwargs or {}).get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
 + if False:
 enumeration-forgets: test_enumeration.py::test_mixtures
-- total = total - group.product(group.contract(before), left.plates).value
-+ pass
+- total = left.value - run.product(run.contract(before), left.plates).value
++ total = left.value
 enumeration-group-alone: test_enumeration.py::test_mixtures
-- joined.terms += group.terms
-+ joined.terms = group.terms
+- return found if more == latents else self.meeting(more)
++ return found
 a-mask-hides-structure: test_group_classes.py::test_what_the_first_call_hides
 - return fn.without_masks() if hasattr(fn, "without_masks") else fn
 + return fn
@@ -277,7 +277,7 @@ labels-that-are-none: test_robust_max.py::test_labels
 - return torch.where((value == 0) | (value == 1), _log_ndtr((2 * value - 1) * self.f), torch.nan)
 + return _log_ndtr((2 * value - 1) * self.f)
 enumeration-shares: test_group_classes.py::test_groups
-- share = total / group.product([Factor(frozenset(), self.plates, seen)], left.plates).value.clamp(min=1)
+- share = total / run.product([Factor(frozenset(), self.plates, seen)], left.plates).value.clamp(min=1)
 + share = total
 forward-cholesky: test_fused.py::test_whitening_is_that_of_the_factor
 - turn = inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .summed_out import PLATES, Factor, Group, Plates, SummedOut, depth, with_size
+from .summed_out import PLATES, Discrete, Factor, Latent, Plates, SummedOut, depth, sizes
 from .traces import as_process, sample_sites
 
 
@@ -32,10 +31,12 @@ class Enumeration(Messenger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
-        self._numbers: dict[str, list[Tensor]] = {}  # by plate, those by which rows pick its elements
-        self._groups: dict[int, Group] = {}  # by a latent's dimension
-        self._sizes: dict[int, int] = {}
+        self.met = Discrete()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the sites that are enumerated."""
+        return [latent.name for latent in self.met.latents.values()]
 
     def meet(self, msg: Any) -> None:
         """At a sample site: give an enumerated one all its values, and sum them out of others' distributions.
@@ -45,17 +46,17 @@ class Enumeration(Messenger):
         infer = msg["infer"] or {}
         wanted = infer.get("enumerate") == "parallel"
         # A run without such sites costs nothing; before the first of them no site depends on one.
-        if site_is_subsample(msg) or infer.get("_deterministic") or not (self.names or wanted):
+        if site_is_subsample(msg) or infer.get("_deterministic") or not (self.met.latents or wanted):
             return
         latents = self._latents(msg)
         plates = {frame.name: frame for frame in msg["cond_indep_stack"] if frame.vectorized}
         if wanted and not msg["is_observed"] and msg["value"] is None:
             self._enumerate(msg, latents, plates)
         elif latents:
-            # Its density given z is one more term of the group's, for sites after it.
-            group = self._joined(msg, latents, plates)
-            msg["fn"] = fn = SummedOut(msg["fn"], latents, plates, msg["mask"], group)
-            group.terms.append(lambda masked: fn.at(fn.filled(msg["value"]), masked))
+            self._require_alike(msg, latents, plates)
+            # Its density given z is one more term, for sites after it.
+            msg["fn"] = fn = SummedOut(msg, latents, plates, self.met)
+            self.met.terms.append(fn)
 
     _pyro_sample = meet
 
@@ -66,43 +67,40 @@ class Enumeration(Messenger):
                 f"site {name!r} is to be enumerated, but {type(fn).__name__} cannot list its values: take one that can."
             )
         # Left of all plates, as in poutine.enum: the i-th site has dimension −(5 + i).
-        dim = PLATES + 1 + len(self.names)
+        dim = PLATES + 1 + len(self.met.latents)
         values = fn.enumerate_support(expand=False)
         values = values.reshape(len(values), *[1] * (dim - 1), *fn.event_shape)
-        density, no_mask = (torch.as_tensor(scale_and_mask(fn.log_prob(values), mask=m)) for m in (msg["mask"], None))
-        group = self._joined(msg, latents, plates)
-        self.names.append(name)
-        self._groups[dim], self._sizes[dim], group.latents[dim] = group, len(values), plates
-        group.terms.append(lambda masked: Factor(latents | {dim}, plates, density if masked else no_mask))
+        self._require_alike(msg, latents, plates)
+        self.met.latents[dim] = Latent(name, plates, len(values), msg["scale"])
+        self.met.terms.append(SummedOut(msg | {"value": values}, latents | {dim}, plates, self.met))
         # No other handler is to see it: it is no latent of this run.
         # Values that know by which numbers rows pick them: test_group_classes.py::test_groups.
         if len(plates) == 1 and not fn.event_shape:
             ((key, frame),) = plates.items()
-            values = values.expand(with_size(values, frame.dim, frame.size))
-            values = _noting(values, (name, frame.dim, self._numbers.setdefault(key, [])))
+            values = values.expand(*values.shape[:-PLATES], *sizes(plates))
+            values = _noting(values, (name, frame.dim, self.met.numbers.setdefault(key, [])))
         msg["value"], msg["done"], msg["type"] = values, True, "enumerated"
 
     def probabilities(self) -> dict[str, Tensor]:
         """p(z | all that the run holds) of each site z, ``(..., K)``, K values last: the gradient of the log of the sum
         by log p(z).
         """
-        found: dict[str, Tensor] = {}
-        for group in {id(group): group for group in self._groups.values()}.values():
-            factors, moves = [term(True) for term in group.terms], {}
-            for dim, plates in group.latents.items():
-                sizes = {frame.dim: frame.size for frame in plates.values()}
-                shape = [self._sizes[dim], *[1] * (dim - 1 - PLATES), *(sizes.get(d, 1) for d in range(-PLATES, 0))]
-                # A factor of 1 for each value and element: its gradient is that of p(z).
-                moves[dim] = factors[0].value.new_zeros(shape).requires_grad_()
-                factors.append(Factor(frozenset([dim]), plates, moves[dim]))
-            with torch.enable_grad():
-                # ∂ log Σ_z p(z) p(data | z) / ∂ log p(z = k) = p(z = k | data), of each element of its plates.
-                total = torch.stack([factor.value.sum() for factor in group.contract(factors)]).sum()
-                shares = torch.autograd.grad(total, list(moves.values()))
-            for (dim, plates), share in zip(group.latents.items(), shares):
-                share = share.reshape(len(share), *share.shape[share.dim() - depth(plates) :])
-                found[self.names[dim - PLATES - 1]] = share.movedim(0, -1)
-        return {name: found[name] for name in self.names}
+        met, factors, moves = self.met, [term.factor(True) for term in self.met.terms], list[Tensor]()
+        for dim, latent in met.latents.items():
+            # A factor of 1 for each value and element: its gradient is that of p(z).
+            shape = latent.size, *[1] * (dim - 1 - PLATES), *sizes(latent.plates)
+            moves.append(factors[0].value.new_zeros(shape).requires_grad_())
+            factors.append(Factor(frozenset([dim]), latent.plates, moves[-1]))
+        if not moves:
+            return {}
+        with torch.enable_grad():
+            # ∂ log Σ_z p(z) p(data | z) / ∂ log p(z = k) = p(z = k | data), of each element of its plates.
+            total = torch.stack([factor.value.sum() for factor in met.contract(factors)]).sum()
+            shares = torch.autograd.grad(total, moves)
+        return {
+            name: share.reshape(len(share), *share.shape[share.dim() - depth(plates) :]).movedim(0, -1)
+            for (name, plates, *_), share in zip(met.latents.values(), shares)
+        }
 
     def _latents(self, msg: Any) -> frozenset[int]:
         """The dimensions of enumerated latents that a site's distribution has."""
@@ -110,7 +108,7 @@ class Enumeration(Messenger):
         found = [dim for dim in range(PLATES + 1, len(shape) + 1) if shape[-dim] != 1]
         # test_enumeration.py::test_what_cannot_be_summed_out
         of_gp = as_process(fn)[0] is not None and any(size > 1 for size in (*shape, *fn.event_shape)[:-PLATES])
-        if of_gp or any(shape[-dim] != self._sizes.get(dim) for dim in found):
+        if of_gp or any(dim not in self.met.latents or shape[-dim] != self.met.latents[dim].size for dim in found):
             raise ValueError(
                 f"site {msg['name']!r} has a distribution of shape {tuple(fn.shape())} where {self.names} are "
                 "enumerated: their values stand along dimensions of their own, left of all plates'. Write "
@@ -119,42 +117,36 @@ class Enumeration(Messenger):
             )
         return frozenset(found)
 
-    def _joined(self, msg: Any, latents: frozenset[int], plates: Plates) -> Group:
-        """The group of all discrete latents that a site depends on."""
-        joined = Group(self.names, self._numbers, msg["scale"])
-        for group in {id(self._groups[dim]): self._groups[dim] for dim in sorted(latents)}.values():
-            # A mixture to a power is no mixture of powers: test_what_cannot_be_summed_out, of numbers and of tensors.
-            if not (torch.as_tensor(group.scale) == torch.as_tensor(msg["scale"])).all():
-                raise ValueError(
-                    f"site {msg['name']!r} is not scaled as the discrete site "
-                    f"{self.names[min(group.latents) - PLATES - 1]!r}, on which it depends: put both under the same "
-                    "poutine.scale. A mini-batch takes some elements of its plate, with all of their rows."
-                )
-            joined.latents |= group.latents
-            joined.terms += group.terms
-        # A product over rows is one over the elements of z's plates only if it is known which rows each has.
+    def _require_alike(self, msg: Any, latents: frozenset[int], plates: Plates) -> None:
+        """Raise if a site is not scaled as what it depends on, or it is not known on which element of a latent's plates
+        each of its rows depends.
+        """
+        met = self.met
         for dim in latents:
-            _require_element(msg["name"], plates, self.names[dim - PLATES - 1], joined.latents[dim], joined)
-        self._groups |= dict.fromkeys(joined.latents, joined)
-        return joined
-
-
-def _require_element(name: str, plates: Plates, latent: str, there: Plates, group: Group) -> None:
-    """Raise if it is not known on which element of a latent's plates each row of a site depends."""
-    outside = [key for key in there if key not in plates]
-    numbers = {key: group.numbers.get(key, ()) for key in there}
-    # z[index] in the plate of z itself: test_group_classes.py::test_which_groups_cannot_be_summed_out.
-    own = [(index, frame.size) for key, frame in there.items() for index in numbers[key] if not outside]
-    picks = any(len(index) == size and not torch.equal(index, torch.arange(size).to(index)) for index, size in own)
-    # A site outside of z's plates has to have picked one element for each row.
-    known = group.picked(there, plates).keys() >= {*outside} and all(len(numbers[key]) == 1 for key in outside)
-    if known and not picks:
-        return
-    raise ValueError(
-        f"site {name!r} in plates {list(plates)} depends on the enumerated discrete site {latent!r} in plates "
-        f"{list(there)}: each row has to depend on one element of it. Put site {name!r} into these plates too, index "
-        f"{latent!r} by each row's number before anything else, {latent}[group], or sum it out in the model."
-    )
+            latent, there, _, scale = met.latents[dim]
+            # A mixture to a power is no mixture of powers: test_what_cannot_be_summed_out, of numbers and of tensors.
+            if not (torch.as_tensor(scale) == torch.as_tensor(msg["scale"])).all():
+                raise ValueError(
+                    f"site {msg['name']!r} is not scaled as the discrete site {latent!r}, on which it depends: put "
+                    "both under the same poutine.scale. A mini-batch takes some elements of its plate, with all of "
+                    "their rows."
+                )
+            for key, frame in there.items():
+                numbers = met.numbers.get(key, [])
+                if key in plates:
+                    # z[index] in the plate of z itself: test_group_classes.py::test_which_groups_cannot_be_summed_out.
+                    own = torch.arange(frame.size)
+                    known = all(len(index) != len(own) or torch.equal(index, own.to(index)) for index in numbers)
+                else:  # each row has to have picked one element
+                    known = key in met.picked(there, plates) and len(numbers) == 1
+                if known:
+                    continue
+                raise ValueError(
+                    f"site {msg['name']!r} in plates {list(plates)} depends on the enumerated discrete site {latent!r} "
+                    f"in plates {list(there)}: each row has to depend on one element of it. Put site {msg['name']!r} "
+                    f"into these plates too, index {latent!r} by each row's number before anything else, "
+                    f"{latent}[group], or sum it out in the model."
+                )
 
 
 class Values(Tensor):
