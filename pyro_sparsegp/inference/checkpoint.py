@@ -12,9 +12,9 @@ import torch
 from pyro import poutine
 from torch import nn
 
-from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
 from .expectation import ExpectationPropagation
+from .quadrature import kept_sites
 
 
 def write(state: dict[str, Any], path: Path) -> None:
@@ -57,7 +57,7 @@ def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any
         # A guide's name is another in each process: its place is taken by "".
         "optim": {str(name).replace(own, ".", 1): value for name, value in own_optim(method).get_state().items()},
         "expectation": method.get_state() if isinstance(method, ExpectationPropagation) else None,
-        "sites": {name: sites.progress for name, sites in _kept_sites(guide).items()},
+        "sites": {name: sites.progress for name, sites in kept_sites(guide).items()},
         "random": random,
     }
     set_random_state(random)
@@ -81,7 +81,7 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
     optim.set_state({own + n[1:] if n.startswith(".") else n: value for n, value in state["optim"].items()})
     if isinstance(method, ExpectationPropagation):
         method.set_state(state["expectation"])
-    for name, sites in _kept_sites(guide).items():
+    for name, sites in kept_sites(guide).items():
         sites.progress = state["sites"][name]
     set_random_state(state["random"])
 
@@ -89,11 +89,6 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
 def own_optim(method: Any) -> Any:
     """The user's optimiser, which :class:`SharedOptim`, of several processes, holds."""
     return getattr(method.optim, "optim", method.optim)
-
-
-def _kept_sites(guide: AutoSparseGP) -> dict[str, KeptSites]:
-    found = {name: module.sites for name, module in guide.site_modules().items()}
-    return {name: sites for name, sites in found.items() if isinstance(sites, KeptSites)}
 
 
 def random_state() -> dict[str, Any]:

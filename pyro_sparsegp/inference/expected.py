@@ -95,14 +95,20 @@ def sum_of_expectations(
     return total
 
 
-def values_at(posteriors: Mapping[str, NodeSite], places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """GP sites' values at standardised places of theirs, ``()`` or one an output."""
-    return {gp: posteriors[gp].at_nodes(dict(places)).rsample() for gp in places}
+Axes = Mapping[str, tuple[int, ...]]  # of a grid, by the GP sites that have them
 
 
-def at_axes(node: Sequence[Tensor] | Tensor, used: tuple[int, ...]) -> Tensor:
-    """The part of a grid's node on a GP site's axes: a scalar, or of several one an output."""
-    return node[used[0]] if len(used) == 1 else torch.stack([node[axis] for axis in used])
+def places_at(node: Sequence[Tensor] | Tensor, axes: Axes) -> dict[str, Any]:
+    """A grid's node, as GP sites' standardised places: ``()``, or of several axes one an output."""
+    return {
+        gp: node[used[0]] if len(used) == 1 else torch.stack([node[axis] for axis in used]) for gp, used in axes.items()
+    }
+
+
+def values_at(posteriors: Mapping[str, NodeSite], node: Sequence[Tensor] | Tensor, axes: Axes) -> dict[str, Tensor]:
+    """GP sites' values at a grid's node."""
+    places = places_at(node, axes)
+    return {gp: posteriors[gp].at_nodes(places).rsample() for gp in places}
 
 
 def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:
@@ -138,7 +144,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _variances_by_axes(
-    run: Rerun, posteriors: dict[str, NodeSite], axes: dict[str, tuple[int, ...]], locations: dict[str, Any]
+    run: Rerun, posteriors: dict[str, NodeSite], axes: Axes, locations: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Σ (θ(e) − θ(0))² over the axes e of standardised values t, of which a row's are an affine function.
 
@@ -148,7 +154,7 @@ def _variances_by_axes(
     num = 1 + max(axis for used in axes.values() for axis in used)
 
     def at(node: Tensor) -> tuple[Tensor, ...]:
-        held = sample_sites(run(values_at(posteriors, {gp: at_axes(node, used) for gp, used in axes.items()})))
+        held = sample_sites(run(values_at(posteriors, node, axes)))
         moves = {name: parameter_of(held[name]["fn"]) - parameter_of(fn) for name, fn in locations.items()}
         return tuple(over_scale(locations[name], move).square() for name, move in moves.items())
 
@@ -170,8 +176,8 @@ def _variances_by_rows(run: Rerun, posteriors: dict[str, SparsePosterior], names
     for name, rows in jacobians.items():
         fn = bare(held[name]["fn"])
         total: Any = 0.0
-        for q, row in zip(map(posteriors.get, means), rows):
-            if q is not None and row is not None:
+        for q, row in zip(posteriors.values(), rows):
+            if row is not None:
                 weights = over_scale(fn, row).movedim(0, -2)
                 change = q.coefficients.moments([weights @ phi for phi in q.features])[1]
                 # Added up over the outputs of a process, whose functions are independent.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import pyro
@@ -24,7 +25,7 @@ from ..program.facts import MAX_AXES, ClosedForms
 from ..program.handlers import Rerun, held_trace
 from ..program.traces import bare, free_values, sample_sites
 from ..warned import warn_once
-from .expected import at_axes, divergence, posterior_at, values_at, weighted_sum
+from .expected import divergence, places_at, posterior_at, values_at, weighted_sum
 
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
 Elementwise = Callable[[Tensor], Tensor]
@@ -37,6 +38,7 @@ _ELEMENTWISE: dict[str, Callable[[Any], Optional[Elementwise]]] = {
 }
 
 
+@dataclass
 class Grid:
     """One evaluation of a bound on a product grid.
 
@@ -45,21 +47,15 @@ class Grid:
     :param given: what the guide's runs are conditioned on, where that is read ahead.
     """
 
-    def __init__(
-        self,
-        guide: AutoSparseGP,
-        wrapped: Callable,
-        call: tuple[tuple, dict[str, Any]],
-        closed: ClosedForms,
-        given: Any = None,
-    ) -> None:
-        self.guide, self.wrapped, self.call, self.closed = guide, wrapped, call, closed
-        self.given = given
-        self.structure, self.axes, self.num_axes = closed.rest, closed.axes, closed.num_axes
+    guide: AutoSparseGP
+    wrapped: Callable
+    call: tuple[tuple, dict[str, Any]]
+    closed: ClosedForms
+    given: Any = None
 
     def run(self, *node: Tensor) -> Ran:
         """The model's and the guide's run with GP sites at a node, by default at their means."""
-        places = self._at(node) if node else dict.fromkeys([*self.axes, *self.closed.gps])
+        places = places_at(node, self.closed.axes) if node else dict.fromkeys([*self.closed.axes, *self.closed.gps])
         return self.guide.at_nodes(places, self.wrapped, *self.call, self.given)
 
     def once(self, *node: Tensor) -> Tensor:
@@ -79,9 +75,9 @@ class Grid:
         """The bound's terms at a node, of the model with all other values as in a run."""
         guide_trace, again, values = ran[1], self.again(*ran), dict[str, Tensor]()
         for name in self.closed.gps:  # which are at their means, and enter other densities, too
-            if name in self.structure.dependence and name not in self.axes:
+            if name in self.closed.rest.dependence and name not in self.closed.axes:
                 q = posterior_at(guide_trace, name)
-                coupled = self.structure.dependence[name] == COUPLED
+                coupled = self.closed.rest.dependence[name] == COUPLED
                 values[name] = SparsePosterior.rsample(q) if coupled else q.marginals.rsample()
 
         def at(*node: Tensor) -> Tensor:
@@ -90,22 +86,23 @@ class Grid:
 
         return at
 
-    def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace, nodes: Tensor) -> Optional[Tensor]:
+    def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace, nodes: Tensor) -> Tensor:
         """The bound's terms at all nodes, ``(K,) * num_axes``, off a run with GP sites at their means. Its graph shows
-        what densities make of single function values; ``None`` where it does not.
+        what densities make of single function values.
 
         :param nodes: of one axis.
+        :raises ValueError: where it does not.
         """
         sites: Any = model_trace.nodes
-        names = [name for name in self.structure.downstream if name not in self.closed.sites]
-        is_plain = all(len(used) == 1 and sites[gp]["value"].dim() == 1 for gp, used in self.axes.items())
-        if not is_plain or self.axes.keys() != self.structure.dependence.keys() or not all(map(sites.get, names)):
-            return None
-        made = {sites[gp]["value"].grad_fn: gp for gp in self.axes}
-        found = {name: _functions(sites[name], made) for name in names if name not in guide_trace.nodes}
-        if None in made or not all(map(found.get, names)):
-            return None
-        along = [nodes.reshape(-1, *[1] * (self.num_axes - 1 - axis)) for axis in range(self.num_axes)]
+        names = [name for name in self.closed.rest.downstream if name not in self.closed.sites]
+        is_plain = all(len(used) == 1 and sites[gp]["value"].dim() == 1 for gp, used in self.closed.axes.items())
+        made = {sites[gp]["value"].grad_fn: gp for gp in self.closed.axes}
+        are_data = all(name in sites and name not in guide_trace.nodes for name in names)
+        require_shown(
+            is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.dependence.keys()
+        )
+        found = {name: _functions(sites[name], made) for name in names}
+        along = [nodes.reshape(-1, *[1] * (self.closed.num_axes - 1 - axis)) for axis in range(self.closed.num_axes)]
         values: dict[str, Tensor] = {}
         total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
         for name, functions in found.items():
@@ -124,14 +121,11 @@ class Grid:
                 }
                 each = rebuilt(fn, changed).log_prob(value)
             total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
-        return total.expand([len(nodes)] * self.num_axes)
+        return total.expand([len(nodes)] * self.closed.num_axes)
 
     def _moved(self, guide_trace: poutine.Trace, node: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """The GP sites' values at a node."""
-        return values_at({name: posterior_at(guide_trace, name) for name in self.axes}, self._at(node))
-
-    def _at(self, node: tuple[Tensor, ...]) -> dict[str, Any]:
-        return {name: at_axes(node, used) for name, used in self.axes.items()}
+        return values_at({name: posterior_at(guide_trace, name) for name in self.closed.axes}, node, self.closed.axes)
 
 
 def warn_of_draws(guide: AutoSparseGP, drawn: Collection[str]) -> None:
@@ -147,17 +141,22 @@ def warn_of_draws(guide: AutoSparseGP, drawn: Collection[str]) -> None:
     )
 
 
-def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[str, list[Elementwise]]]]:
-    """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise;
-    ``None`` if other things are, or the graph does not show it.
+def require_shown(shown: bool) -> None:
+    """Raise where a run's graph does not show what densities make of function values."""
+    if not shown:
+        raise ValueError("the graph does not show what densities make of function values")
+
+
+def _functions(site: Any, made: Mapping[Any, str]) -> dict[str, tuple[str, list[Elementwise]]]:
+    """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise.
 
     :param made: the GP sites by the nodes of autograd's graph that their values are from.
+    :raises ValueError: if other things are, or the graph does not show it.
     """
     fn = site["fn"]
     found: dict[str, tuple[str, list[Elementwise]]] = {}
     # A wrapper may mask, a subclass be more than its parameters: test_a_mask_of_the_distribution_is_kept
-    if fn.event_shape or fn is not bare(fn) or not type(fn).__module__.startswith("pyro.distributions"):
-        return None
+    require_shown(not fn.event_shape and fn is bare(fn) and type(fn).__module__.startswith("pyro.distributions"))
     rest = [part for part in (site["scale"], site["mask"]) if isinstance(part, Tensor)]
     for key, part in parameters(fn).items():
         node, steps = part.grad_fn, []
@@ -168,7 +167,8 @@ def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[s
             found[key] = made[node], [step for step in steps[::-1] if step]
         else:
             rest.append(part)
-    return None if made.keys() & graph_of(rest) else found
+    require_shown(bool(found) and not made.keys() & graph_of(rest))
+    return found
 
 
 def on_grid(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:

@@ -33,7 +33,7 @@ from ..program.traces import RandomState, repeatable
 from ..warned import warn_once, without
 from .expected import sum_of_expectations, warn_of_unused
 from .field import bound_of_field
-from .grid import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, warn_of_draws
+from .grid import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, require_shown, warn_of_draws
 
 _PASSES = 5  # at most, of posteriors that have met no data
 _STANDS = 1e-3  # of all that they have gained: where the last one changes less, they are there
@@ -112,7 +112,7 @@ class TraceQuadrature_ELBO(ELBO):
         """
         unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
         unwrapped.prepare(*args, **kwargs)
-        evaluate = partial(self._evaluated, model, guide, unwrapped, args, kwargs)
+        evaluate = partial(self._evaluated, unwrapped, guide, args, kwargs)
         known = self._known.setdefault(unwrapped, _Known())
         meets = not known.met and torch.is_grad_enabled()
         loss, value, record = self._meet(unwrapped, evaluate) if meets else evaluate()
@@ -126,18 +126,12 @@ class TraceQuadrature_ELBO(ELBO):
         if closed is not None and closed.rest.dependence:
             known.steps, before, known.loss = known.steps + 1, known.loss, value
             if known.steps in _LOOKS:
-                self._warn_of_few_nodes(unwrapped, before - value, partial(self._at_nodes, model, guide, args, kwargs))
+                self._warn_of_few_nodes(before - value, unwrapped, guide, args, kwargs)
         return value
 
-    @torch.no_grad()
-    def _at_nodes(self, model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any], num: int) -> float:
-        """The loss at another number of nodes, always with the same random numbers."""
-        unwrapped: Any = poutine.unwrap(guide)
-        with repeatable(unwrapped.like):
-            other = TraceQuadrature_ELBO(num, self.num_particles)
-            return float(other.differentiable_loss(model, guide, *args, **kwargs))
-
-    def _warn_of_few_nodes(self, guide: AutoSparseGP, gain: float, loss: Callable[[int], float]) -> None:
+    def _warn_of_few_nodes(
+        self, gain: float, guide: AutoSparseGP, wrapped: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
         """Tell of a bound that other numbers of nodes change, by more than a tenth of what a step gains.
 
         No Gauss-Hermite rule converges for a density with a kink, as of a quantile's loss: its error is some hundredths
@@ -145,7 +139,11 @@ class TraceQuadrature_ELBO(ELBO):
         beside an early q has such an error, too, which goes while the steps still gain much more.
         """
         # Errors at kinks have any sign: one difference may be small.
-        found = [loss(num) for num in range(self.num_nodes, self.num_nodes + 4)]
+        found = []
+        for num in range(self.num_nodes, self.num_nodes + 4):
+            with repeatable(guide.like), torch.no_grad():
+                other = TraceQuadrature_ELBO(num, self.num_particles)
+                found.append(float(other._minus_bound(guide, wrapped, args, kwargs)))
         error = max(found) - min(found)
         rounding = 1e3 * torch.finfo(guide.like.dtype).eps * abs(found[0])
         if error > max(_LEAST, rounding, 0.1 * abs(gain)):
@@ -192,9 +190,7 @@ class TraceQuadrature_ELBO(ELBO):
             module.steps = 0
         return found or evaluate()
 
-    def _evaluated(
-        self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> Evaluation:
+    def _evaluated(self, unwrapped: Any, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
         """The loss, as a tensor and as a number, which is read together with the flags of its factorisations, and what
         natural steps are to know of it.
 
@@ -202,8 +198,7 @@ class TraceQuadrature_ELBO(ELBO):
         looked at, as it is in a first call.
         """
         if self._known[unwrapped].met:
-            modules = unwrapped.site_modules().values() if unwrapped.by_sites else ()
-            kept = [(m.sites, m.sites.memory) for m in modules if isinstance(m.sites, KeptSites)]
+            kept = [(sites, sites.memory) for sites in kept_sites(unwrapped).values()]
             state = RandomState(unwrapped.like)
             try:
                 with flags_kept() as flags, recording(unwrapped.like) as record:
@@ -309,11 +304,11 @@ class TraceQuadrature_ELBO(ELBO):
 
         :param ran: the run with GP sites at their means, if it has been made.
         """
-        if not grid.num_axes:
+        if not grid.closed.num_axes:
             return grid.once() if ran is None else grid.held(*ran)()
         nodes, weights = normal_nodes(1, grid.guide.like, self.num_nodes)
         values = self._at_all_nodes(grid, ran, nodes[:, 0])
-        for _ in range(grid.num_axes):
+        for _ in range(grid.closed.num_axes):
             values = values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
         return values
 
@@ -324,15 +319,13 @@ class TraceQuadrature_ELBO(ELBO):
         some: where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with
         all that does not depend on nodes held; where after f, they run once for each node.
         """
-        guide, num_axes = grid.guide, grid.num_axes
+        guide, num_axes = grid.guide, grid.closed.num_axes
         known = self._known.setdefault(guide, _Known())
 
         def direct() -> Tensor:
+            require_shown(torch.is_grad_enabled())
             with nullcontext() if known.way is None else dist.validation_enabled(False):
-                shown = grid.direct(*(ran or grid.run())[:2], nodes) if torch.is_grad_enabled() else None
-            if shown is None:
-                raise ValueError("the graph does not show what densities make of function values")
-            return shown
+                return grid.direct(*(ran or grid.run())[:2], nodes)
 
         def held(evaluate: Callable) -> Tensor:
             terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)
@@ -365,6 +358,12 @@ class TraceQuadrature_ELBO(ELBO):
                 stacklevel=5,
             )
         return values
+
+
+def kept_sites(guide: AutoSparseGP) -> dict[str, KeptSites]:
+    """Where a guide keeps sites as they were read off its model, by GP site."""
+    modules = guide.site_modules() if guide.by_sites else {}
+    return {name: module.sites for name, module in modules.items() if isinstance(module.sites, KeptSites)}
 
 
 class _Module(ELBOModule):
