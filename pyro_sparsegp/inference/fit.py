@@ -25,6 +25,7 @@ from ..guide import AutoSparseGP
 from ..guide.arrival import check, moments, moved
 from ..numerics.processes import Workers, joined, sharing
 from ..program.traces import repeatable
+from ..warned import without
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches, signature_of
 from .expectation import ExpectationPropagation
@@ -68,6 +69,7 @@ class FitResult:
         raise AttributeError(f"FitResult has no {name}" + (f": {_LEFT[name]}" if name in _LEFT else ""))
 
 
+@without(**_LEFT)
 def fit(
     model: Callable,
     guide: AutoSparseGP,
@@ -87,7 +89,6 @@ def fit(
     group: Optional[Any] = None,
     device: Union[str, torch.device, None] = None,
     progress: bool = True,
-    **kwargs: Any,
 ) -> FitResult:
     """Fit a guide, and the model's own parameters, to data.
 
@@ -121,10 +122,6 @@ def fit(
     :param progress: whether to show a bar with the bound, the rate and the time left.
     :raises ValueError: naming the argument that does not fit.
     """
-    for name in kwargs:
-        if name not in _LEFT:
-            raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
-        raise ValueError(f"{name}= was removed from fit: {_LEFT[name]}.")
     if own_guide(model, guide, "fit") is not guide:
         raise ValueError("fit takes the guide itself: give SVI one under handlers, fit(..., method=SVI(...))")
     if resume and checkpoint is None:
@@ -137,7 +134,7 @@ def fit(
     if resume and path is not None and path.exists():
         loop.resume(path)
     else:
-        loop.begin(batch_size or 1)
+        loop.begin()
     reason = loop.run(checkpoint_every, progress)
     notes = loop.notes()
     for line in notes if progress else ():
@@ -223,7 +220,7 @@ class _Loop:
         on_all = self.guide.on_sites and not self.guide.takes_batches
         return self.batches.first(max(_FIRST, self.batches.size or 0) if on_all else _FIRST)
 
-    def begin(self, few: int) -> None:
+    def begin(self) -> None:
         """A guide's first call, on rows that stand for all."""
         (args, kwargs), batches = self.call(self._first()), self.batches
         with poutine.block():
@@ -233,7 +230,7 @@ class _Loop:
                 args, kwargs = self.call(batches.everything)
                 self.guide(*args, **kwargs)
         if not batches.whole:
-            self._require_scaled(batches.first(few))
+            self._require_scaled(next(batches.epoch(0)))
         agree(self.guide, self.workers)
 
     @torch.no_grad()
