@@ -15,7 +15,6 @@ from pyro.infer.reparam.reparam import Reparam
 from pyro.infer.reparam.strategies import Strategy
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.reparam_messenger import ReparamHandler
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .guide import AutoSparseGP
@@ -23,9 +22,10 @@ from .numerics.codes import require_count
 from .numerics.linalg import NumericalWarning, solve_lower
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
+from .program.handlers import Held
 from .program.mapping import Draw, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
-from .warned import Warned
+from .warned import Warned, warn_once
 
 Samples = Mapping[str, Tensor]
 Call = tuple[tuple, dict[str, Any]]  # arguments of the model
@@ -64,8 +64,8 @@ def predict(
     require_count(num_samples, "num_samples", or_none=True)
     rows, apart = 0, True
     if isinstance(result, AutoSparseGP):
-        one = _of_guide(model, result, joint, args, kwargs)
-        apart = result.structure is None or result.has_random_latents
+        result.prepare(*args, **kwargs)
+        one, apart = _of_guide(model, result, joint, args, kwargs), result.has_random_latents
         samples: Samples = {"": torch.arange(num_samples or 100)}
     else:
         chains, old, diverging = sampled(result, None if data is None else (tuple(data), {}))
@@ -99,10 +99,6 @@ def _of_guide(
     model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any]
 ) -> Callable[[Draw], Draw]:
     """What makes a draw from a guide, for the guide's own model or another that follows the same latents."""
-    other = guide.structure is not None and model is not guide.model
-    latents = [*guide.facts.latents, *guide.facts.gps] if other else []
-    if other:
-        _require_free(model, guide, latents, args, kwargs)
 
     def one(_: Draw) -> Draw:
         try:
@@ -111,36 +107,37 @@ def _of_guide(
             require_own_rows(guide.trace.nodes, error)
             raise
         trace = guide.trace
-        if other:
-            given = poutine.condition(model, {name: values[name] for name in latents if name in values})
-            with whole_plates():
-                trace = poutine.trace(given).get_trace(*args, **kwargs)
+        if model is not guide.model:
+            latents = {name: values[name] for name in (*guide.facts.latents, *guide.facts.gps) if name in values}
+            with whole_plates(), Held(latents):
+                trace = poutine.trace(model).get_trace(*args, **kwargs)
             values = {name: site["value"] for name, site in sample_sites(trace).items()}
-        require_own_rows({name: site for name, site in trace.nodes.items() if name not in latents})
+            _require_free(guide, trace)
+        require_own_rows(trace.nodes)
         return values
 
     return one
 
 
-def _require_free(
-    model: Callable, guide: AutoSparseGP, latents: list[str], args: tuple, kwargs: dict[str, Any]
-) -> None:
-    """Raise if a model holds latents of the guide's at values of its own; warn if it draws what the guide's held."""
-    with torch.no_grad(), poutine.block(), whole_plates():
-        sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
-    held = [name for name in latents if name in sites and sites[name]["is_observed"]]
+def _require_free(guide: AutoSparseGP, trace: poutine.Trace) -> None:
+    """Raise if another model's run held latents of the guide's at values of its own; warn of what the guide's held."""
+    facts, sites = guide.facts, sample_sites(trace)
+    held = [name for name in (*facts.latents, *facts.gps) if name in sites and sites[name]["is_observed"]]
     if held:
         raise ValueError(
             f"the model given to predict fixes site {held[0]!r}, and the guide was trained without that value: make "
             "the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
-    drawn = [name for name in guide.facts.rows if name in sites and not sites[name]["is_observed"]]
-    for name in (name for name in drawn if guide.is_given(name, sites[name])):
-        warnings.warn(
-            f"the guide was trained with site {name!r} held at a value, and the model given to predict draws it from "
-            "its prior: give predict the guide's own model.",
-            stacklevel=5,
-        )
+    for name in facts.rows:
+        if name in sites and not sites[name]["is_observed"] and guide.is_given(name, sites[name]):
+            warn_once(
+                guide.warned,
+                "drawn by another model",
+                name,
+                f"the guide was trained with site {name!r} held at a value, and the model given to predict draws it "
+                "from its prior: give predict the guide's own model.",
+                stacklevel=6,
+            )
 
 
 def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:
@@ -219,7 +216,7 @@ class AtNewInputs(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         name, process = msg["name"], as_process(msg["fn"])[0]
         require_own_rows({name: msg})
-        if msg["is_observed"] or site_is_subsample(msg):
+        if msg["is_observed"]:
             return
         if process is not None:
             self.function(msg, process)
@@ -248,7 +245,7 @@ class Trained(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         name, sample, process = msg["name"], self.sample, as_process(msg["fn"])[0]
-        if msg["is_observed"] or site_is_subsample(msg):
+        if msg["is_observed"]:
             return
         if name in sample:
             msg["value"] = sample[name]
