@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Optional
 
 import pyro
@@ -103,7 +104,6 @@ class ExpectationPropagation:
         self.damping, self.power, self.schedule = float(damping), float(power), schedule
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
         self.workers = Workers(group)
-        self._agreed = False
         self._whole: Optional[torch.dtype] = None  # of the guide's data, where its sites are all of theirs
         self._known: tuple[Owners, set[str]] = {}, set()
         #: by GP site, how its updates go
@@ -151,11 +151,11 @@ class ExpectationPropagation:
         """What the next sweep needs from this one, beyond the states of guide and optimiser; see
         :func:`~pyro_sparsegp.fit`.
         """
-        return {"progress": dict(self.progress), "agreed": self._agreed}
+        return {"progress": {name: replace(own) for name, own in self.progress.items()}}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
-        self.progress, self._agreed = dict(state["progress"]), state["agreed"]
+        self.progress = {name: replace(own) for name, own in state["progress"].items()}
 
     # One call.
 
@@ -168,9 +168,8 @@ class ExpectationPropagation:
         with torch.set_grad_enabled(train), poutine.trace(param_only=True) as capture:
             guide.prepare(*args, **kwargs)
             self._check_fit()
-            if not self._agreed:
+            if all(module.empty for module in guide.modules_by_site().values()):
                 agree(guide, self.workers)
-                self._agreed = True
             run = Priors(guide, rows=rows_of(guide, args, kwargs), at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
             require_sizes(run.sites)
@@ -247,23 +246,19 @@ class ExpectationPropagation:
         for i in range(most):
             for run in runs:
                 run.look(terms)
-            refined = [run.refined() for run in runs] if sweeps else []
-            change = max((progress.change for _, progress in refined), default=0.0)
-            far = train and whole and any(progress.far for _, progress in refined)
-            last = i + 1 == most or (not far and (i + 1 >= sweeps or change <= self.tolerance))
-            loss, total = self._loss(runs, terms, train and last)
-            value = float(total)
+            value = float(self._loss(runs, terms, False)[1])
             if not math.isfinite(value):
                 raise ValueError(
                     f"−log Z_EP is {value}: {explain_nan(self.guide, *call)}. The parameters are as they "
                     "were before this step; look for NaN in the data (leave missing rows out with poutine.mask), data "
                     "outside of a density's support, or too large a learning rate."
                 )
-            for run, (sites, progress) in zip(runs, refined):
-                run.keep(sites, progress)
-            if last:
+            for run in runs if sweeps else ():
+                run.refine()
+            far = train and whole and any(run.progress.far for run in runs)
+            if not far and (i + 1 >= sweeps or all(run.progress.change <= self.tolerance for run in runs)):
                 break
-        return loss, value
+        return self._loss(runs, terms, train)[0], value
 
     def _loss(self, runs: list[SiteRun], terms: Terms, train: bool) -> tuple[Tensor, Tensor]:
         """Minus the objective: this process's part of it, with the gradient wanted, and all of it."""

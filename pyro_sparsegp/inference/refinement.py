@@ -6,7 +6,7 @@ Equations are those of Hernández-Lobato and Hernández-Lobato, 2016, with w = L
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Optional
 
@@ -219,10 +219,10 @@ class SiteRun:
     # Refined sites.
 
     @torch.no_grad()
-    def refined(self) -> tuple[Sites, Progress]:
-        """The refined sites, damped, and how that goes: nothing is kept."""
+    def refine(self) -> None:
+        """Have the module keep the refined sites, damped, of the data given. The cavities stay those of before."""
         cavity, at, power, workers = self.cavity, self.at, self.method.power, self.method.workers
-        progress, residual, (mean, spread) = replace(self.progress), self.residual.detach(), cavity.marginal
+        progress, residual, (mean, spread) = self.progress, self.residual.detach(), cavity.marginal
         variance = cavity.variance + residual
         # With a = ∂log Z/∂m⁻ and β = −∂²log Z/∂m⁻², the α and α² + αa/b of eq. 18 and 19, eq. 23 reads in w
         # αν = β/(1 − v⁻β) and αb = (a + m⁻β)/(1 − v⁻β). By the tilted moments
@@ -255,7 +255,7 @@ class SiteRun:
             new = self._within_bounds(old, new)
         counts = (~usable).sum(), (new.precision < 0).sum(), moves.new_full((), self.num)
         progress.skipped, progress.negative, progress.sites = workers.sum(*(count.to(moves) for count in counts))
-        return self._careful(new, progress, moved), progress
+        self._keep(self._careful(new, moved))
 
     def _within_bounds(self, old: Sites, new: Sites) -> Sites:
         """New sites, those that lose precision less far if else q or cavities had no covariance: of likelihoods that
@@ -276,10 +276,11 @@ class SiteRun:
                 break
         return found
 
-    def _careful(self, new: Sites, progress: Progress, moved: float) -> Sites:
+    def _careful(self, new: Sites, moved: float) -> Sites:
         """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there:
         test_student_t_with_outliers. Mini-batches, between whose visits others' sites move, go on from where they are.
         """
+        progress = self.progress
         if self.index is not None:
             return new
         if not moved > max(2 * progress.moved, 0.5):
@@ -288,10 +289,8 @@ class SiteRun:
         progress.moved, progress.pace = math.inf, max(0.6 * progress.pace, _SLOWEST)
         return Sites(new.inputs, *progress.start)
 
-    @torch.no_grad()
-    def keep(self, sites: Sites, progress: Progress) -> None:
-        """Have the module keep the sites of the data given."""
-        module = self.module
+    def _keep(self, sites: Sites) -> None:
+        module, progress = self.module, self.progress
         module.gram, module.pull = self._sums(sites)
         module.put(self.index, self.num, sites, self.anchor)
         if self.index is not None:
@@ -300,7 +299,6 @@ class SiteRun:
                 progress.seen = 0
                 self._resum()
         self.sites = sites
-        self.progress = self.method.progress[self.name] = progress
 
     # The objective.
 
@@ -356,18 +354,21 @@ def _rows(
             "value stand in its row of that plate alone: a site needs all of them at once. Sample the process at the "
             "inputs of those rows, or give all data in each step."
         )
-    if indices is None:
-        indices = trace.nodes[plate]["value"] if plate in trace.nodes else None
-        if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dim() != 1:
-            raise ValueError(
-                f"plate {plate!r} holds {size} of {full} rows and does not say which: expectation propagation "
-                "keeps a site for each datum. Give their numbers, ep.step(..., indices=rows), or write "
-                "plate = pyro.plate('data', N, subsample_size=B) and index the data by plate.indices."
-            )
-    whole = indices.shape == (size,) and not indices.is_floating_point() and indices.dtype != torch.bool
-    if not whole or len(indices.unique()) < size or not ((indices >= 0) & (indices < full)).all():
-        raise ValueError(
+    rows: Any = indices
+    if indices is not None:
+        why = (
             f"indices must be {size} distinct row numbers from 0 to {full - 1}, as many as the data given, got "
             f"{indices.dtype} of shape {tuple(indices.shape)}"
         )
-    return indices.to(process.x.device), full
+    else:
+        rows = trace.nodes[plate]["value"] if plate in trace.nodes else torch.empty(0)
+        why = (
+            f"plate {plate!r} holds {size} of {full} rows and does not say which: expectation propagation "
+            "keeps a site for each datum. Give their numbers, ep.step(..., indices=rows), or write "
+            "plate = pyro.plate('data', N, subsample_size=B) and index the data by plate.indices."
+        )
+    # Of a plate with subsample=x the value is x.
+    are_numbers = rows.shape == (size,) and not rows.is_floating_point() and rows.dtype != torch.bool
+    if not are_numbers or len(rows.unique()) < size or not ((rows >= 0) & (rows < full)).all():
+        raise ValueError(why)
+    return rows.to(process.x.device), full
