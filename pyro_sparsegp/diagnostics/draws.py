@@ -15,7 +15,6 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..approximations.on_sites import ExactWeightSpaceGP
@@ -27,7 +26,7 @@ from ..predict import AtNewInputs, Call
 from ..program.checks import require_sizes
 from ..program.dependence import COUPLED
 from ..program.mapping import in_blocks
-from ..program.traces import bare, is_observation, sample_sites, without_event
+from ..program.traces import bare, free_values, is_observation, sample_sites, without_event
 from .densities import Densities, DensityReader, Moments
 
 _ROWS = 8192  # whose features are held in memory at once
@@ -79,8 +78,7 @@ class Source(ABC):
     """Where posterior draws at a model's arguments come from, and the densities that go with them.
 
     :param data: names of the observed sites.
-    :param observed: those, and the sites of ``pyro.factor``, which hold no data.
-    :param sites: the observed sites of the first run.
+    :param sites: the observed sites of the first run; those of ``pyro.factor``, which hold no data, among them.
     """
 
     name: str  # what kind of posterior this is
@@ -91,7 +89,6 @@ class Source(ABC):
     apart = True  # whether each has features and covariances of its own
     model: Callable
     data: list[str]
-    observed: list[str]
     args: tuple
     kwargs: dict[str, Any]
     sites: dict[str, Any]
@@ -127,19 +124,6 @@ class Source(ABC):
     def densities(self, draws: Draws) -> Densities:
         """The draws' pointwise densities, function values integrated given the rest."""
         return self.reader(draws.held, draws.moments)
-
-    def _observed(self, sites: Mapping[str, Any], draw: Draws, simulates: bool) -> None:
-        """Take note of the first run's observed sites, and draw them in each."""
-        seen = {name: site for name, site in sites.items() if site["is_observed"]}
-        missing = [name for name in self.observed if name not in seen]
-        if missing:
-            raise ValueError(
-                f"site {missing[0]!r} was observed in training and is not now: give the training data, "
-                "to_datatree(model, guide, x, y)."
-            )
-        self.sites = self.sites or seen
-        require_shapes({name: sites[name] for name in self.data})
-        draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
 
     def predictions(self, trace: poutine.Trace, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sites of a run at new inputs but latents with the values known.
@@ -179,29 +163,33 @@ class GuideSource(Source):
         self.sites: dict[str, Any] = {}
         self.families = {name: spec["family"] for name, spec in structure.gps.items()}
         self.data = [name for name, num in structure.rows.items() if num]
-        self.observed = list(structure.rows)
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*structure.inner, *(f for f, kind in structure.dependence.items() if kind == COUPLED)}
         # Given a latent of the field f has less variance than its marginal has; so has a sum of sites with one
         # posterior (test_scores_of_a_field, test_scores_of_sites_with_one_posterior).
         self.marginal = marginal and not structure.joint and not structure.field
         self.posteriors: dict[str, SparsePosterior] = {}  # of the last draw
-        self.reader = DensityReader(guide.model, args, kwargs, [*self.observed, *structure.downstream])
+        self.reader = DensityReader(guide.model, args, kwargs, [*structure.rows, *structure.downstream])
 
     @torch.no_grad()
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
         draw, self.posteriors = Draws(stats={"log_q": torch.zeros((), dtype=torch.float64)}), {}
-        trace, posterior_trace, sites = self._run(draw)
-        priors, posteriors = sites_of(trace), sites_of(posterior_trace)
-        self._observed(sites, draw, simulates)
-        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+        trace, posterior_trace, sites, values = self._run(draw)
+        priors, posteriors = sample_sites(trace), sample_sites(posterior_trace)
+        self.sites = self.sites or {name: site for name, site in sites.items() if site["is_observed"]}
+        missing = self.structure.rows.keys() - self.sites.keys()
+        if missing:
+            raise ValueError(
+                f"site {min(missing)!r} was observed in training and is not now: give the training data, "
+                "to_datatree(model, guide, x, y)."
+            )
+        require_shapes({name: sites[name] for name in self.data})
+        draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
         draw.functions = {name: values[name] for name in self.posteriors}
-        draw.held = {name: f for name, f in values.items() if name not in self.posteriors or name in self.drawn}
-        draw.moments = {name: moments for name, moments in draw.moments.items() if name not in self.drawn}
-        latent = [name for name in values if name not in self.posteriors and not site_is_subsample(sites[name])]
-        draw.values = {name: values[name] for name in latent}
+        draw.held = {name: f for name, f in values.items() if name not in draw.moments}
+        draw.values = {name: values[name] for name in sites if name in values.keys() - draw.functions.keys()}
         # Others are drawn from the model.
-        learned = [name for name in latent if priors[name]["fn"] is not posteriors[name]["fn"]]
+        learned = [name for name in draw.values if priors[name]["fn"] is not posteriors[name]["fn"]]
         for name in learned:
             draw.stats["log_q"] = draw.stats["log_q"] + log_density_of(posteriors[name])
         # Those whose densities move with f have their own terms.
@@ -216,8 +204,9 @@ class GuideSource(Source):
             draw.predicted = self._predicted(draw, trace, new)
         return draw
 
-    def _run(self, draw: Draws) -> tuple[poutine.Trace, poutine.Trace, dict[str, Any]]:
-        """A run of the guide on the rows, as predictions are made: the model's trace, the guide's, and its own sites.
+    def _run(self, draw: Draws) -> tuple[poutine.Trace, poutine.Trace, dict[str, Any], dict[str, Tensor]]:
+        """A run of the guide on the rows, as predictions are made: the model's trace, the guide's, and its own sites
+        and values.
 
         Rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
         """
@@ -227,7 +216,7 @@ class GuideSource(Source):
             with pyro.validation_enabled(False), poutine.block(), messenger:
                 run = guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
             require_sizes(run.sites)
-            return *guide.get_traces(), sites_of(run.trace)
+            return *guide.get_traces(), sample_sites(run.trace), free_values(run.trace)
         finally:
             guide.trace = poutine.Trace()
 
@@ -247,7 +236,8 @@ class GuideSource(Source):
             log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
             draw.log_priors[f"{name}_w"] = log_prior
             draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
-        draw.moments[name] = mean, variance
+        if name not in self.drawn:
+            draw.moments[name] = mean, variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
         if self.structure.dependence.get(name) != COUPLED:
             msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
@@ -275,17 +265,10 @@ class GuideSource(Source):
 @contextmanager
 def seeded(seed: Optional[int]) -> Iterator[None]:
     """Draws from their own seed, leaving the global generators alone; with ``None``, from the global ones."""
-    if seed is None:
+    with torch.random.fork_rng(list(range(torch.cuda.device_count())), enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         yield
-        return
-    with torch.random.fork_rng(list(range(torch.cuda.device_count()))):
-        torch.manual_seed(seed)
-        yield
-
-
-def sites_of(trace: Any) -> dict[str, Any]:
-    """A trace's sample sites by name."""
-    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
 
 
 def log_density_of(site: Any) -> Tensor:
@@ -305,6 +288,5 @@ def require_shapes(data: Mapping[str, Any]) -> None:
         if there != shape:
             raise ValueError(
                 f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: each "
-                f"observation would meet all values. Give observations of shape {shape}"
-                + (", for example y.squeeze(-1)." if there == (*shape, 1) else ", one for each row of the inputs.")
+                f"observation would meet all values. Give observations of shape {shape}, such as y.reshape({shape})."
             )

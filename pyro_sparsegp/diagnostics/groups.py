@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-import arviz_base
 import numpy as np
 import pyro
 import torch
+import xarray
 from torch import Tensor
 
 from .._version import __version__
@@ -85,8 +86,16 @@ class Table:
             self.names["log_likelihood", name] = self.names[name][:1] if first else [f"{name}_dim_0"]
             self.left["log_likelihood", name] = np.flatnonzero(left)
 
-    def put(self, group: str, variable: str, values: Tensor) -> None:
-        """Write a block of draws, ``(B, ...)``, from the row ``start`` on."""
+    def put(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write a block of draws, ``(B, ...)`` by group and variable, after those before."""
+        num = 0
+        for group, variables in groups.items():
+            for variable, values in variables.items():
+                self._put(group, variable, values)
+                num = len(values)
+        self.start += num
+
+    def _put(self, group: str, variable: str, values: Tensor) -> None:
         left, num = self.left.get((group, variable)), self.shape[0] * self.shape[1]
         values = values.detach() if left is None else values.detach().reshape(len(values), -1)[:, left]
         block = (values.long() if (group, variable) in self.discrete else values).cpu().numpy()
@@ -120,21 +129,22 @@ class Table:
         return {group: dataset.assign_attrs(attributes(**attrs)) for group, dataset in found.items()}
 
     def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str]) -> Any:
-        sizes, names, coords = dict(zip(front, self.shape)), dict[Any, Any](), dict(self.coords)
+        # An empty group, of function values that are left out, has its draws all the same.
+        sizes, variables, coords = dict(zip(front, self.shape)), dict[str, Any](), dict(self.coords)
         for name, array in arrays.items():
             shape = array.shape[len(front) :]
             # A plate's name that a variable has, or that is of other rows, gives way.
-            names[name] = [
-                dim if dim not in arrays and sizes.setdefault(dim, size) == size else f"{name}_dim_{i}"
+            dims = [
+                dim if dim not in arrays and sizes.get(dim, size) == size else f"{name}_dim_{i}"
                 for i, (dim, size) in enumerate(zip(self._names(group, name, shape), shape))
             ]
+            sizes |= dict(zip(dims, shape))
+            variables[name] = [*front, *dims], array
             for rows in [self.left[group, name]] if (group, name) in self.left else []:
-                coords[names[name][0]] = coords.get(names[name][0], np.arange(rows.max(initial=0) + 1))[rows]
+                coords[dims[0]] = coords.get(dims[0], np.arange(rows.max(initial=0) + 1))[rows]
         # Coordinates may be given for dimensions of other rows, such as those of new inputs.
-        coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim, len(values))}
-        dataset = arviz_base.dict_to_dataset(arrays, dims=names, coords=coords, sample_dims=front)
-        # An empty group, of function values that are left out, has its draws all the same.
-        return dataset.assign_coords({dim: np.arange(num) for dim, num in zip(front, self.shape)})
+        coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim)}
+        return xarray.Dataset(variables, {dim: coords.get(dim, np.arange(size)) for dim, size in sizes.items()})
 
     def _names(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
         """Names of a variable's dimensions, chain and draw apart."""
@@ -153,6 +163,7 @@ def name_of(model: Callable) -> str:
 def attributes(**more: Any) -> dict[str, Any]:
     """A dataset's attributes: who made it; what NetCDF cannot hold is written as JSON."""
     found = {
+        "created_at": datetime.now(UTC).isoformat(),
         "creation_library": "pyro_sparsegp",
         "creation_library_version": __version__,
         "inference_library": "pyro-ppl",

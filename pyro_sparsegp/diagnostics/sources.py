@@ -9,7 +9,6 @@ import torch
 from pyro import poutine
 from pyro.infer import MCMC
 from pyro.infer.inspect import get_dependencies
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..guide import AutoSparseGP
@@ -18,10 +17,10 @@ from ..inference.quadrature import own_guide
 from ..predict import Call, Trained, bare_model, sampled
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
-from ..program.traces import as_process, is_observation, sample_sites, whole_plates, without_event
+from ..program.traces import as_process, free_values, is_observation, sample_sites, whole_plates, without_event
 from ..warned import Warned
 from .densities import DensityReader, Moments
-from .draws import Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
+from .draws import Draws, GuideSource, Source, is_factor, log_density_of, require_shapes
 
 
 def guide_of(given: Any) -> Optional[AutoSparseGP]:
@@ -58,7 +57,7 @@ def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any],
     if guide is not None:
         return GuideSource(own_guide(model, guide, "this diagnostic"), args, kwargs, marginal)
     samples, old, diverging = sampled(result, None if has_run else now)
-    return SampleSource(model, samples, diverging, now, old if marginal else now, marginal and has_run)
+    return SampleSource(model, samples, diverging, now, old if marginal and has_run else None)
 
 
 def observed_site(source: Source, var_name: Optional[str]) -> str:
@@ -78,31 +77,29 @@ class SampleSource(Source):
     """Draws from MCMC samples of the same model, with or without :class:`~pyro_sparsegp.Whitening`.
 
     :param samples: ``(chain, draw, ...)`` each, and which transitions diverged, ``(chain, draw)``.
-    :param now: the model's arguments; ``old`` are those of training.
-    :param elsewhere: whether these are others: function values are then integrated given those there.
+    :param now: the model's arguments.
+    :param old: those of training, where these are others: function values are then integrated given those there.
     """
 
     name = "mcmc"
     joint = True
 
     def __init__(
-        self, model: Callable, samples: Mapping[str, Tensor], diverging: Tensor, now: Call, old: Call, elsewhere: bool
+        self, model: Callable, samples: Mapping[str, Tensor], diverging: Tensor, now: Call, old: Optional[Call]
     ) -> None:
-        self.model, self.old, self.elsewhere, self.warned = bare_model(model), old, elsewhere, Warned()
+        self.model, self.old, self.warned = bare_model(model), old, Warned()
         self.args, self.kwargs = now
         self.shape = diverging.shape
         self.samples = {name: value.flatten(0, 1) for name, value in {**samples, "": diverging}.items()}
         # Discrete latents are summed out, as they were when the sampler ran.
         with torch.no_grad(), poutine.block(), whole_plates():
             sites = sample_sites(poutine.trace(Enumeration()(self.model)).get_trace(*self.args, **self.kwargs))
-        seen = {name: site for name, site in sites.items() if is_observation(site)}
-        if not seen:
+        self.sites = {name: site for name, site in sites.items() if is_observation(site)}
+        if not self.sites:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
-        self.data = [name for name, site in seen.items() if not is_factor(site)]
-        self.observed = list(seen)
-        require_shapes({name: seen[name] for name in self.data})
-        self.reader = DensityReader(self.model, self.args, self.kwargs, list(seen))
-        self.sites: dict[str, Any] = {}
+        self.data = [name for name, site in self.sites.items() if not is_factor(site)]
+        require_shapes({name: self.sites[name] for name in self.data})
+        self.reader = DensityReader(self.model, self.args, self.kwargs, list(self.sites))
 
     def items(self, num: int) -> dict[str, Tensor]:
         """All samples, or the first; again from the first, where more are asked for."""
@@ -113,17 +110,17 @@ class SampleSource(Source):
         sample = {name: value for name, value in item.items() if name}
         draw = Draws(stats={"diverging": item[""]})
         with poutine.block(), whole_plates():
-            trained = Trained(Enumeration()(self.model), sample, *self.old, self.warned)
-            trace = trained.at(self.args, self.kwargs, marginal=True) if self.elsewhere else trained.trace
-        sites = sites_of(trace)
-        self._observed(sites, draw, simulates)
-        values = {n: site["value"] for n, site in sites.items() if n not in self.observed}
-        draw.functions = {name: values.pop(name) for name in trained.known if name in values}
-        draw.held = values
-        draw.values = {name: value for name, value in values.items() if not site_is_subsample(sites[name])}
-        if not self.elsewhere:
-            self._note_training(sites, sample, trained, draw)
+            here = self.args, self.kwargs
+            trained = Trained(Enumeration()(self.model), sample, *(self.old or here), self.warned)
+            trace = trained.at(*here, marginal=True) if self.old else trained.trace
+        sites, free = sample_sites(trace), free_values(trace)
+        draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
+        draw.values = {n: site["value"] for n, site in sites.items() if n not in self.sites}
+        draw.functions = {name: draw.values.pop(name) for name in trained.known if name in draw.values}
+        draw.held = {name: value for name, value in free.items() if name not in draw.functions}
         draw.moments = dict(trained.moments)
+        if not self.old:
+            self._note_training(sites, sample, draw)
         if new is not None:
             with poutine.block():
                 trained.model = self.model  # discrete latents are drawn
@@ -131,17 +128,14 @@ class SampleSource(Source):
             draw.predicted = self.predictions(at_new, sample)
         return draw
 
-    def _note_training(
-        self, sites: Mapping[str, Any], sample: Mapping[str, Tensor], trained: Trained, draw: Draws
-    ) -> None:
+    def _note_training(self, sites: Mapping[str, Any], sample: Mapping[str, Tensor], draw: Draws) -> None:
         """Latents' log prior densities, and what is integrated out of function values, at the training inputs."""
         missing = [n for n in draw.values if n not in sample and not sites[n]["is_observed"]]
         if missing:
             raise ValueError(f"the MCMC samples hold no draws of site {missing[0]!r}: they have {sorted(sample)}")
         draw.log_priors = {name: log_density_of(sites[name]) for name in (*draw.values, *draw.functions)}
         # f itself is known: a value is integrated given all others.
-        for name, f in draw.functions.items():
-            trained.moments[name] = _given_others(without_event(sites[name]["fn"])[0], f)
+        draw.moments = {n: _given_others(without_event(sites[n]["fn"])[0], f) for n, f in draw.functions.items()}
 
 
 def _given_others(process: GaussianProcess, f: Tensor) -> Moments:

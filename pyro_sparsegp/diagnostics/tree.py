@@ -38,7 +38,6 @@ def to_datatree(
     dtype: str = "float32",
     seed: Optional[int] = None,
     name: Optional[str] = None,
-    _pointwise: bool = True,
     **kwargs: Any,
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
@@ -90,7 +89,7 @@ def to_datatree(
             groups = draws.groups(include_f)
             if log_likelihood:
                 densities = source.densities(draws)
-                groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data if _pointwise}
+                groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data}
                 if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data:
                     # "vfe", log p(θ) p(w) + Σ E[log p(y | f) | w], or "fitc", the logarithm of each datum's expectation
                     both = {"lp": densities.expected, "lp_fitc": densities.log_evidence}
@@ -106,15 +105,12 @@ def to_datatree(
 def _put(table: Table, source: Source, draws: Draws, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Write a block of draws; the first tells names, and the groups that have no draws."""
     if not table.names:
-        observed = {name: source.sites[name] for name in source.data if name in source.sites}
+        observed = {name: source.sites[name] for name in source.data}
         table.learn(observed, {name: f[0] for name, f in draws.functions.items()})
         values = {name: site["value"] for name, site in observed.items() if is_observation(site)}
         table.fix("observed_data", values)
         table.fix("constant_data", constant_data(source.model, source.args, source.kwargs, values))
-    for group, variables in groups.items():
-        for variable, value in variables.items():
-            table.put(group, variable, value)
-    table.start += next(len(value) for part in vars(draws).values() for value in part.values())
+    table.put(groups)
 
 
 def _arguments(predict: Arguments) -> Call:
