@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Optional, Union
 
 import pyro.distributions as dist
@@ -87,7 +87,6 @@ class GaussianProcess(TorchDistribution):
         self.x, self.jitter = x, jitter
         self.mean_function: Any = mean
         self._misplaced: Optional[str] = None
-        self._scale_tril: Optional[Tensor] = None
         if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
             raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
         if not (isinstance(mean, (type(None), int, float, Tensor)) or callable(mean)):
@@ -130,14 +129,11 @@ class GaussianProcess(TorchDistribution):
         """k(x, x), ``(..., N, N)``."""
         return self.kernel(self.x)
 
-    @property
+    @cached_property
     def scale_tril(self) -> Tensor:
         """Cholesky factor of k(x, x), ``(..., N, N)``; computed once."""
-        if self._scale_tril is None:
-            what = "the prior covariance of a GaussianProcess"
-            made_of = partial(hyperparameters, self.kernel)
-            self._scale_tril = cholesky(self.kernel(self.x), self.jitter, what, made_of=made_of)
-        return self._scale_tril
+        what, made_of = "the prior covariance of a GaussianProcess", partial(hyperparameters, self.kernel)
+        return cholesky(self.kernel(self.x), self.jitter, what, made_of=made_of)
 
     def mean_at(self, x: Tensor) -> Tensor:
         """μ at any inputs, broadcastable to ``(..., N)``.
@@ -180,7 +176,8 @@ class GaussianProcess(TorchDistribution):
         if kernel is self.kernel:
             return self
         new = copy.copy(self)
-        new.kernel, new._scale_tril = kernel, None
+        new.kernel = kernel
+        new.__dict__.pop("scale_tril", None)
         return new
 
     def given(self, x: Tensor, f: Tensor, mean: Optional[Tensor] = None) -> GaussianProcess:
@@ -211,8 +208,7 @@ class GaussianProcess(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
         """Independent copies with the given batch shape."""
         new = self._get_checked_instance(GaussianProcess, _instance)
-        for name in ("kernel", "x", "jitter", "mean_function", "_scale_tril"):
-            setattr(new, name, getattr(self, name))
+        vars(new).update(vars(self))  # the factor with it, if there is one: copies share it
         new._misplaced = _misplaced_in(self._event_shape[0]) or self._misplaced
         super(GaussianProcess, new).__init__(torch.Size(batch_shape), self._event_shape, validate_args=False)
         new._validate_args = self._validate_args
