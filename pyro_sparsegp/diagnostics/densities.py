@@ -169,6 +169,7 @@ class DensityReader:
         flat = {key: value.flatten(0, 1) for key, value in stack.items()}  # (J·S, ...) for J nodes
         integrated = plan.quadratic or plan.inner
         if integrated is None:
+            # Nothing is left to integrate: ℓ is its own expectation.
             parts: tuple[Tensor, ...] = (self._at(name, flat),) * 2
         else:
             h, d = (part.expand(len(nodes), *part.shape).flatten(0, 1) for part in functions[integrated])

@@ -186,6 +186,7 @@ class GuideSource(Source):
         require_shapes({name: sites[name] for name in self.data})
         draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
         draw.functions = {name: values[name] for name in self.posteriors}
+        # All that densities are read at: function values are integrated, but where densities couple them.
         draw.held = {name: f for name, f in values.items() if name not in draw.moments}
         draw.values = {name: values[name] for name in sites if name in values.keys() - draw.functions.keys()}
         # Others are drawn from the model.

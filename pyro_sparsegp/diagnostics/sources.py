@@ -123,7 +123,7 @@ class SampleSource(Source):
             self._note_training(sites, sample, draw)
         if new is not None:
             with poutine.block():
-                trained.model = self.model  # discrete latents are drawn
+                trained.model = self.model  # discrete latents are drawn there, and not summed out
                 at_new = trained.at(*new)
             draw.predicted = self.predictions(at_new, sample)
         return draw

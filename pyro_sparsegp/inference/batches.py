@@ -145,7 +145,7 @@ class LoadedBatches:
     There are ``size`` rows in all; by default those of the loader's data set.
     """
 
-    whole = False
+    whole, num, batch_size = False, None, None  # how many rows there are here is not known
 
     def __init__(self, source: Iterable, size: Optional[int], device: Device, seed: int) -> None:
         self.source, self.size, self.device, self.seed = source, size, device, seed

@@ -24,6 +24,7 @@ def write(state: dict[str, Any], path: Path) -> None:
         with open(part, "wb") as file:
             torch.save(state, file)
             file.flush()
+            # Before it has the name: a machine that stops may keep the name and lose what is not on the disk.
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:

@@ -204,9 +204,9 @@ class _Loop:
             )
         self.optim = files.own_optim(self.method)
         self.takes = signature_of(model).parameters
-        self.size, num = batches.size, getattr(batches, "num", None)
-        if self.workers.num > 1 and num is not None:
-            self.size = int(self.workers.sum(torch.tensor(float(num), dtype=torch.float64))[0])
+        self.size = batches.size
+        if self.workers.num > 1 and batches.num:
+            self.size = int(self.workers.sum(torch.tensor(float(batches.num), dtype=torch.float64))[0])
         if "size" in self.takes and self.size is None:
             raise ValueError("size: the model takes the number of all rows, and data does not say it; give size=N")
 
@@ -225,9 +225,9 @@ class _Loop:
         (args, kwargs), batches = self.call(self._first()), self.batches
         with poutine.block():
             self.guide.prepare(*args, **kwargs)
-            if isinstance(batches, TensorBatches) and batches.num > _FIRST and self.guide.corrected_modules():
+            if batches.num and batches.num > _FIRST and self.guide.corrected_modules():
                 # Their diagonal is relative to all training inputs: test_a_deep_basis_has_seen_all_rows.
-                args, kwargs = self.call(batches.everything)
+                args, kwargs = self.call(batches.first(batches.num))
                 self.guide(*args, **kwargs)
         if not batches.whole:
             self._require_scaled(next(batches.epoch(0)))
@@ -253,8 +253,8 @@ class _Loop:
 
     def _mark(self) -> dict[str, Any]:
         """What a checkpoint and the fit that goes on from it have alike."""
-        rows, each = self.batches.size, getattr(self.batches, "batch_size", None)
-        return {"optimiser": getattr(self.optim.pt_optim_constructor, "__name__", ""), "rows": rows, "batch_size": each}
+        name, batches = getattr(self.optim.pt_optim_constructor, "__name__", ""), self.batches
+        return {"optimiser": name, "rows": batches.size, "batch_size": batches.batch_size}
 
     def keep(self) -> None:
         """Write the checkpoint."""
@@ -352,6 +352,7 @@ class _Loop:
         """Why the step that was taken is the last, if it is: a reason that any process has is one for all."""
         reason = "the stopping rule says so" if self.stopping is not None and self.stopping(self.losses) else ""
         reason = "interrupted" if interrupts else reason
+        # Else the others would wait for this one's gradients for ever.
         stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(reason)))))
         return reason or "another process stopped" * stops
 

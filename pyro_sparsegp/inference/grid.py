@@ -75,6 +75,7 @@ class Grid:
         """The bound's terms at a node, of the model with all other values as in a run."""
         guide_trace, again, values = ran[1], self.again(*ran), dict[str, Tensor]()
         for name in self.closed.gps:  # which are at their means, and enter other densities, too
+            # Of these a draw stands for the expectation, as in Trace_ELBO.
             if name in self.closed.rest.dependence and name not in self.closed.axes:
                 q = posterior_at(guide_trace, name)
                 coupled = self.closed.rest.dependence[name] == COUPLED
@@ -174,6 +175,7 @@ def _functions(site: Any, made: Mapping[Any, str]) -> dict[str, tuple[str, list[
 def on_grid(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
     """A function's values at all nodes of a product grid, in one call."""
     for axis in range(num_axes):
+        # The last axis is mapped first: it is the innermost, and the last dimension of what comes out.
         in_dims = tuple(0 if i == num_axes - 1 - axis else None for i in range(num_axes))
         total = torch.func.vmap(total, in_dims=in_dims, randomness="same")
     with pyro.validation_enabled(False):

@@ -266,6 +266,7 @@ class TraceQuadrature_ELBO(ELBO):
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
         if torch.is_grad_enabled():
             unwrapped.core.facts.num_nodes = self.num_nodes  # sites are read at as many
+        # −(1/S) Σₛ ELBOₛ, at S draws of the latents that are not integrated
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
 
@@ -306,6 +307,7 @@ class TraceQuadrature_ELBO(ELBO):
         """
         if not grid.closed.num_axes:
             return grid.once() if ran is None else grid.held(*ran)()
+        # Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ), one axis after the other; weights add up to 1, so that what has no nodes stays.
         nodes, weights = normal_nodes(1, grid.guide.like, self.num_nodes)
         values = self._at_all_nodes(grid, ran, nodes[:, 0])
         for _ in range(grid.closed.num_axes):
