@@ -323,8 +323,8 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
     monkeypatch.setattr(features, "_ROWS", 8)  # which are passed whole
     monkeypatch.setattr(features, "_EACH", 0)
     for whole in (1000, 16):
-        monkeypatch.setattr(blocks, "_WHOLE", whole)
-        monkeypatch.setattr(blocks, "_CHUNK", 8)
+        monkeypatch.setattr(blocks, "_KEPT", whole * blocks._ROW)
+        monkeypatch.setattr(blocks, "_PIECE", 8 * blocks._ROW)
         pyro.clear_param_store()
         network = Watched(mlp())
         model = deep(network, correcting, likelihood, wrap, case == "outputs")
@@ -639,8 +639,8 @@ def test_a_loaded_guide_checks_its_network_at_the_first_prediction(family, way):
 
 def with_blocks(call):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_WHOLE", 4)
-        patch.setattr(blocks, "_CHUNK", 4)
+        patch.setattr(blocks, "_KEPT", 4 * blocks._ROW)
+        patch.setattr(blocks, "_PIECE", 4 * blocks._ROW)
         return call()
 
 

@@ -173,8 +173,8 @@ class TestSparsePosterior:
     def test_moments_in_chunks(self, monkeypatch):
         q = posterior(SVGP(7))
         fresh, x = q.at(q.process.x), q.process.x
-        monkeypatch.setattr(chunks, "_WHOLE", 2)
-        monkeypatch.setattr(chunks, "_CHUNK", 2)
+        monkeypatch.setattr(chunks, "_KEPT", 2 * chunks._ROW)
+        monkeypatch.setattr(chunks, "_PIECE", 2 * chunks._ROW)
         for found, expected in zip(q.at(x).moments(), (fresh.mean, fresh.variance)):
             torch.testing.assert_close(found, expected)
         w = torch.randn(7)

@@ -18,7 +18,7 @@ from ..gaussians.product import weighted_gram
 from ..gaussians.seats import AtRows
 from ..gaussians.sites import Sites
 from ..kernels.base import Explicit
-from ..numerics.chunks import by_rows, chunks_of, dropping, is_long
+from ..numerics.chunks import by_rows, dropping, is_long, pieces
 from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features
 
@@ -130,7 +130,7 @@ class KernelFeatures(Features):
             return sums(self._explicit(self.kernel, x[rows]), sites.precision[..., rows], sites.linear[..., rows])
 
         totals: Any = (0, 0)
-        for rows in chunks_of(x):
+        for rows in pieces(len(x), x):
             gram, right = dropping(of, rows)
             totals = totals[0] + gram, totals[1] + right
         return totals

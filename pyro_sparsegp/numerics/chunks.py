@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_WHOLE = 2**15  # rows that are taken at once; above, chunks
-_CHUNK = 2**12  # rows of a chunk: what a CPU's caches like
-_PIECE = 2**21  # numbers that are made at once
+_PIECE = 2**21  # numbers that are made at once: what a CPU's caches like
 _KEPT = 2**24  # numbers that may stay until the way back
+_ROW = 2**9  # numbers that a network is taken to make of a row
 
 
 def more_on(like: Tensor) -> int:
@@ -27,14 +27,17 @@ def at_once(like: Tensor) -> int:
 
 def is_long(x: Tensor) -> bool:
     """Whether inputs ``(N, D)`` have too many rows to keep what a network makes of all of them."""
-    return x.dim() == 2 and x.shape[0] > more_on(x) * _WHOLE
+    return x.dim() == 2 and x.shape[0] * _ROW > more_on(x) * _KEPT
 
 
-def chunks_of(x: Tensor) -> list[slice]:
-    """Slices of consecutive rows that make up ``(N, D)``: one, unless it :func:`is_long`."""
-    num = x.shape[-2]
-    size = more_on(x) * _CHUNK if is_long(x) else num
-    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
+def pieces(num: int, like: Tensor, cost: int = _ROW) -> list[slice]:
+    """Slices of ``num`` items, one after the other.
+
+    :param like: a tensor of the device.
+    :param cost: how many numbers are made for each item; by default, what a network makes of a row.
+    """
+    size = max(1, at_once(like) // cost)
+    return [slice(start, start + size) for start in range(0, max(num, 1), size)]
 
 
 def dropping(function: Callable, *args: Any) -> Any:
@@ -45,11 +48,10 @@ def dropping(function: Callable, *args: Any) -> Any:
 
 
 def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
-    """The tensors ``(..., N)`` that ``function`` gives at inputs ``(N, D)``, evaluated in chunks if these are many."""
-    slices = chunks_of(x)
-    if len(slices) == 1:
+    """The tensors ``(..., N)`` that ``function`` gives at inputs ``(N, D)``, evaluated in pieces if these are many."""
+    if not is_long(x):
         return function(x)
-    return tuple(torch.cat(part, -1) for part in zip(*(dropping(function, x[rows]) for rows in slices)))
+    return tuple(torch.cat(part, -1) for part in zip(*(dropping(function, x[rows]) for rows in pieces(len(x), x))))
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
@@ -58,14 +60,10 @@ def in_chunks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Ten
 
 
 def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Tensor, dim: int) -> Tensor:
-    """What ``function`` gives for ``num`` items, evaluated for some items at a time and joined along ``dim``.
+    """What ``function`` gives for ``num`` items by :func:`pieces`, joined along ``dim``.
 
-    :param cost: how many numbers it makes on the way for each; where they are many, they are dropped, and made again
-        on the way back.
-    :param like: a tensor of the device.
+    Where they make many numbers on the way these are dropped, and made again on the way back.
     """
-    size = max(1, at_once(like) // cost)
-    drop = num * cost > more_on(like) * _KEPT
-    slices = [slice(start, min(start + size, num)) for start in range(0, max(num, 1), size)]
-    parts = [dropping(function, rows) if drop else function(rows) for rows in slices]
+    run = dropping if num * cost > more_on(like) * _KEPT else operator.call
+    parts = [run(function, rows) for rows in pieces(num, like, cost)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
