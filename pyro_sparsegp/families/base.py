@@ -19,19 +19,15 @@ from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import DEFAULT_RATE
 from ..numerics.codes import require_choice, require_count
-from ..numerics.documented import with_inherited_arguments
+from ..numerics.documented import Documented
 from ..process import GaussianProcess
 
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
 
 @dataclass(frozen=True, eq=False)
-class Family(ABC):
+class Family(Documented, ABC):
     """The interface of a family: it makes a new module, or one to load a state into."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.__doc__ = with_inherited_arguments(cls)
 
     @abstractmethod
     def build(self, process: GaussianProcess, name: str) -> Any:
