@@ -367,8 +367,8 @@ class Select(_Modified):
         return f"{_bracketed(self.kernel, (Sum, Product, Scaled))}[{self._written}]"
 
 
-class Constant(Kernel):
-    """Constant kernel: k = s, one shared random level, an intercept with prior N(0, s).
+class Level(Kernel):
+    """A kernel of one variance, k(x, x) = s, and no other hyperparameter.
 
     :param variance: s > 0, ``(...,)``.
     """
@@ -377,18 +377,23 @@ class Constant(Kernel):
     columns: Any = ()
 
     def __init__(self, variance: Scalar = 1.0) -> None:
-        self.variance = positive(variance, "Constant's variance")
+        self.variance = positive(variance, f"{type(self).__name__}'s variance")
+
+    def diag(self, x: Tensor) -> Tensor:
+        variance = as_tensor(self.variance, x)[..., None]
+        return variance.expand(broadcast_shapes(variance.shape, x.shape[:-1]))
+
+
+class Constant(Level):
+    """Constant kernel: k = s, one shared random level, an intercept with prior N(0, s)."""
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         z = x if z is None else z
         batch = broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2])
         return as_tensor(self.variance, x)[..., None, None].expand(*batch, x.shape[-2], z.shape[-2])
 
-    def diag(self, x: Tensor) -> Tensor:
-        return self(x, x[..., :1, :])[..., 0]
-
     def features(self, x: Tensor) -> Tensor:
-        return self(x, x[..., :1, :]).sqrt()
+        return self.diag(x).sqrt()[..., None]
 
 
 def term_names(kernel: Any) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..numerics.codes import require_codes, require_count
 from ..numerics.shapes import broadcast_shapes, shape_of
-from .base import Scalar, as_tensor, positive, require_one
+from .algebra import Level
+from .base import Scalar, as_tensor, require_one
 from .features import FeatureKernel
 
 
@@ -35,7 +36,7 @@ class CodeKernel(FeatureKernel):
         require_codes(x, self.num_codes, f"{self.codes} in the training inputs' column of {self!r}", self.remedy)
 
 
-class Categorical(CodeKernel):
+class Categorical(Level, CodeKernel):
     """Independent effects of the levels 0, …, L − 1 of a column, with variance s: k(x, x') = s·[x = x'].
 
     A random intercept is ``s * Categorical(L)[column]``; ``Categorical(L)[column] * RBF(l)[other]`` is a smooth
@@ -43,26 +44,21 @@ class Categorical(CodeKernel):
     in it. Any other value is a new level: it has the prior's variance, and is equal to itself.
 
     :param num_levels: L.
-    :param variance: s > 0, ``(...,)``.
     :raises ValueError: if L is no whole number of at least 1.
     """
 
-    event_dims = (("variance", 0),)
+    columns = None
     codes, remedy = "codes", "recode them, or give more levels"
 
     def __init__(self, num_levels: int, variance: Scalar = 1.0) -> None:
         require_count(num_levels, "Categorical's num_levels")
+        super().__init__(variance)
         self.num_levels = self.num_codes = num_levels
-        self.variance = positive(variance, "Categorical's variance")
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         require_one(x, "Categorical reads one column of codes", "Categorical(...)[2]")
         same = x == (x if z is None else z).mT
         return as_tensor(self.variance, x)[..., None, None] * same
-
-    def diag(self, x: Tensor) -> Tensor:
-        variance = as_tensor(self.variance, x)[..., None]
-        return variance.expand(broadcast_shapes(variance.shape, x.shape[:-1]))
 
     def features(self, x: Tensor) -> Tensor:
         return as_tensor(self.variance, x).sqrt()[..., None, None] * self.indicators(x)

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from abc import abstractmethod
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..numerics.codes import require_count
 from ..numerics.linalg import row_squares
 from ..numerics.shapes import broadcast_shapes
-from .algebra import Kernel
+from .algebra import Kernel, Level
 from .base import Explicit, Scalar, as_tensor, per_column, positive
 
 
@@ -147,30 +147,18 @@ class RandomFourier(FeatureKernel):
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
 
 
-class White(FeatureKernel):
+class White(Level):
     """White noise: k(x, z) = 0 and k(x) = s·I, independent at every row.
 
     It has no features, so sparse families give it no coefficients and cannot learn it. Its variance s enters the bound
     as a penalty, Σs/(2σ²), and the posterior of the other terms is too narrow. Under a guide put such noise into the
     likelihood, and effects of single rows into a plate of latents.
-
-    :param variance: s > 0, ``(...,)``.
     """
-
-    event_dims = (("variance", 0),)
-    columns: Any = ()
-
-    def __init__(self, variance: Scalar = 1.0) -> None:
-        self.variance = positive(variance, "White's variance")
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         if z is None:
             return torch.diag_embed(self.diag(x))
         return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2]), x.shape[-2], z.shape[-2])
-
-    def diag(self, x: Tensor) -> Tensor:
-        variance = as_tensor(self.variance, x)[..., None]
-        return variance.expand(broadcast_shapes(variance.shape, x.shape[:-1]))
 
     def features(self, x: Tensor) -> Tensor:
         return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)
