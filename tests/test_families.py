@@ -295,8 +295,8 @@ def test_additive_inputs_a_term():
     [
         (SVGP(61), r"site 'f' asks for 61 inducing points.*60 distinct"),
         (OrthogonalInducing(40, 30), r"site 'f' asks for 70 inducing points"),
-        (SVGP(0), "number of inducing points of at least 1"),
-        (SVGP(2.5), "number of inducing points of at least 1"),
+        (SVGP(0), "inducing of site 'f' is a tensor of inputs or their number, .* whole number of at least 1, got 0"),
+        (SVGP(2.5), "inducing of site 'f' is a tensor .* whole number of at least 1, got 2.5"),
         (SVGP(torch.rand(4, 3)), r"inducing inputs of site 'f' must be a tensor \(M, 2\), got \(4, 3\)"),
         (SVGP(torch.full((4, 2), torch.nan)), "contain NaN"),
         (SVGP(4, init="best"), r"init must be one of \['greedy', 'grid', 'kmeans', 'pivots'\]"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..gaussians.base import Gaussian
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
-from ..numerics.linalg import Unbound, on_diagonal
+from ..numerics.linalg import Unbound, Whitening, on_diagonal
 from ..numerics.shapes import broadcast_shapes
 from .base import Basis, Component, Features
 from .features import ExplicitFeatures
@@ -32,7 +32,7 @@ class AdditiveFeatures(Features):
     :param sizes: the sizes of all blocks.
     :param groups: numbers of summands, and their features: features of one summand under k_c, or stacked features of
         summands that differ by numbers only.
-    :param part: makes such a summand's own features, of c and its L.
+    :param part: makes such a summand's own features, of c, its L and zeros whose derivative is L⁻¹dL.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AdditiveFeatures(Features):
         kernel: Any,
         sizes: tuple[int, ...],
         groups: Sequence[tuple[Sequence[int], Any]],
-        part: Callable[[int, Tensor], Features],
+        part: Callable[[int, Tensor, Tensor], Features],
     ) -> None:
         super().__init__(kernel, sizes)
         self.groups, self._part = groups, part
@@ -62,7 +62,7 @@ class AdditiveFeatures(Features):
         found: dict[int, Features] = {}
         for members, features in self.groups:
             alone = len(members) == 1
-            parts = [features] if alone else map(self._part, members, features.factor.unbind(-3))
+            parts = [features] if alone else map(self._part, members, *(m.unbind(-3) for m in features.whitened))
             found.update(zip(members, parts))
         return [found[c] for c in range(len(found))]
 
@@ -154,8 +154,8 @@ class Additive(Basis):
             )
         bases = self.parts
 
-        def part(c: int, factor: Tensor) -> Features:
-            return InducingFeatures(terms[c], bases[c].variables(), factor)
+        def part(c: int, factor: Tensor, turn: Tensor) -> Features:
+            return InducingFeatures(terms[c], bases[c].variables(), Whitening(factor, turn))
 
         groups: list[tuple[Sequence[int], Any]] = []
         for members, inputs in _alike(bases, terms):

@@ -98,12 +98,13 @@ class FourierCoefficients(InducingVariables):
         return gram / (norms[..., :, None] * norms[..., None, :])
 
     def cross(self, kernel: Any, x: Tensor) -> Tensor:
-        matern, variance, column = _parts(kernel)
-        if column is None and x.shape[-1] != 1:
+        matern, variance, columns = _parts(kernel)
+        if columns is None and x.shape[-1] != 1:
             raise ValueError(
                 f"FourierCoefficients are of one input, x has {x.shape[-1]} columns: write kernel[column]."
             )
-        t = x[..., 0 if column is None else column]
+        (column,) = columns or (0,)
+        t = x[..., column]
         rate, order = _rate(matern, t), _ORDERS[type(matern)]
         _, norms = self._norms(rate, order)
         waves = (t[..., None] - self.low) * self._frequencies(t)
@@ -129,24 +130,18 @@ class FourierCoefficients(InducingVariables):
 
 
 def _parts(kernel: Any) -> tuple[Any, Any, Any]:
-    # A Matérn kernel, its variance and the column it reads.
+    # A Matérn kernel, its variance and the columns it reads, one or None.
     variance: Any = 1.0
-    column: Any = None
     inner = kernel
     while isinstance(inner, (Scaled, Select)):
-        if isinstance(inner, Scaled):
-            variance = variance * inner.variance
-        else:
-            if len(inner.dims) != 1 or column is not None:
-                break
-            (column,) = inner.dims
+        variance = variance * getattr(inner, "variance", 1.0)
         inner = inner.kernel
-    if type(inner) not in _ORDERS:
+    if type(inner) not in _ORDERS or len(kernel.columns or [0]) != 1:
         raise ValueError(
             "FourierCoefficients are for a Matern12, Matern32 or Matern52 of one input, alone, scaled, on one column; "
             f"got {kernel!r}; in a sum, give each term its own by an additive family."
         )
-    return inner, variance, column
+    return inner, variance, kernel.columns
 
 
 def _rate(matern: Any, like: Tensor) -> Tensor:

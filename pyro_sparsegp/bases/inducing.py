@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..gaussians import AtOutputs
 from ..kernels.base import hyperparameters
-from ..numerics.linalg import Whitening, default_jitter, over_upper, side_by_side, solve_lower, whitening
+from ..numerics.linalg import Whitening, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
-from .initial import Initialiser, choose_inputs, coarse_to_fine, some_distinct
+from .initial import Initialiser, choose_inputs, coarse_to_fine, given_inputs, some_distinct, those
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
 
 Inducing = Union[int, Tensor, InducingVariables]
@@ -35,15 +35,12 @@ class InducingFeatures(CrossFeatures):
 
     :param kernel: k, the kernel of f.
     :param variables: the sets.
-    :param factor: L, ``(..., M, M)``.
-    :param whitened: B ↦ BL⁻ᵀ, if it is known.
+    :param whitened: L, ``(..., M, M)``, and B ↦ BL⁻ᵀ.
     """
 
-    def __init__(
-        self, kernel: Any, variables: Sequence[Variables], factor: Tensor, whitened: Optional[Whitening] = None
-    ) -> None:
+    def __init__(self, kernel: Any, variables: Sequence[Variables], whitened: Whitening) -> None:
         super().__init__(kernel, tuple(map(attrgetter("size"), variables)))
-        self.variables, self.factor, self._whitened = list(variables), factor, whitened
+        self.variables, self.factor, self.whitened = list(variables), whitened.factor, whitened
         self._joined = _join(self.variables)
 
     @property
@@ -57,7 +54,7 @@ class InducingFeatures(CrossFeatures):
             return [self.factor]  # K_ZZ L⁻ᵀ = L, but for the jitter
         # K_fu, (..., N, M)
         cross = side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
-        phi = over_upper(cross, self.factor) if self._whitened is None else self._whitened(cross)
+        phi = self.whitened(cross)
         return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
 
     @functools.cached_property
@@ -102,27 +99,25 @@ class InducingPoints(Basis):
         self,
         sets: Sequence[Union[Tensor, InducingVariables]],
         trainable: bool = True,
-        columns: Optional[Sequence[int]] = None,
+        columns: Optional[list[int]] = None,
         width: Optional[int] = None,
-        of_source: Optional[Sequence[bool]] = None,
+        of_source: Optional[list[bool]] = None,
         jitter: Optional[float] = None,
         codes: Collection[int] = (),
-        units: Optional[Sequence[float]] = None,
+        units: Optional[list[float]] = None,
     ) -> None:
         super().__init__()
         self.sizes = tuple([z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets])
-        self.trainable, self.jitter = trainable, jitter
-        self.columns = None if columns is None else tuple(columns)
-        self.of_source = (False,) * len(sets) if of_source is None else tuple(of_source)
+        self.trainable, self.jitter, self.columns, self.units = trainable, jitter, columns, units
+        self.of_source = of_source or [False] * len(sets)
         self.codes = tuple(sorted(codes)) if trainable else ()
-        self.units = None if units is None else tuple(units)
         first = next((z for z in sets if isinstance(z, Tensor)), torch.empty(0))
         self.width = width or first.shape[-1]
         self.is_cut = len(columns or range(self.width)) == first.shape[-1] != self.width
         # On the inputs' device, so that a step copies nothing there.
         self._keep("column_index", self.columns, first, torch.int64)
         self._keep("held", [i in self.codes for i in range(self.width)], first, torch.bool)
-        cut = [units[c] for c in self.columns] if units and self.is_cut else units  # type: ignore[union-attr]
+        cut = [units[c] for c in columns] if units and columns and self.is_cut else units
         self._keep("unit", cut, first, first.dtype)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
@@ -147,7 +142,7 @@ class InducingPoints(Basis):
         init: Union[str, Initialiser, None],
         name: str,
         trainable: bool = True,
-        columns: Optional[tuple[int, ...]] = None,
+        columns: Optional[Sequence[int]] = None,
     ) -> InducingPoints:
         """The sets as a guide's first call starts them: counts are chosen among the inputs, the rest is as given.
 
@@ -156,17 +151,23 @@ class InducingPoints(Basis):
         :raises ValueError: naming the site, as :func:`choose_inputs`.
         """
         width, source = x.shape[-1], kernel.source
-        found: list[Any] = [_own(z, x, trainable) if isinstance(z, InducingVariables) else z for z in sets]
-        here = [i for i, z in enumerate(found) if not isinstance(z, InducingVariables)]
-        in_x = [i for i in here if source is None or (isinstance(found[i], Tensor) and found[i].shape[-1] == width)]
-        in_source = [i for i in here if i not in in_x]
-        given = dict(zip(in_x, choose_inputs(kernel, x, [found[i] for i in in_x], init, name, columns)))
-        if in_source:
-            rows = _some_source_inputs(kernel, x)
-            given |= zip(in_source, choose_inputs(source, rows, [found[i] for i in in_source], init, name))
-        found = [given.get(i, z) for i, z in enumerate(found)]
-        of_source, units = [i in in_source for i in range(len(sets))], _units(x, found) if trainable else None
-        basis = cls(found, trainable, columns, width, of_source, None, kernel.code_columns(width), units)
+        domain, rows = kernel, x
+        if source is not None:
+            domain, rows, columns = source, _some_source_inputs(kernel, x), None
+        counts = [num for num in sets if not isinstance(num, (Tensor, InducingVariables))]
+        chosen = iter(choose_inputs(domain, rows, counts, init, name, columns))
+        widths = {width, rows.shape[-1], len(columns or range(width))}
+        found: list[Any] = []
+        for z in sets:
+            if isinstance(z, InducingVariables):
+                found.append(_own(z, x, trainable))
+                continue
+            z = given_inputs(z, x, name, widths) if isinstance(z, Tensor) else next(chosen)
+            found.append(those(z, columns) if columns is not None and z.shape[-1] == width else z)
+        of_source = [source is not None and not (isinstance(z, Tensor) and z.shape[-1] == width) for z in sets]
+        units = _units(x, found) if trainable else None
+        own = None if columns is None else list(columns)
+        basis = cls(found, trainable, own, width, of_source, None, kernel.code_columns(width), units)
         # The jitter biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its
         # inverse root (tests/benchmarks/jitter.md).
         variables = basis.variables()
@@ -211,7 +212,7 @@ class InducingPoints(Basis):
 
     def _layout(self) -> dict[str, Any]:
         # What its inputs are but for their values, as the arguments of a new one.
-        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in _LAYOUT}
+        return {name: getattr(self, name) for name in _LAYOUT}
 
     @property
     def inputs(self) -> list[Any]:
@@ -224,19 +225,15 @@ class InducingPoints(Basis):
 
     def variables(self) -> list[Variables]:
         """The sets."""
-        found: list[Any] = []
-        for given, of_source in zip(self.inputs, self.of_source):
-            if not isinstance(given, Tensor):
-                found.append(given)
-            elif of_source:
-                found.append(SourceValues(given))
-            else:
-                if given.shape[-1] != self.width:
-                    # The kernel never reads the other columns; what stands there does not matter.
-                    full = given.new_zeros(given.shape[0], self.width)
-                    given = full.index_copy(1, self.column_index, given)
-                found.append(Values(torch.where(self.held, given.detach(), given) if self.codes else given))
-        return found
+        kinds = [SourceValues if of_source else self._values for of_source in self.of_source]
+        return [kind(z) if isinstance(z, Tensor) else z for z, kind in zip(self.inputs, kinds)]
+
+    def _values(self, z: Tensor) -> Values:
+        # f at inputs that may be in the columns of the kernel alone.
+        if z.shape[-1] != self.width:
+            # The kernel never reads the other columns; what stands there does not matter.
+            z = z.new_zeros(len(z), self.width).index_copy(1, self.column_index, z)
+        return Values(torch.where(self.held, z.detach(), z) if self.codes else z)
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
         if any(self.of_source) and kernel.source is None:
@@ -297,7 +294,7 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
     scale = whole.detach().diagonal(dim1=-2, dim2=-1)[..., : exact[0].size].mean(-1)  # of the first set for all
     what = f"{'K_ZZ' if type(sets[0]) is Values and len(sets) == 1 else 'K_uu'} of site {name!r}"
     whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)
-    return InducingFeatures(kernel, variables, whitened.factor, whitened)
+    return InducingFeatures(kernel, variables, whitened)
 
 
 def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVariables:

@@ -8,6 +8,8 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from ..numerics.codes import require_count
+
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
 
 Initialiser = Callable[[Any, Tensor, int], Tensor]
@@ -170,64 +172,48 @@ _MANY = 1024  # rows above which points are taken to be too few for them
 def choose_inputs(
     kernel: Any,
     x: Tensor,
-    sets: Sequence[Union[int, Tensor]],
+    counts: Sequence[int],
     init: Union[str, Initialiser, None],
     name: str,
-    columns: Optional[tuple[int, ...]] = None,
-) -> list[Tensor]:
-    """The sets of inducing inputs: those given as they are, those counted chosen together among x.
+    columns: Optional[Sequence[int]] = None,
+) -> Sequence[Tensor]:
+    """Sets of so many inducing inputs each, chosen together among x.
 
     :param kernel: the kernel they are for.
     :param x: inputs, ``(..., N, D)``.
-    :param sets: a number or inputs for each set.
     :param init: "pivots", "greedy", "kmeans", "grid" or a callable (kernel, x, num) -> ``(num, D)``; by default
         "pivots" among more than 1024 rows, "greedy" among fewer.
     :param name: the site, for errors.
-    :param columns: keep only these columns, the ones that the kernel reads, and at most one point a distinct row.
+    :param columns: the ones that the kernel reads: a set has at most one point for each row that is distinct in them.
     :raises ValueError: naming the site, if there are fewer distinct inputs than points, or shapes do not fit.
     """
     rows = x.detach().flatten(0, -2)
-    read = columns or tuple(range(rows.shape[-1]))
     init = init or ("pivots" if rows.shape[0] > _MANY else "greedy")
     choose: Any = _NAMED.get(init, init)  # type: ignore[arg-type]
     if not callable(choose):
         raise ValueError(
             f"init must be one of {sorted(_NAMED)} or a callable (kernel, x, num) -> (num, D), got {init!r}"
         )
-    for given in sets:
-        _check(given, name, {rows.shape[-1], len(read)})
-    wanted = [given for given in sets if not isinstance(given, Tensor)]
-    free = iter(_chosen(kernel, rows, wanted, init, choose, name, columns) if wanted else [])
-    found = [given.to(rows) if isinstance(given, Tensor) else next(free) for given in sets]
-    return [z if z.shape[-1] == len(read) else _those(z, read) for z in found]
-
-
-def _chosen(
-    kernel: Any,
-    rows: Tensor,
-    wanted: list[int],
-    init: Any,
-    choose: Initialiser,
-    name: str,
-    columns: Optional[tuple[int, ...]],
-) -> Sequence[Tensor]:
-    # Sets of so many inputs each, by an initialiser of this name.
-    distinct = _num_distinct(rows if columns is None else _those(rows, columns), sum(wanted))
+    for num in counts:
+        require_count(num, f"inducing of site {name!r} is a tensor of inputs or their number, which")
+    if not counts:
+        return []
+    distinct = _num_distinct(rows if columns is None else those(rows, columns), sum(counts))
     if columns is not None:
-        wanted = [min(num, distinct) for num in wanted]
-    if sum(wanted) > distinct:
+        counts = [min(num, distinct) for num in counts]
+    if sum(counts) > distinct:
         raise ValueError(
-            f"site {name!r} asks for {sum(wanted)} inducing points, the guide's first call has {distinct} distinct "
+            f"site {name!r} asks for {sum(counts)} inducing points, the guide's first call has {distinct} distinct "
             "inputs: take fewer, give the inputs as a tensor, or first call the guide once on representative "
             "inputs, for example on all of them."
         )
-    chosen = choose(kernel, rows, sum(wanted)).to(rows)
-    if init == "grid" and len(wanted) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6
-        wanted = [len(chosen)]
-    if chosen.shape != (sum(wanted), rows.shape[-1]):
+    chosen = choose(kernel, rows, sum(counts)).to(rows)
+    if init == "grid" and len(counts) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6
+        counts = [len(chosen)]
+    if chosen.shape != (sum(counts), rows.shape[-1]):
         raise ValueError(
             f"init returned inducing inputs of shape {tuple(chosen.shape)} for site {name!r}, expected "
-            f"{(sum(wanted), rows.shape[-1])}"
+            f"{(sum(counts), rows.shape[-1])}"
         )
     try:
         kernel.check_inputs(chosen)  # places between rows may be none, such as between codes of outputs
@@ -236,10 +222,26 @@ def _chosen(
             f"init={init!r} places inducing inputs of site {name!r} between rows, where the kernel has no values: "
             f'{error} Take init="pivots" or "greedy", which take rows, or give the inputs.'
         ) from None
-    return chosen.split(wanted)
+    return chosen.split(counts)
 
 
-def _those(x: Tensor, columns: Sequence[int]) -> Tensor:
+def given_inputs(z: Tensor, like: Tensor, name: str, widths: set[int]) -> Tensor:
+    """A set that was given, with the dtype and device of ``like``; refused, naming the site, if it is no such matrix.
+
+    :param widths: numbers of columns that it may have.
+    """
+    if z.dim() != 2 or z.shape[-1] not in widths or not z.shape[0]:
+        raise ValueError(
+            f"the inducing inputs of site {name!r} must be a tensor (M, {' or '.join(map(str, sorted(widths)))}), "
+            f"got {tuple(z.shape)}"
+        )
+    if not z.isfinite().all():
+        raise ValueError(f"the inducing inputs of site {name!r} contain NaN or infinite values")
+    return z.to(like)
+
+
+def those(x: Tensor, columns: Sequence[int]) -> Tensor:
+    """Some columns of x, ``(N, D)``."""
     return torch.stack([x[:, column] for column in columns], -1)  # an index would be copied to the device
 
 
@@ -248,16 +250,3 @@ def _num_distinct(rows: Tensor, enough: int) -> int:
     step = max(1, rows.shape[0] // (4 * enough + 4096))
     shown = rows[::step].unique(dim=0).shape[0]
     return shown if step == 1 or shown >= enough else rows.unique(dim=0).shape[0]
-
-
-def _check(given: Any, name: str, widths: set[int]) -> None:
-    if isinstance(given, Tensor):
-        if given.dim() != 2 or given.shape[-1] not in widths or not given.shape[0]:
-            raise ValueError(
-                f"the inducing inputs of site {name!r} must be a tensor (M, {' or '.join(map(str, sorted(widths)))}), "
-                f"got {tuple(given.shape)}"
-            )
-        if not given.isfinite().all():
-            raise ValueError(f"the inducing inputs of site {name!r} contain NaN or infinite values")
-    elif isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"site {name!r} needs a number of inducing points of at least 1 or a tensor, got {given!r}")

@@ -153,21 +153,16 @@ def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:
 def freeze(module: Any) -> None:
     """Make a module's parameters buffers: they stay as they are."""
     for part in module.modules():
-        constrained = getattr(part, "_pyro_params", {})
-        for name in list(constrained):
+        for name in {name.removesuffix("_unconstrained") for name in part._parameters}:  # as Pyro has a PyroParam
             value = getattr(part, name).detach().clone()
             delattr(part, name)
             part.register_buffer(name, value)
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            delattr(part, name)
-            part.register_buffer(name, parameter.detach().clone())
 
 
 def between(kernel: Any, first: Variables, second: Variables) -> Tensor:
     """The covariance of two sets of inducing variables, ``(..., M, M')``; either may know it."""
-    if type(second) is Values and type(first) is not Values:
+    if type(second) is Values:
         return first.cross(kernel, second.z).mT
-    unknown = type(first).between is InducingVariables.between
-    if unknown and type(second).between is not InducingVariables.between:
+    if type(first).between is InducingVariables.between:
         return checked(second.between(kernel, first), first, "between", second.size).mT
     return checked(first.between(kernel, second), second, "between", first.size)
