@@ -191,9 +191,7 @@ class Product(Compound):
 
     def __init__(self, *kernels: Kernel) -> None:
         super().__init__(kernels, "Product's factor {}")
-        self.parts = tuple(
-            f for kernel in self.parts for f in (kernel.factors if isinstance(kernel, Product) else [kernel])
-        )
+        self.parts = tuple(f for k in self.parts for f in (k.factors if isinstance(k, Product) else [k]))
 
     @property
     def factors(self) -> tuple[Kernel, ...]:
@@ -323,16 +321,13 @@ class Select(_Modified):
         dims = self._dims
         if not isinstance(dims, slice):
             return ", ".join(map(str, dims))
-        parts = [dims.start, dims.stop, *([] if dims.step is None else [dims.step])]
-        return ":".join("" if part is None else str(part) for part in parts)
+        return f"{dims.start}:{dims.stop}:{dims.step}".replace("None", "").removesuffix(":")
 
     def on_columns(self, num: int) -> Kernel:
         dims = self._numbers(num)
-        new = self.with_parts([self.kernel.on_columns(len(dims))])
-        if dims != self._dims:
-            new = copy.copy(new)
-            new._dims = dims
-        return new
+        new = self if dims == self._dims else copy.copy(self)
+        new._dims = dims
+        return new.with_parts([self.kernel.on_columns(len(dims))])
 
     def code_columns(self, num: int) -> frozenset[int]:
         dims = self._numbers(num)
