@@ -7,7 +7,6 @@ has a variance that grows with dₙ, and importance weights made of it fail.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -21,7 +20,7 @@ from torch import Tensor
 from ..numerics.tilted import tilted
 from ..program.declared import expectation, parameter_of, rewrapped
 from ..program.dependence import Owners
-from ..program.explore import LOG, TERM, Program
+from ..program.explore import TERM, Program
 from ..program.handlers import held_trace
 from ..program.mapping import mapped
 from ..program.reader import normal_nodes
@@ -129,8 +128,7 @@ class DensityReader:
         self.plans = {name: _Plan() for name in sites}
         if not means:
             return
-        steps = {gp: _step(moments) for gp, moments in functions.items()}
-        program = Program(lambda f: self._run({**held, **f}), means, steps)
+        program = Program(lambda f: self._run({**held, **f}), functions)
         for name, plan in self.plans.items():
             touching, is_one = program.touching(name, means), not sites[name]["fn"].event_shape
             places = {gp: _in_place(program.owners[gp][TERM, name], means[gp].shape) for gp in touching}
@@ -139,7 +137,7 @@ class DensityReader:
             single = [gp for gp in touching if plan.aligned[gp] and plan.quadratic is None]
             # The one against whose residual the density is the narrowest: others are at fixed nodes
             # (test_a_narrow_likelihood_beside_another_process).
-            changes = {gp: program.moved[gp][LOG, name][1] - program.moved[gp][LOG, name][0] for gp in single}
+            changes = {gp: program.moved[gp][TERM, name][1] - program.moved[gp][TERM, name][0] for gp in single}
             plan.inner = max(single, key=lambda gp: float(changes[gp].abs().nan_to_num().sum()), default=None)
             plan.others = [gp for gp in touching if gp not in (plan.quadratic, plan.inner)]
 
@@ -242,11 +240,3 @@ def _require_finite(name: str, log_density: Tensor) -> None:
             "their likelihood is 0 at all function values of the posterior. Look for NaN in the data (leave missing "
             "rows out with poutine.mask), data outside of the likelihood's support, or extreme hyperparameters."
         )
-
-
-def _step(moments: Moments) -> Tensor:
-    """How far to move function values in order to see how a density changes: each by another step, up or down."""
-    mean, variance = moments
-    size = float(variance.mean().sqrt() + 0.1 * (mean - mean.mean()).square().mean().sqrt())
-    step = torch.rand(mean.shape, generator=torch.Generator().manual_seed(0), dtype=mean.dtype).to(mean.device) - 0.5
-    return (size if size > 0 and math.isfinite(size) else 1e-3) * (step.sign() + step)

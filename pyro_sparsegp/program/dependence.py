@@ -52,13 +52,10 @@ class Owners:
 
     def crosses(self, other: Owners) -> bool:
         """Whether an entry depends on values of this site and of another one that are not of one row, or output."""
-        both = self.touched & other.touched
-        if not both.any():
-            return False
         away = (self.rows != other.rows) | (self.rows < 0)
         if self.kind == other.kind == ELEMENTWISE:
             away = away | (self.outputs != other.outputs)
-        return bool((away & both).any())
+        return bool((away & self.touched & other.touched).any())
 
 
 def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:

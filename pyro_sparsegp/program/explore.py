@@ -18,11 +18,11 @@ from .declared import ExpectedLogProb, is_declared, is_normal, others_of, parame
 from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, Owners, codes_of, find_owners, kept_buffers, stacked_runs
 from .facts import ClosedForms, Structure
 from .handlers import Rerun
-from .traces import as_process, bare, sample_sites
+from .traces import as_process, bare, entries, sample_sites
 
-# What a program shows of a site: its log density; a term for each, which is of declared ones what they are made of:
-# the parameter and all else; what the process of a layer above is made of.
-LOG, TERM, _THETA, _REST, _LAYER = "log density", "term", "parameter", "rest", "layer"
+# What a program shows of a site: its log densities, in whose place a declared one has what it is made of, the parameter
+# and all else; and what the process of a layer above is made of.
+TERM, _THETA, _REST, _LAYER = "term", "parameter", "rest", "layer"
 # In prior deviations: values that are cut off come to an end by the larger ones.
 MOVES = (1.0, -1.0, 30.0, -30.0)
 _AFFINE = {torch.float64: 1e-7, torch.float32: 1e-3}  # rounding of moves and slopes of affine functions
@@ -43,7 +43,8 @@ def explore(
     :param on_sites: the GP sites of which it is asked whether log densities are quadratic in their values.
     :returns: the densities in closed form.
     """
-    program = Program(held, *_points(processes), processes=processes)
+    moments = {name: (process.mean, process.variance) for name, process in processes.items()}
+    program = Program(held, moments, processes)
     names, owners = list(processes), program.owners
     terms, layers = ([key for key in program.first if key[0] == kind] for kind in (TERM, _LAYER))
     above = {name: {key[1] for key in layers if owners[name][key].kind != NONE} for name in names}
@@ -88,52 +89,47 @@ def explore(
     )
 
 
-def _points(processes: Mapping[str, GaussianProcess]) -> tuple[Values, Values]:
-    """Values of GP sites, and how far each is moved."""
-    generator, base, steps = torch.Generator().manual_seed(0), Values(), Values()
-    for name, process in processes.items():
-        spread = process.variance.sqrt()
-        # Off the mean, where a model may be degenerate; each value by another step, up or down.
-        base[name] = process.mean + 0.1 * spread
-        step = torch.rand(spread.shape, generator=generator, dtype=spread.dtype).to(spread.device) - 0.5
-        floor = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
-        steps[name] = floor * (step.sign() + step)
-    return base, steps
-
-
 class Program:
     """What a program shows at values of its GP sites, and which of these it depends on.
 
     :param held: runs it with GP sites at values.
-    :param base: these values, by GP site; ``steps``: how far each is moved.
+    :param moments: means and variances of these values, by GP site.
     :param processes: the GP sites' priors, where they may be layers above others.
     """
 
-    def __init__(self, held: Rerun, base: Values, steps: Values, processes: Mapping[str, GaussianProcess] = {}) -> None:
-        self.held, self.base, self.steps = held, base, steps
+    def __init__(
+        self, held: Rerun, moments: Mapping[str, tuple[Tensor, Tensor]], processes: Mapping[str, GaussianProcess] = {}
+    ) -> None:
+        self.held, self.base, self.steps, generator = held, Values(), Values(), torch.Generator().manual_seed(0)
+        for name, (mean, variance) in moments.items():
+            size = variance.clamp(min=0).sqrt() + 0.1 * (mean - mean.mean()).square().mean().sqrt()
+            # Off the mean, where a model may be degenerate; each value by another step, up or down.
+            self.base[name] = mean + 0.1 * size
+            step = torch.rand(size.shape, generator=generator, dtype=size.dtype).to(size.device) - 0.5
+            self.steps[name] = size.clamp(min=1e-3) * (step.sign() + step)
         # The first and the last: a list of numbers would be copied to the device.
         self.rows = {name: torch.stack([p.x[..., 0, :], p.x[..., -1, :]], -2).detach() for name, p in processes.items()}
         self.kinds: dict[str, Any] = {}  # distributions of declared densities
-        self.owners, self.moved = find_owners(self.show, base, steps, MOVES)
-        self.first = {key: part[0] for key, part in self.moved[next(iter(base))].items()}
+        self.owners, self.moved = find_owners(self.show, self.base, self.steps, MOVES)
+        self.first = {key: part[0] for key, part in self.moved[next(iter(self.base))].items()}
         self._at_nan: dict[tuple[str, ...], dict[Key, Tensor]] = {}  # slopes with these GP sites' values NaN
 
     def show(self, values: Mapping[str, Tensor]) -> dict[Key, Tensor]:
         """Tensors of each density and each layer above, by what they are and the site."""
         sites, shown = sample_sites(self.held(dict(values))), dict[Key, Tensor]()
         for name, site in sites.items():
-            # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
             if name in self.base or site["infer"].get("_deterministic"):
                 continue
             fn = bare(site["fn"])
-            shown[LOG, name] = shown[TERM, name] = torch.as_tensor(fn.log_prob(site["value"]))
-            if is_declared(fn):
-                # Of a piecewise constant density NaN shows nothing: the term of a declared one is what it is made of.
-                self.kinds[name], shown[_THETA, name] = fn, parameter_of(fn)
-                rest = [part for part in (*others_of(fn), site["scale"], site["value"]) if isinstance(part, Tensor)]
-                none = shown[LOG, name].new_zeros(fn.batch_shape)
-                shown[_REST, name] = sum((_by_term(part, fn) for part in rest), none)
-                shown[TERM, name] = _by_term(shown[_THETA, name], fn) + shown[_REST, name]
+            if not is_declared(fn):
+                shown[TERM, name] = entries(site)
+                continue
+            # Of a piecewise constant density NaN shows nothing, and of what it is made of all.
+            self.kinds[name], shown[_THETA, name] = fn, parameter_of(fn)
+            rest = [part for part in (*others_of(fn), site["scale"], site["value"]) if isinstance(part, Tensor)]
+            none = shown[_THETA, name].new_zeros(fn.batch_shape)
+            shown[_REST, name] = sum((_by_term(part, fn) for part in rest), none)
+            shown[TERM, name] = _by_term(shown[_THETA, name], fn) + shown[_REST, name]
         for name in self.rows if len(self.rows) > 1 else ():
             process: Any = as_process(sites[name]["fn"])[0]
             # The kernel at inputs that stay: what it is made of.
@@ -188,17 +184,16 @@ class Program:
 
     def _of_own_functions(self, site: str, names: Iterable[str]) -> bool:
         """Whether each entry of a term of a parameter has one function, and no other entry of that term has it."""
-        found, functions = [], 0
+        owner = torch.full_like(self.first[_THETA, site], -1, dtype=torch.long)
+        num, functions = torch.zeros_like(owner), 0
         for name in names:
             own = self.owners[name][_THETA, site]
-            if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
-                return False
-            found.append(torch.where(own.touched, functions + own.outputs, -1))
+            num = num + own.touched * (1 + ((own.rows < 0) | (own.outputs < 0)).long())
+            owner = torch.where(own.touched, functions + own.outputs, owner)
             functions += self.base[name][..., 0].numel()  # of a GP site one for each output
-        owner = torch.stack(found)
-        ordered = owner.amax(0).flatten(len(self.kinds[site].batch_shape)).sort(-1).values
+        ordered = owner.flatten(len(self.kinds[site].batch_shape)).sort(-1).values
         twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-        return not (twice.any() or ((owner >= 0).sum(0) > 1).any())
+        return not bool(twice.any() | (num > 1).any())
 
     def is_closed(self, site: str, outer: list[str], group: Callable[[str], Collection[str]]) -> bool:
         """Whether a declared density depends on function values, and its expectation over them is in closed form.
@@ -206,12 +201,11 @@ class Program:
         :param outer: the GP sites that enter no other; ``group``: those of one posterior with it.
         """
         kind, touching = self.kinds[site], self.touching(site, outer)
-        if not touching or not self.is_affine(site, outer):
-            return False
         # Entries of one term have to be independent, but for a normal's.
-        if is_normal(kind) or self.first[_THETA, site].dim() == len(kind.batch_shape):
-            return True
-        return all(len(group(name)) == 1 for name in touching) and self._of_own_functions(site, touching)
+        several = not is_normal(kind) and self.first[_THETA, site].dim() > len(kind.batch_shape)
+        if several and not (all(len(group(name)) == 1 for name in touching) and self._of_own_functions(site, touching)):
+            return False
+        return bool(touching) and self.is_affine(site, outer)
 
 
 def _by_term(part: Tensor, fn: Any) -> Tensor:
@@ -264,8 +258,8 @@ def _summed(found: Structure, program: Program) -> list[list[str]]:
     # Where f is not in proportion to g: there the slopes of a product would have one ratio.
     place = {name: value + program.steps[name] for name, value in program.base.items()}
     ones = {name: torch.ones_like(value) for name, value in place.items()}
-    sites = [site for kind, site in program.first if kind == LOG]
-    slopes = program.slopes(place, ones, sites, lambda site: bare(site["fn"]).log_prob(site["value"]))
+    sites = [site for kind, site in program.first if kind == TERM]
+    slopes = program.slopes(place, ones, sites, entries)
     chosen = []
     for pair in pairs if len(slopes) == len(sites) * len(place) else ():
         by_f, by_g = (torch.cat([slopes[name, site].flatten() for site in sites]) for name in pair)

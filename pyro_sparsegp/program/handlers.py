@@ -45,13 +45,9 @@ class _Holding(Messenger):
     def __init__(self, values: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.values, self.free = values, free
-        self.enumeration = Enumeration()
 
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
-        self.enumeration.meet(msg)
-        if msg["type"] != "sample":
-            return
         # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
         values = self.values if name in self.values or msg["is_observed"] else self.free
         if name in values:
@@ -72,7 +68,7 @@ def held_trace(
     :raises ValueError: naming a site that would be drawn.
     """
     free = {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
-    trace = trace_like(like, lambda: model(*args, **kwargs), _Holding(values, free))
+    trace = trace_like(like, lambda: Enumeration()(model)(*args, **kwargs), _Holding(values, free))
     for name, site in sample_sites(trace).items():
         if not site["is_observed"]:
             raise ValueError(

@@ -46,31 +46,31 @@ def in_blocks(
     allows, where a result is made of so many ``numbers``. After two seconds there is a bar.
     """
     num = len(next(iter(items.values())))
+
+    def alone(item: int) -> Draw:
+        return map_tensors(lambda value: value[None], one({key: value[item] for key, value in items.items()}))
+
     with tqdm(total=num, desc="draws", delay=_PATIENCE, leave=False) as bar:
-        first = one({key: value[0] for key, value in items.items()})
-        yield map_tensors(lambda value: value[None], first)
-        size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), _MOST), False
+        first = alone(0)
+        yield first
+        size = min(max(_AT_ONCE // max(numbers(first), 1), 1), _MOST)
         together = min(max(8 * _AT_ONCE // sum((value.numel() for value in tensors(first)), 1), size), _MOST)
         for start in range(1, num, together):
             stop = min(start + together, num)
             # Results have their memory before what makes them: a process keeps freed matrices that lie below a result.
-            kept = map_tensors(lambda value, n=stop - start: value.new_empty(n, *value.shape), first)
-            for at in range(start, stop, size):
-                block = {key: value[at : min(at + size, stop)] for key, value in items.items()}
-                found = None if refused or size == 1 else _at_once(one, block)
-                if found is None:
-                    refused = True
-                    for i, item in enumerate(zip(*block.values()), at - start):
-                        _put(kept, i, one(dict(zip(block, item))))
-                        bar.update()
-                else:
-                    _put(kept, slice(at - start, at - start + size), found)
-                bar.update(min(at + size, stop) - bar.n)
+            kept = map_tensors(lambda value, n=stop - start: value.new_empty(n, *value.shape[1:]), first)
+            at = start
+            while at < stop:
+                upto = min(at + size, stop)
+                block = {key: value[at:upto] for key, value in items.items()}
+                found = _at_once(one, block) if size > 1 else alone(at)
+                if found is None:  # from here on one by one
+                    size = 1
+                    continue
+                map_tensors(lambda room, v, i=at - start: room[i : i + len(v)].copy_(v), kept, found)
+                bar.update(upto - bar.n)
+                at = upto
             yield kept
-
-
-def _put(kept: Draw, place: Union[int, slice], found: Draw) -> None:
-    map_tensors(lambda room, value: room[place].copy_(value), kept, found)
 
 
 def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:

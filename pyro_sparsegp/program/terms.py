@@ -14,7 +14,7 @@ from .dependence import find_owners
 from .facts import Structure
 from .handlers import Rerun
 from .mapping import mapped
-from .traces import bare, log_densities, share_of, without_event
+from .traces import entries, log_densities, share_of
 
 Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 
@@ -63,11 +63,8 @@ class Terms:
         """Which value each term depends on, masked or not."""
 
         def show(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            # Without masks, which may leave out others in the next mini-batch.
-            trace: Any = self.run(values)
-            fns = {site: without_event(trace.nodes[site]["fn"])[0] for site in sites}
-            parts = {site: bare(fn).log_prob(trace.nodes[site]["value"]) for site, fn in fns.items()}
-            return {site: part.expand(fns[site].shape()[: part.dim()]) for site, part in parts.items()}
+            nodes: Any = self.run(values).nodes
+            return {site: entries(nodes[site]) for site in sites}
 
         found = find_owners(show, self.means)[0] if sites else {}
         rows = {name: mean.shape[-1] for name, mean in self.means.items()}

@@ -93,6 +93,14 @@ def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bo
     return found
 
 
+def entries(site: Any) -> Tensor:
+    """A site's log densities without scales and masks, with dimensions that ``.to_event`` has added up taken apart."""
+    # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
+    fn, _ = without_event(site["fn"])
+    part = torch.as_tensor(bare(fn).log_prob(site["value"]))
+    return part.expand(fn.shape()[: part.dim()])
+
+
 class RandomState:
     """The state of the generators that a step draws from."""
 
