@@ -9,7 +9,7 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.bases import InducingPoints
-from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing, SparseEP
+from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, Exact, MeanFieldAdditive, OrthogonalInducing, SparseEP
 from pyro_sparsegp.gaussians import NaturalGaussian
 from pyro_sparsegp.inference import ExpectationPropagation
 from pyro_sparsegp.numerics.linalg import default_jitter
@@ -241,8 +241,9 @@ def test_data_as_precise_as_the_jitter_are_told_of(family):
     train(model := gaussian(kernels.RBF(0.2), 1e-4, jitter=1e-12), AutoSparseGP(model, family), x, x[:, 0], steps=1)
 
 
-def test_draws_at_many_inputs_need_no_warning(recwarn):
-    x = torch.rand(500, 1).float()
-    guide = prepared(gaussian(kernels.Matern32(0.3)), SVGP(16), x, torch.sin(8 * x[:, 0]))
-    guide.posterior(x)["f"].rsample()
+@pytest.mark.parametrize(("family", "num"), [(SVGP(16), 500), (Exact(), 7)])  # many rows, or many features
+def test_draws_at_many_inputs_need_no_warning(family, num, recwarn):
+    x, new = torch.rand(200, 1).float(), torch.rand(num, 1).float()
+    guide = prepared(gaussian(kernels.Matern32(0.3)), family, x, torch.sin(8 * x[:, 0]))
+    guide.posterior(new)["f"].rsample()
     assert [str(each.message) for each in recwarn if "jitter" in str(each.message)] == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Optional, Self
 
 from torch import Tensor
@@ -18,14 +18,6 @@ from torch import Tensor
 from ..gaussians.base import Gaussian
 from ..modules import AbstractModule
 from ..numerics.chunks import in_chunks
-
-
-def unexplained(prior: Tensor, phi: Sequence[Tensor]) -> Tensor:
-    """ρ = k − ΦΦᵀ, ``(..., N, N)``, the residual's covariance at some inputs."""
-    for block in phi:
-        prior = prior - block @ block.mT
-    return prior
-
 
 Component = tuple[Any, "Features", tuple[int, ...]]
 

@@ -22,7 +22,7 @@ from torch.distributions import biject_to
 
 from ..approximations.on_sites import ExactGP
 from ..gaussians import AtValues, NaturalGaussian, Shared, Whole
-from ..numerics.linalg import cholesky, side_by_side
+from ..numerics.linalg import residual_cholesky, side_by_side
 from ..program.declared import parameters
 from ..program.dependence import COUPLED
 from ..program.enumeration import Enumeration
@@ -202,9 +202,8 @@ class Standardised(Messenger):
         w = x.split([phi.shape[-1] for phi in blocks])
         value, t = process.mean + sum(phi @ part for phi, part in zip(blocks, w)), self.residuals[name]
         if len(t) > 1:
-            left = process.kernel(process.x) - sum(phi @ phi.mT for phi in blocks)
-            root = cholesky(left, process.jitter, f"the residual covariance of site {name!r}", process.variance.mean())
-            return value + root @ t
+            what = f"the residual covariance of site {name!r}"
+            return value + residual_cholesky(process.kernel(process.x), blocks, process.jitter, what) @ t
         left = process.variance - sum(phi.square().sum(-1) for phi in blocks)
         return value + left.clamp(min=torch.finfo(left.dtype).tiny).sqrt() * t
 

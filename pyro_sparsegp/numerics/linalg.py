@@ -85,11 +85,31 @@ def cholesky(matrix: Tensor, jitter: Optional[float] = None, *arguments: Any, **
     return whitening(matrix, jitter, *arguments, **options).factor
 
 
-def residual_cholesky(matrix: Tensor, jitter: Optional[float], what: str, *arguments: Any) -> Tensor:
-    """The factor of k − ΦΦᵀ, by the difference of which an entry loses more of k than by rounding alone."""
-    # test_float32.py::test_draws_at_many_inputs_need_no_warning
-    least = max(default_jitter(matrix.dtype), 0.5 * rounding(matrix))
-    return cholesky(matrix, least if jitter is None else jitter, what, *arguments)
+def residual_cholesky(
+    prior: Tensor,
+    features: Sequence[Tensor],
+    jitter: Optional[float],
+    what: str,
+    scale: Optional[Tensor] = None,
+    made_of: Callable[[], str] = str,
+) -> Tensor:
+    """The factor of ρ = k − ΦΦᵀ, the residual's covariance at N inputs, ``(..., N, N)``.
+
+    :param prior: k, ``(..., N, N)``.
+    :param features: Φ, a block ``(..., N, M_b)`` each.
+    :param jitter: relative to k; by default one that covers what the difference loses of it.
+    :param scale: of the jitter; by default the mean of k's diagonal.
+    """
+    if jitter is None:
+        # Rounding adds up along rows of the factor and columns of Φ:
+        # test_float32.py::test_draws_at_many_inputs_need_no_warning
+        terms = max(prior.shape[-1], sum(phi.shape[-1] for phi in features))
+        jitter = max(default_jitter(prior.dtype), 0.5 * terms * torch.finfo(prior.dtype).eps)
+    scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1) if scale is None else scale
+    left = prior
+    for phi in features:
+        left = left - phi @ phi.mT
+    return cholesky(left, jitter, what, scale, made_of)
 
 
 def whitening(

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bases.base import unexplained
 from ..kernels.algebra import term_names
 from ..kernels.anova import centred_on
 from ..numerics.linalg import on_diagonal, residual_cholesky, side_by_side, sum_blocks, times
@@ -187,10 +186,9 @@ class Components(Sequence):
     @property
     def _residual_tril(self) -> Tensor:
         everything = range(len(self))
-        prior, phi = self._prior(everything), self._stacked(everything)
         what = f"the residual covariance of the components of site {self._whole.name!r}"
-        scale = prior.diagonal(dim1=-2, dim2=-1).mean(-1)
-        return residual_cholesky(unexplained(prior, phi), self._whole.process.jitter, what, scale)
+        jitter = self._whole.process.jitter
+        return residual_cholesky(self._prior(everything), self._stacked(everything), jitter, what)
 
     def __repr__(self) -> str:
         return "[" + ", ".join(repr(part.process.kernel) for part in self._parts) + "]"

@@ -9,8 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..bases.base import unexplained
-from ..numerics.linalg import cholesky, default_jitter, variance_floor
+from ..numerics.linalg import default_jitter, residual_cholesky, variance_floor
 from .sparse_posterior import SparsePosterior, kept
 
 OTHER_LATENTS = "for another posterior of a latent override get_posterior(name, prior) in a subclass"
@@ -135,13 +134,10 @@ class GroupedSite(ExpectedSite):
         x = by_groups(self.process.x, self.group, len(shape))
         num, size = x.shape[0], x.shape[-2]
         phi = [by_groups(block, self.group, len(shape)) for block in self.features]
-        prior = self.process.kernel(x)
-        scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
         # Patches that are alike, such as empty ones, leave a singular matrix with the rounding of k − ΦΦᵀ.
         jitter = 10 * default_jitter(x.dtype) if self.process.jitter is None else self.process.jitter
-        tril = cholesky(
-            unexplained(prior, phi), jitter, f"the residual covariance of site {self.name!r} in a group", scale
-        )
+        what = f"the residual covariance of site {self.name!r} in a group"
+        tril = residual_cholesky(self.process.kernel(x), phi, jitter, what)
         noise = _each(tril, torch.randn(num, *shape, size, dtype=x.dtype, device=x.device))
         value = sum(map(_each, phi, self.coefficients.rsample(torch.Size((num, *shape)))), noise)
         return self.process.mean_at(self.process.x) + value.movedim(0, -2).flatten(-2)

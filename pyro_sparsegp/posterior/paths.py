@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bases.base import unexplained
 from ..numerics.chunks import in_chunks
-from ..numerics.linalg import cholesky, sum_blocks, times
+from ..numerics.linalg import default_jitter, residual_cholesky, sum_blocks, times
 
 
 def sample_paths(posterior: Any, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
@@ -47,6 +46,7 @@ class _Sequential:
         # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
         self.kernel = process.kernel.relative_to(process.x)
         self.scale = self.kernel.diag(process.x).detach().mean(-1)
+        self.jitter = default_jitter(process.x.dtype) if process.jitter is None else process.jitter
         self.x, self.noise, self.values = process.x[..., :0, :], process.x.new_zeros(shape), process.x.new_zeros(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,10 +58,10 @@ class _Sequential:
             drawn = torch.randn(*self.noise.shape[:-1], self.x.shape[-2] - known, dtype=x.dtype, device=x.device)
             self.noise = torch.cat([self.noise, drawn], -1)
             phi = self.posterior.basis(self.x)
-            residual = unexplained(self.kernel(self.x), phi)
             what = f"the residual of paths of site {self.posterior.name!r}"
-            # The leading rows of a Cholesky factor are those of before: so are the values there.
-            value = sum_blocks(phi, self.w) + times(cholesky(residual, process.jitter, what, self.scale), self.noise)
+            # The leading rows of a Cholesky factor are those of before, at the same jitter: so are the values there.
+            tril = residual_cholesky(self.kernel(self.x), phi, self.jitter, what, self.scale)
+            value = sum_blocks(phi, self.w) + times(tril, self.noise)
             self.values = torch.cat([self.values, value[..., known:]], -1)  # f − μ at the inputs asked for so far
         place = torch.cat([fresh.new_ones(known), fresh]).cumsum(0) - 1  # of each first one among the values
         return process.at(x).mean + self.values[..., place[first[known:]]]

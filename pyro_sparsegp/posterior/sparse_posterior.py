@@ -19,7 +19,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints, register_kl
 
-from ..bases.base import Features, unexplained
+from ..bases.base import Features
 from ..gaussians.base import Gaussian
 from ..gaussians.shared import Share
 from ..gaussians.sites import Sites
@@ -244,11 +244,9 @@ class SparsePosterior(TorchDistribution):
     @kept
     def residual_tril(self) -> Tensor:
         """Cholesky factor of ρ, the residual's covariance at the inputs, ``(..., N, N)``."""
-        prior = self.process.kernel(self.process.x)
-        scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
-        what = f"the residual covariance of site {self.name!r}"
+        prior, what = self.process.kernel(self.process.x), f"the residual covariance of site {self.name!r}"
         made_of = partial(hyperparameters, self.process.kernel)
-        return residual_cholesky(unexplained(prior, self.features), self.process.jitter, what, scale, made_of)
+        return residual_cholesky(prior, self.features, self.process.jitter, what, made_of=made_of)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log dq/dp = log q(w) − log p(w) at the coefficients of the last draw, in nats.
