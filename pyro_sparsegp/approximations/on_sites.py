@@ -70,22 +70,16 @@ class SiteGP(AbstractModule):
             return self.at_new_inputs(process, name, kind, sites)
         return self.given(process, name, kind, sites, exact)
 
-    def unread(self, process: GaussianProcess, name: str, kind: Kind, known: Any = None) -> SparsePosterior:
+    def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
         """The prior, before any sites are read."""
-        return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False, known)
+        return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)
 
-    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
-        """The posterior of ``process`` as a function of sites at its inputs, while they are read; of ``None``, before
-        any are. What does not depend on them is made once, and held as long as the function is: no gradient is to pass.
+    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Sites], SparsePosterior]:
+        """The posterior of ``process`` as a function of sites at its inputs, while they are read. What does not depend
+        on them is made once, and held as long as the function is: no gradient is to pass.
         """
         known = self.prepared(process, name, process.x)
-
-        def answer(sites: Optional[Sites]) -> SparsePosterior:
-            if sites is None:
-                return self.unread(process, name, SparsePosterior, known)
-            return self.given(process, name, SparsePosterior, sites, False, known)
-
-        return answer
+        return lambda sites: self.given(process, name, SparsePosterior, sites, False, known)
 
     def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> Any:
         """What :meth:`given` makes of sites' inputs x alone."""

@@ -38,7 +38,7 @@ class ProjectedGP(SiteGP):
     def num_rows(self) -> Optional[int]:
         return self.policy.rows
 
-    def unread(self, process: GaussianProcess, name: str, kind: Kind, known: Any = None) -> SparsePosterior:
+    def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
         sites = Sites.none(process.x[:1], process.batch_shape)
         return self.given(process, name, kind, sites, False, DenseActions(sites, sites.linear[..., None]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -62,11 +62,10 @@ class _Sums:
         phi, (gram, pull) = side_by_side(self.phi), self._sums
         return gram + weighted_gram(phi, sites.precision), pull + (phi.mT @ sites.linear[..., None])[..., 0]
 
-    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
-        """The posterior under new sites, or none."""
+    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Sites], SparsePosterior]:
+        """The posterior under new sites."""
 
-        def answer(sites: Optional[Sites]) -> SparsePosterior:
-            sites = sites or Sites.none(process.x, process.batch_shape)
+        def answer(sites: Sites) -> SparsePosterior:
             q = Continued(self.coefficients.of(*self.plus(sites)), *self._sums)
             return SparsePosterior(process, self.features, q, name, sites, self.phi)
 

@@ -49,7 +49,7 @@ class SiteReading:
         self.change = math.inf  # that the last update would have made of a marginal, in standard deviations
         self.halved = 0  # updates that were cut since they lowered the bound
         # Of passes over all rows, while the sites are read: what gives posteriors, and the last one and its marginals.
-        self._answer: Optional[Callable[[Optional[Sites]], SparsePosterior]] = None
+        self._answer: Optional[Callable[[Sites], SparsePosterior]] = None
         self._last: Optional[tuple[Sites, SparsePosterior, Marginal]] = None
 
     @property
@@ -107,7 +107,7 @@ class SiteReading:
                 self._answer = self.module.by_sites(self.process, self.name)
             if sites is None:
                 # λ is one over the mean of the prior's variances: test_a_scale_that_grows_with_f_is_met_near_the_mean
-                prior = self._answer(None).variance
+                prior = self.process.variance
                 noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
                 sites = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
             posterior = self._answer(sites)
