@@ -27,7 +27,8 @@ from pyro_sparsegp.families import (
     WeightSpace,
     additive,
 )
-from pyro_sparsegp.gaussians import Diagonal, Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
+from pyro_sparsegp.gaussians import Diagonal, Falling, NaturalGaussian, NaturalLowRank, Product, from_natural
+from pyro_sparsegp.gaussians.factors import LowRankFactor
 from pyro_sparsegp.gaussians.record import recording
 from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import steppers
@@ -673,8 +674,9 @@ def test_sweeps_reach_the_best_precision_of_the_form(base):
     trils = [part.detach().clone().requires_grad_() for part in found.stack.blocks(found.tril)] if base else None
 
     def of():
-        lower = None if trils is None else [part.tril() for part in trils]
-        return loss(LowRankGaussian([m.detach() for m in q.loc], b, lower))
+        lower = found.tril.detach() if trils is None else found.stack.squares([part.tril() for part in trils])
+        factor = LowRankFactor(found.stack, found.loc.detach(), found.stack.rows(b), lower)
+        return loss(Product([4, 5], [factor], [(0, 1)]))
 
     before = of().item()
     assert before < lbfgs(of, [*b, *(trils or [])], max_iter=100, tolerance_grad=1e-10).item() + 1e-3

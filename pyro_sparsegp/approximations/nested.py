@@ -14,6 +14,7 @@ from ..bases.nested import ConditionalFeatures, DecoupledFeatures
 from ..gaussians import Coefficients, DenseFactor, Gaussian, Product, ShiftFactor, optimal
 from ..gaussians.sites import Sites
 from ..gaussians.stack import eye_like
+from ..numerics.linalg import sum_blocks
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -83,7 +84,7 @@ class SemiCollapsedGP(OptimalGP):
     def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
         others = self.others()
         with gradients_unless(exact):
-            linear = sites.linear - sites.precision * others.mean(phi[1:])
+            linear = sites.linear - sites.precision * sum_blocks(phi[1:], others.loc)
             first = optimal(phi[:1], sites.precision, linear, None, name)
         groups = [(0,), *(tuple(block + 1 for block in group) for group in others.groups)]
         return features, phi, Product((*first.sizes, *others.sizes), [*first.factors, *others.factors], groups)

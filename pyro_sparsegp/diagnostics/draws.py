@@ -227,23 +227,20 @@ class GuideSource(Source):
         if not isinstance(q, SparsePosterior):
             return
         self.posteriors[name] = q
-        if self.marginal:
-            mean, variance = q.moments()
-        else:
+        values = q
+        if not self.marginal:
             w = q.coefficients.rsample(q.batch_shape)
-            mean, variance = q.given_coefficients(w)
+            values = q.given(w)
             draw.coefficients[name] = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
             # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
             log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
             draw.log_priors[f"{name}_w"] = log_prior
             draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
         if name not in self.drawn:
-            draw.moments[name] = mean, variance
+            draw.moments[name] = values.mean, values.variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
-        if self.structure.dependence.get(name) != COUPLED:
-            msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
-        else:
-            msg["value"] = q.rsample() if self.marginal else mean + q.residual(mean)
+        joint = self.structure.dependence.get(name) == COUPLED
+        msg["value"] = values.rsample() if joint else values.marginals.rsample()
 
     def _predicted(self, draw: Draws, before: poutine.Trace, new: Call) -> dict[str, Tensor]:
         """The sites of a run of the model at new inputs, given a draw and its run before."""
@@ -252,11 +249,10 @@ class GuideSource(Source):
             name = msg["name"]
             if name in draw.coefficients:
                 q = self.posteriors[name].under(without_event(prior)[0])
-                w = list(draw.coefficients[name].split(list(q.coefficients.sizes), -1))
-                mean, variance = q.given_coefficients(w)
                 # f | w ~ N(h, ρ): jointly in O(N³), or of many rows by its marginals.
-                joint = mean.shape[-1] <= LARGEST_JOINT
-                msg["value"] = mean + (q.residual(mean) if joint else variance.sqrt() * torch.randn_like(mean))
+                values = q.given(draw.coefficients[name].split(list(q.coefficients.sizes), -1))
+                joint = values.event_shape[0] <= LARGEST_JOINT
+                msg["value"] = values.rsample() if joint else values.marginals.rsample()
 
         with poutine.block():
             trace = AtNewInputs(before, draw.values, self.guide.warned, function).run(self.guide.model, *new)

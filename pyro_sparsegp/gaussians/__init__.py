@@ -1,6 +1,6 @@
 """Gaussians over the coefficients of a basis."""
 
-from .base import Coefficients, Gaussian
+from .base import Coefficients, Gaussian, Known
 from .drawn import Drawn, DrawnGaussian
 from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
 from .free import (
@@ -11,7 +11,6 @@ from .free import (
     FullCholesky,
     Identity,
     IdentityPlusLowRank,
-    LowRankGaussian,
     Unwhitened,
 )
 from .natural import NaturalGaussian
@@ -43,7 +42,7 @@ __all__ = [
     "Identity",
     "IdentityFactor",
     "IdentityPlusLowRank",
-    "LowRankGaussian",
+    "Known",
     "NaturalGaussian",
     "NaturalLowRank",
     "Part",

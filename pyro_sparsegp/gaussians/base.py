@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..modules import AbstractModule
 from ..numerics.documented import Documented
-from ..numerics.linalg import sum_blocks
+from ..numerics.linalg import row_squares, sum_blocks
 
 
 class Gaussian(ABC):
@@ -34,17 +34,9 @@ class Gaussian(ABC):
     def loc(self) -> list[Tensor]:
         """m, a block ``(..., M_b)`` each."""
 
-    def mean(self, features: Sequence[Tensor]) -> Tensor:
-        """Φm, ``(..., N)``."""
-        return sum_blocks(features, self.loc)
-
     @abstractmethod
-    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        """diag(Φ(S − I)Φᵀ), ``(..., N)``: what the posterior changes of the prior's variance."""
-
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
-        return self.mean(features), self.variance_change(features)
+        """Φm, and diag(Φ(S − I)Φᵀ), what the posterior changes of the prior's variance; ``(..., N)`` each."""
 
     def note_draws(self) -> None:  # noqa: B027, nothing is to be known by most
         """Take note that function values are drawn by the marginals given, where natural steps are to know."""
@@ -55,8 +47,9 @@ class Gaussian(ABC):
         :param rows: of the two matrices' marginals, as they were recorded.
         """
         # ¼(‖φ + ψ‖² − ‖φ − ψ‖²) in the metric S − I
-        both = self.variance_change([phi + psi for phi, psi in zip(features, others)])
-        return (both - self.variance_change([phi - psi for phi, psi in zip(features, others)])) / 4
+        pairs = list(zip(features, others))
+        _, both = self.moments([phi + psi for phi, psi in pairs])
+        return (both - self.moments([phi - psi for phi, psi in pairs])[1]) / 4
 
     @abstractmethod
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
@@ -86,6 +79,45 @@ class Gaussian(ABC):
     @abstractmethod
     def covariance_matrix(self) -> Tensor:
         """S, ``(..., M, M)``, formed: for inspection and tests, no family calls it in training."""
+
+
+class Known(Gaussian):
+    """q(w) of coefficients that are known: S = 0, and what is left of f is its residual.
+
+    :param w: a block ``(..., M_b)`` each.
+    """
+
+    def __init__(self, w: Sequence[Tensor]) -> None:
+        self.w, self.sizes = list(w), tuple(block.shape[-1] for block in w)
+        self.batch_shape = self.w[0].shape[:-1] if w else torch.Size()
+
+    @property
+    def loc(self) -> list[Tensor]:
+        return self.w
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return sum_blocks(features, self.w), -sum(map(row_squares, features), torch.zeros(()))
+
+    def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
+        return -sum((phi @ phi.mT for phi in features), torch.zeros(()))
+
+    def kl(self) -> Tensor:
+        raise ValueError("coefficients that are known have no density")
+
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        return [block.expand(*shape, -1) for block in self.w]
+
+    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+        return self.kl()
+
+    def marginal(self, blocks: Sequence[int]) -> Gaussian:
+        return Known([self.w[b] for b in sorted(blocks)])
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """Zero."""
+        num = sum(self.sizes)
+        return self.w[0].new_zeros(*self.batch_shape, num, num)
 
 
 class Coefficients(Documented, AbstractModule):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Optional
 
@@ -29,11 +28,14 @@ from .record import is_recorded
 from .stack import Stack, each_times, eye_like
 
 
-class Factor(Documented, ABC):
-    """One independent N(m, S) of a :class:`Product`, over M coefficients, by products with a root R of S = RRᵀ.
+class Factor(Documented):
+    """One independent N(m, S) of a :class:`Product`, over M coefficients, by a root R of S = RRᵀ.
 
     :param loc: m, ``(..., M)``.
     """
+
+    root: Any  # R, triangular, ``(..., M, M)``
+    upper = False  # whether it is upper triangular
 
     # What is free in it beside the mean: its name, its constraint, and where it starts at the prior and at data.
     scale_name: ClassVar[Optional[str]] = None
@@ -49,19 +51,16 @@ class Factor(Documented, ABC):
 
     def scaled(self, phi: Tensor) -> Tensor:
         """ΦR, ``(..., N, M)``."""
-        raise NotImplementedError
+        return phi @ self.root
 
-    def scale(self, v: Tensor) -> Tensor:
-        """Rv, ``(..., M)``."""
-        raise NotImplementedError
-
-    @abstractmethod
     def unscale(self, v: Tensor) -> Tensor:
         """A vector whose square is vᵀS⁻¹v."""
+        return torch.linalg.solve_triangular(self.root, v[..., None], upper=self.upper)[..., 0]
 
-    @abstractmethod
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         """tr S and log|S|."""
+        # tr RRᵀ = ‖R‖², log|RRᵀ| = 2 Σ log R_mm
+        return self.root.square().sum((-2, -1)), 2 * self.root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def covariance(self, phi: Tensor) -> Tensor:
         """ΦSΦᵀ, ``(..., N, N)``."""
@@ -85,11 +84,6 @@ class Factor(Documented, ABC):
     def _eye(self) -> Tensor:
         return torch.eye(self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
 
-    @property
-    def root(self) -> Tensor:
-        """R, formed, ``(..., M, M)``."""
-        return self.scaled(self._eye)
-
     def select(self, index: Tensor) -> Factor:
         """The marginal of some of the coefficients."""
         covariance = self.covariance(self._eye[index])
@@ -101,7 +95,7 @@ class Factor(Documented, ABC):
 
     def noise(self, shape: torch.Size) -> Tensor:
         """Draws of w − m, ``(*shape, M)``."""
-        return self.scale(torch.randn(*shape, self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device))
+        return times(self.root, torch.randn(*shape, self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device))
 
     def log_ratio(self, w: Tensor) -> Tensor:
         """log N(w; m, S) − log N(w; 0, I)."""
@@ -152,7 +146,6 @@ class DenseFactor(Factor):
     """
 
     scale_name, constraint = "scale_tril", constraints.lower_cholesky
-    root: Any = None
 
     def __init__(self, loc: Tensor, root: Tensor, upper: bool = False) -> None:
         super().__init__(loc)
@@ -165,25 +158,12 @@ class DenseFactor(Factor):
     def scale_of(phi: Tensor) -> Tensor:
         return root_of_inverse(phi.mT @ phi)
 
-    def scaled(self, phi: Tensor) -> Tensor:
-        return phi @ self.root
-
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
             turned = self.root.mT
             covariance = tril_of_product(turned, turned, symmetric=True, lower=self.upper)
             return _Moments.apply(phi, self.loc, covariance)[:2]
         return super().moments(phi)
-
-    def scale(self, v: Tensor) -> Tensor:
-        return times(self.root, v)
-
-    def unscale(self, v: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.root, v[..., None], upper=self.upper)[..., 0]
-
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        # tr RRᵀ = ‖R‖², log|RRᵀ| = 2 Σ log R_mm
-        return self.root.square().sum((-2, -1)), 2 * self.root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def by_precision(loc: Tensor, factor: Tensor) -> DenseFactor:
@@ -203,8 +183,6 @@ class CovarianceFactor(DenseFactor):
     :param root_of: gives a lower R with S = RRᵀ.
     """
 
-    upper = False
-
     def __init__(
         self, loc: Tensor, matrix: Tensor, trace: Tensor, log_det: Tensor, root_of: Callable[[], Tensor]
     ) -> None:
@@ -219,9 +197,6 @@ class CovarianceFactor(DenseFactor):
     def covariance(self, phi: Tensor) -> Tensor:
         # whose gradient by S is symmetric, as natural steps want it
         return phi @ (0.5 * (self.matrix + self.matrix.mT)) @ phi.mT
-
-    def variance_change(self, phi: Tensor) -> Tensor:
-        return self.moments(phi)[1]
 
     def moments(self, phi: Tensor, matrix: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ), from a given S, if it is."""
@@ -252,22 +227,17 @@ class DiagonalFactor(Factor):
         # s² = 1/(1 + ‖φ_m‖²), the diagonal of I + ΦᵀΦ alone
         return (1 + phi.square().sum(-2)).rsqrt()
 
+    @property
+    def root(self) -> Tensor:  # type: ignore[override]
+        """R, formed, for draws and their densities."""
+        return torch.diag_embed(self.scale_diag)
+
     def scaled(self, phi: Tensor) -> Tensor:
         return phi * self.scale_diag[..., None, :]
-
-    def scale(self, v: Tensor) -> Tensor:
-        return self.scale_diag * v
-
-    def unscale(self, v: Tensor) -> Tensor:
-        return v / self.scale_diag
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         # tr S = Σ s², log|S| = 2 Σ log s
         return self.scale_diag.square().sum(-1), 2 * self.scale_diag.log().sum(-1)
-
-    def variance_change(self, phi: Tensor) -> Tensor:
-        # Σ_m φ_m²(s_m² − 1)
-        return (phi.square() @ (self.scale_diag.square() - 1)[..., None])[..., 0]
 
 
 class IdentityFactor(DiagonalFactor):

@@ -146,21 +146,6 @@ class Unwhitened(Coefficients):
         return q
 
 
-class LowRankGaussian(Product):
-    """N(m, S) with S = L(I + BBᵀ)⁻¹Lᵀ.
-
-    :param loc: m, a block ``(..., M_b)`` each.
-    :param b: B, a block ``(..., M_b, R)`` each.
-    :param trils: L_b, ``(..., M_b, M_b)`` each, or ``None`` for the identity.
-    """
-
-    def __init__(self, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]) -> None:
-        stack = Stack([block.shape[-1] for block in loc])
-        trils = [torch.eye(block.shape[-2]).to(block) for block in b] if trils is None else trils
-        factor = LowRankFactor(stack, side_by_side(loc), stack.rows(b), stack.squares(trils))
-        super().__init__(stack.sizes, [factor], [range(len(stack.sizes))])
-
-
 def leading_directions(features: Sequence[Tensor], small: Tensor) -> tuple[Tensor, Tensor]:
     """U = ΦᵀP, ``(..., ΣM_b, R)``, for R orthonormal columns P that hold the leading directions of ΦᵀΦ.
 
@@ -194,7 +179,7 @@ def small_columns(sizes: Sequence[int], batch_shape: Sequence[int], rank: Option
 
 
 class _LowRank(Coefficients):
-    """Parameters of a :class:`LowRankGaussian`.
+    """Parameters of a :class:`~.factors.LowRankFactor`, S = L(I + BBᵀ)⁻¹Lᵀ.
 
     :param rank: R, the number of columns of B; ``None`` is the size of the largest block, as in the paper.
     """
@@ -205,7 +190,7 @@ class _LowRank(Coefficients):
         self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rank: Optional[int] = None
     ) -> None:
         super().__init__(sizes, batch_shape, like)
-        self.sizes = tuple(sizes)
+        self.sizes, self._stack = tuple(sizes), Stack(sizes)
         for i, (num, b) in enumerate(zip(self.sizes, small_columns(sizes, batch_shape, rank, like))):
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
             setattr(self, f"b_{i}", PyroParam(b))
@@ -229,8 +214,11 @@ class _LowRank(Coefficients):
                 b = root.mT @ u + (b - u)
             self.put(f"b_{i}", b)
 
-    def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
-        return LowRankGaussian(self._each("loc"), self._each("b"), self._each("scale_tril") if self.base else None)
+    def forward(self, anchor: Optional[Tensor] = None) -> Product:
+        stack, b = self._stack, self._each("b")
+        trils = self._each("scale_tril") if self.base else [torch.eye(block.shape[-2]).to(block) for block in b]
+        factor = LowRankFactor(stack, side_by_side(self._each("loc")), stack.rows(b), stack.squares(trils))
+        return Product(self.sizes, [factor], [range(len(self.sizes))])
 
 
 class BlockPlusLowRank(_LowRank):

@@ -54,9 +54,6 @@ class Product(Gaussian):
         # one block, as most posteriors have, takes no call: test_a_step_passes_few_files
         return list(blocks) if len(blocks) == 1 else [side_by_side([blocks[b] for b in g]) for g in self.groups]
 
-    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return _sum(f.variance_change(phi) for f, phi in zip(self.factors, self._join(features)))
-
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
         return _sum(map(itemgetter(0), parts)), _sum(map(itemgetter(1), parts))
@@ -123,7 +120,8 @@ class Recorded(Product):
         self.taken.by_draws = True
 
     def cross_change(self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Row, Row]) -> Tensor:
-        value = self.taken.keep(super().cross_change(features, others, rows))
+        plain = Product(self.sizes, self.factors, self.groups)  # these sums and differences are no rows of their own
+        value = self.taken.keep(plain.cross_change(features, others, rows))
         self.taken.crosses.append((*rows, value))
         return value
 

@@ -9,11 +9,11 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import row_squares, solve_lower
-from .base import Gaussian
+from ..numerics.linalg import solve_lower
+from .base import Known
 
 
-class ProjectedGaussian(Gaussian):
+class ProjectedGaussian(Known):
     """f given ỹ = Sᵀ(z − μ) with ỹ = u + ε, u = Sᵀ(f(X) − μ), ε ~ N(0, D) (Wenger et al., 2024, algorithm S2).
 
     With RRᵀ = G = SᵀKS + D, the coordinates h = R⁻¹(u + ε) are N(0, I) under the prior and a = R⁻¹ỹ under the
@@ -39,18 +39,7 @@ class ProjectedGaussian(Gaussian):
     ) -> None:
         self.target, self.factor, self.noise, self.covariance, self.project = target, factor, noise, covariance, project
         self.white = solve_lower(factor, target[..., None])[..., 0]  # a
-        self.sizes = (target.shape[-1],)
-        self.batch_shape = self.white.shape[:-1]
-
-    @property
-    def loc(self) -> list[Tensor]:
-        return [self.white]
-
-    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return -row_squares(features[0])
-
-    def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return -features[0] @ features[0].mT
+        super().__init__([self.white])
 
     def _log_dets(self) -> tuple[Tensor, Tensor]:
         return 2 * self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), self.noise.log().sum(-1)
@@ -73,9 +62,6 @@ class ProjectedGaussian(Gaussian):
         of_g, _ = self._log_dets()
         return -0.5 * (self.white.square().sum(-1) + of_g - log_gram + self.sizes[0] * math.log(2 * math.pi))
 
-    def rsample(self, shape: torch.Size) -> list[Tensor]:
-        return [self.white.expand(*shape, -1)]
-
     def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
         raise ValueError("log dq/dp of projected data needs function values at the training inputs")
 
@@ -90,11 +76,3 @@ class ProjectedGaussian(Gaussian):
         # log N(ỹ; u, D) − log N(ỹ; 0, G)
         misfit = (self.target - self.project(f)).square() / self.noise
         return 0.5 * (self.white.square().sum(-1) + of_g - misfit.sum(-1) - of_d)
-
-    def marginal(self, blocks: Sequence[int]) -> Gaussian:
-        return self
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        """Zero: the posterior knows h."""
-        return torch.zeros_like(self.factor)

@@ -70,9 +70,6 @@ class Share(Gaussian):
         """A part for each block of all sites."""
         return padded(parts, self.blocks, self.whole.q.sizes)
 
-    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return self.whole.q.variance_change(self.padded(features))
-
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         found = self.whole.q.moments(self.padded(features))
         self.row = self.whole.q.row

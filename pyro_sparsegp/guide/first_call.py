@@ -151,7 +151,7 @@ class _Setup(Run):
         variance = process.variance
         if isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
             return process.mean + variance.sqrt() * torch.linspace(-1, 1, variance.shape[-1]).to(variance)
-        return posterior.given_coefficients(posterior.coefficients.rsample(posterior.batch_shape))[0]
+        return posterior.given(posterior.coefficients.rsample(posterior.batch_shape)).mean
 
 
 def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> _Setup:

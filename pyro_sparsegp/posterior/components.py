@@ -104,7 +104,7 @@ class Components(Sequence):
             for part, blocks, rows in zip(self._parts, self._blocks, self._rows)
         ]
         if sum(map(len, self._blocks)) == len(set().union(*self._blocks)):
-            noise = [part.residual(draw) for part, draw in zip(self._parts, draws)]
+            noise = [times(part.residual_tril, torch.randn_like(draw)) for part, draw in zip(self._parts, draws)]
         else:  # one basis for all: what it leaves of one component depends on what it leaves of the others
             together = torch.cat(draws, -1)
             noise = list(times(self._residual_tril, torch.randn_like(together)).split(self._rows, -1))

@@ -117,8 +117,7 @@ class FunctionSite(ExpectedSite):
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Values given a draw of the coefficients, ``(*sample_shape, ..., N)``, each with its own residual."""
         w = self.coefficients.rsample(torch.Size(sample_shape) + self._batch_shape)
-        mean, variance = self.given_coefficients(w)
-        return mean + variance.clamp(min=variance_floor(self.variance)).sqrt() * torch.randn_like(mean)
+        return self.given(w).marginals.rsample()
 
 
 class GroupedSite(ExpectedSite):

@@ -20,21 +20,12 @@ from torch import Tensor
 from torch.distributions import constraints, register_kl
 
 from ..bases.base import Features
-from ..gaussians.base import Gaussian
+from ..gaussians.base import Gaussian, Known
 from ..gaussians.shared import Share
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
 from ..numerics.chunks import by_rows
-from ..numerics.linalg import (
-    above_rounding,
-    cholesky,
-    plus_one,
-    residual_cholesky,
-    row_squares,
-    solve_lower,
-    sum_blocks,
-    times,
-)
+from ..numerics.linalg import above_rounding, cholesky, plus_one, residual_cholesky, solve_lower, sum_blocks, times
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 from .components import Components
@@ -94,21 +85,30 @@ class SparsePosterior(TorchDistribution):
         return self.basis(self.process.x)
 
     @kept
-    def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        return self.basis.marginals(self.process.x, self.coefficients, self._cache.get("features"))
+    def _moments(self) -> tuple[Tensor, ...]:
+        """Φm, diag(Φ(S − I)Φᵀ) and the kernel's diagonal, ``(..., N)`` each."""
+        x, known = self.process.x, self._cache.get("features")
+
+        def at(rows: Tensor) -> tuple[Tensor, ...]:
+            mean, change, prior = self.basis.marginals(rows, self.coefficients, known)
+            prior = self.process.kernel.diag(rows) if prior is None else prior
+            return tuple(part.expand(self._batch_shape + rows.shape[-2:-1]) for part in (mean, change, prior))
+
+        # Without a graph the features of many rows are never in memory at once. A diagonal that depends on the rows
+        # is that in the company of all of them.
+        whole = known is not None or torch.is_grad_enabled() or self.process.kernel.depends_on_rows
+        return at(x) if whole else by_rows(at, x)
 
     @kept
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
-        mean = self.process.mean_at(self.process.x) + self._moments[0]
-        return mean.expand(self._batch_shape + self._event_shape)
+        return self.process.mean_at(self.process.x) + self._moments[0]
 
     @kept
     def variance(self) -> Tensor:
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
-        _, change, known = self._moments
-        prior = self.process.kernel.diag(self.process.x) if known is None else known
-        return above_rounding(prior + change, prior).expand(self._batch_shape + self._event_shape)
+        _, change, prior = self._moments
+        return above_rounding(prior + change, prior)
 
     @property
     def stddev(self) -> Tensor:
@@ -206,40 +206,13 @@ class SparsePosterior(TorchDistribution):
         self._cache["draw"] = value, w
         return value
 
-    def given_coefficients(self, w: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean μ + Φw and variance diag(k(x, x) − ΦΦᵀ) of the values given coefficients, ``(..., N)`` each.
+    def given(self, w: Sequence[Tensor]) -> SparsePosterior:
+        """The posterior given coefficients, N(μ + Φw, ρ).
 
         :param w: a block ``(..., M_b)`` for each block of coefficients.
         """
-
-        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
-            explained = sum((row_squares(block) for block in phi), torch.zeros_like(prior))
-            return sum_blocks(phi, w), (prior - explained).clamp(min=0)
-
-        return self._by_rows(moments)
-
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """:attr:`mean` and :attr:`variance`, without the features of all rows in memory at once."""
-
-        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
-            mean, change = self.coefficients.moments(phi)
-            return mean, above_rounding(prior + change, prior)
-
-        return self._by_rows(moments)
-
-    def _by_rows(self, moments: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        x, diag = self.process.x, self.process.kernel.diag
-
-        def at(rows: Tensor) -> tuple[Tensor, ...]:
-            found = moments(self.features if rows is x else self.basis(rows), diag(rows))
-            return tuple([part.expand(self._batch_shape + rows.shape[-2:-1]) for part in found])
-
-        mean, variance = by_rows(at, x)
-        return self.process.mean_at(x) + mean, variance
-
-    def residual(self, like: Tensor) -> Tensor:
-        """A joint draw of r ~ N(0, ρ) at the inputs, of the shape of ``like``, ``(..., N)``, in O(N³)."""
-        return times(self.residual_tril, torch.randn_like(like))
+        known = self._cache.get("features")
+        return SparsePosterior(self.process, self.basis, Known(w), self.name, self.sites, known)
 
     @kept
     def residual_tril(self) -> Tensor:

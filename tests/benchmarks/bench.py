@@ -195,7 +195,8 @@ def ratio(times, one, other):
 @torch.no_grad()
 def predicted(guide, x):
     """Mean and variance of new observations of :func:`regression`."""
-    mean, variance = guide.posterior(x)["f"].moments()
+    q = guide.posterior(x)["f"]
+    mean, variance = q.mean, q.variance
     return mean, variance + pyro.param("noise") ** 2
 
 
