@@ -174,10 +174,10 @@ class Values(Tensor):
             return found
 
     def __getitem__(self, index: Any) -> Tensor:
-        index = index[1] if isinstance(index, tuple) and index[:1] == (Ellipsis,) else index
-        if not isinstance(index, (int, Tensor)):
+        rows = index[1] if isinstance(index, tuple) and index[:1] == (Ellipsis,) else index
+        if not isinstance(rows, (int, Tensor)):
             return super().__getitem__(index)
-        (site, place, read), numbers = self.picked, torch.as_tensor(index)
+        (site, place, read), numbers = self.picked, torch.as_tensor(rows)
         if numbers.dim() != 1 or numbers.is_floating_point() or numbers.dtype == torch.bool:
             what = f"{numbers.dtype} of shape {tuple(numbers.shape)}" if numbers.dim() else str(index)
             raise ValueError(

@@ -121,13 +121,9 @@ def unrecorded(same: bool, learns: bool) -> Any:
 
 def is_blocked(model: Callable) -> bool:
     """Whether a model was given under ``poutine.block``, which hides sites of it."""
-    # Pyro's handlers wrap a model as partial(call, handler, model).
-    wrapped = getattr(model, "func", None)
-    while isinstance(wrapped, partial) and len(wrapped.args) > 1:
-        handler, model = wrapped.args[:2]
-        if isinstance(handler, BlockMessenger):
-            return True
-        wrapped = getattr(model, "func", None)
+    match getattr(model, "func", None):
+        case partial(args=(handler, inner, *_)):  # as Pyro's handlers wrap a model
+            return isinstance(handler, BlockMessenger) or is_blocked(inner)
     return False
 
 

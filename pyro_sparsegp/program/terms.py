@@ -14,7 +14,7 @@ from .dependence import find_owners
 from .facts import Structure
 from .handlers import Rerun
 from .mapping import mapped
-from .traces import entries, log_densities, share_of
+from .traces import entries, log_densities, parts_of_plates, share_of
 
 Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 
@@ -39,8 +39,8 @@ class Terms:
         shapes = {name: part.shape for name, part in parts.items() if name in found.downstream}
         # What plates leave of a site's terms because they hold some of their rows.
         self.shares = {name: share_of(trace.nodes[name]) for name in shapes}
-        every = [frame for name in shapes for frame in trace.nodes[name]["cond_indep_stack"] if frame.full_size]
-        self.plates = {f.name: (int(f.size), int(f.full_size)) for f in every if f.size < f.full_size}
+        frames = [frame for name in shapes for frame in parts_of_plates(trace.nodes[name])]
+        self.plates = {frame.name: (int(frame.size), int(frame.full_size)) for frame in frames}
         self.differentiable = any(parts[name].requires_grad for name in shapes)
         self.owners, self.rowwise = known
         # To find them for each mini-batch would cost a run with 2 log₂ N times its rows.

@@ -50,6 +50,12 @@ def plate_sizes(site: Any) -> dict[str, int]:
     return {frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized}
 
 
+def parts_of_plates(site: Any) -> list[Any]:
+    """The frames of the plates around a site that have drawn some of their rows."""
+    frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None]
+    return [frame for frame in frames if frame.size < frame.full_size]
+
+
 def share_of(site: Any) -> float:
     """The share of all rows that the plates which enclose a site have drawn."""
     return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])
@@ -86,7 +92,7 @@ def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bo
             fn, event_dim = without_event(fn) if by_entry else (fn, 0)
             # They are of rows: ones more behind for the dimensions that .to_event has added.
             scale, mask = (
-                part.reshape(*part.shape, *[1] * event_dim) if isinstance(part, Tensor) and part.dim() else part
+                part.reshape(part.shape + (1,) * event_dim) if isinstance(part, Tensor) else part
                 for part in (site["scale"], site["mask"])
             )
             found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
@@ -183,18 +189,18 @@ def unmasked(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
     Masks are ``poutine.mask``'s, of whole rows, and those of the distribution under ``.to_event`` and ``.expand``, of
     single values; where discrete latents are summed out, of the distribution given these.
     """
-    fn, seen = getattr(fn, "given_discrete", fn), None
-    while True:
-        part = torch.zeros((), dtype=torch.bool, device=value.device) if mask is False else mask
-        if isinstance(part, Tensor):  # True and None are none
-            part = part.reshape(part.shape + (1,) * fn.event_dim)
-            # A mask is that of all values of discrete latents, whose dimensions are in front.
-            part = part[(0,) * max(part.dim() - value.dim(), 0)]
-            seen = part if seen is None else seen & part
-        if not isinstance(fn, WRAPPERS):
-            return None if seen is None else seen.expand(broadcast_shapes(seen.shape, value.shape))
-        mask = fn._mask if isinstance(fn, MaskedDistribution) else None
+    fn = getattr(fn, "given_discrete", fn)
+    masks = [(mask, len(fn.event_shape))]
+    while isinstance(fn, WRAPPERS):
+        masks.append((getattr(fn, "_mask", None), len(fn.event_shape)))
         fn = fn.base_dist
+    given = [(torch.as_tensor(part, device=value.device), event_dim) for part, event_dim in masks if part is not None]
+    parts = [part.reshape(part.shape + (1,) * event_dim) for part, event_dim in given]
+    if not parts:
+        return None
+    # A mask is that of all values of discrete latents, whose dimensions are in front.
+    seen = functools.reduce(torch.logical_and, [part[(0,) * max(part.dim() - value.dim(), 0)] for part in parts])
+    return seen.expand(broadcast_shapes(seen.shape, value.shape))
 
 
 def unmasked_rows(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
