@@ -120,15 +120,13 @@ class Table:
 
     def datasets(self, **attrs: Any) -> dict[str, Any]:
         """The groups as ``xarray.Dataset``, with these attributes."""
-        drawn = {
-            group: {name: array.reshape(*self.shape, *array.shape[1:]) for name, array in arrays.items()}
-            for group, arrays in self.arrays.items()
-        }
-        found = {group: self._dataset(group, arrays, ["chain", "draw"]) for group, arrays in drawn.items()}
-        found |= {group: self._dataset(group, arrays, []) for group, arrays in self.fixed.items()}
-        return {group: dataset.assign_attrs(attributes(**attrs)) for group, dataset in found.items()}
+        found, attrs = dict[str, Any](), attributes(**attrs)
+        for group, arrays in self.arrays.items():
+            drawn = {name: array.reshape(*self.shape, *array.shape[1:]) for name, array in arrays.items()}
+            found[group] = self._dataset(group, drawn, ["chain", "draw"], attrs)
+        return found | {group: self._dataset(group, arrays, [], attrs) for group, arrays in self.fixed.items()}
 
-    def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str]) -> Any:
+    def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str], attrs: Any) -> Any:
         # An empty group, of function values that are left out, has its draws all the same.
         sizes, variables, coords = dict(zip(front, self.shape)), dict[str, Any](), dict(self.coords)
         for name, array in arrays.items():
@@ -144,7 +142,7 @@ class Table:
                 coords[dims[0]] = coords.get(dims[0], np.arange(rows.max(initial=0) + 1))[rows]
         # Coordinates may be given for dimensions of other rows, such as those of new inputs.
         coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim)}
-        return xarray.Dataset(variables, {dim: coords.get(dim, np.arange(size)) for dim, size in sizes.items()})
+        return xarray.Dataset(variables, {dim: coords.get(dim, np.arange(size)) for dim, size in sizes.items()}, attrs)
 
     def _names(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
         """Names of a variable's dimensions, chain and draw apart."""
