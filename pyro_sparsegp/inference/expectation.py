@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Optional
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..guide.checks import explain_nan
 from ..guide.rows import require_data, rows_of, share_of_rows
 from ..guide.runs import Priors
 from ..numerics.codes import require_choice, require_count
@@ -27,7 +25,7 @@ from ..program.terms import Owners, Terms
 from ..warned import without
 from .batches import signature_of
 from .optimisers import agree
-from .quadrature import own_guide
+from .quadrature import finite, own_guide
 from .refinement import Progress, SiteRun
 
 
@@ -246,13 +244,7 @@ class ExpectationPropagation:
         for i in range(most):
             for run in runs:
                 run.look(terms)
-            value = float(self._loss(runs, terms, False)[1])
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"−log Z_EP is {value}: {explain_nan(self.guide, *call)}. The parameters are as they "
-                    "were before this step; look for NaN in the data (leave missing rows out with poutine.mask), data "
-                    "outside of a density's support, or too large a learning rate."
-                )
+            value = finite("−log Z_EP", self._loss(runs, terms, False)[1], self.guide, *call)
             for run in runs if sweeps else ():
                 run.refine()
             far = train and whole and any(run.progress.far for run in runs)

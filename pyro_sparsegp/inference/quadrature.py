@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, cast
 from weakref import WeakKeyDictionary
 
 import pyro.distributions as dist
@@ -100,7 +100,7 @@ class TraceQuadrature_ELBO(ELBO):
         """
         with torch.no_grad():
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        return self._value(loss, guide, args, kwargs)
+        return finite("the bound", loss, guide, args, kwargs)
 
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'.
@@ -213,7 +213,7 @@ class TraceQuadrature_ELBO(ELBO):
                 part.memory = memory
         with recording(unwrapped.like) as record:
             loss = self._minus_bound(unwrapped, guide, args, kwargs)
-        return loss, self._value(loss, guide, args, kwargs), record
+        return loss, finite("the bound", loss, guide, args, kwargs), record
 
     def _check_gradients(self, guide: Any, record: Record) -> None:
         """Raise if they are not finite. The signs of curvatures, which natural steps ask for, are read at one look."""
@@ -235,19 +235,6 @@ class TraceQuadrature_ELBO(ELBO):
             f"gradient is 0 times infinity): keep that branch's input harmless too; actions that are 0 or depend "
             "on one another; or too large a learning rate."
         )
-
-    def _value(self, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, Any]) -> float:
-        value = torch_item(loss)
-        if not math.isfinite(value):
-            unwrapped: Any = poutine.unwrap(guide)
-            why = explain_nan(unwrapped, args, kwargs)
-            kind = "NaN" if math.isnan(value) else "infinite"
-            raise ValueError(
-                f"the bound is {kind}: {why}. The parameters are as they were before this step; look for NaN in the "
-                "data (leave missing rows out with poutine.mask), too large a learning rate, or a density without "
-                "support here."
-            )
-        return value
 
     def __call__(self, model: Any, guide: Any) -> ELBOModule:
         """The loss as a module of the model's and the guide's parameters, called with the model's arguments.
@@ -360,6 +347,21 @@ class TraceQuadrature_ELBO(ELBO):
                 stacklevel=5,
             )
         return values
+
+
+def finite(what: str, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, Any]) -> float:
+    """An objective's value.
+
+    :raises ValueError: if it is NaN or infinite, naming the sites.
+    """
+    value, unwrapped = torch_item(loss), cast(Any, poutine.unwrap(guide))
+    if not math.isfinite(value):
+        raise ValueError(
+            f"{what} is {'NaN' if math.isnan(value) else 'infinite'}: {explain_nan(unwrapped, args, kwargs)}. The "
+            "parameters are as they were before this step; look for NaN in the data (leave missing rows out with "
+            "poutine.mask), data outside of a density's support, or too large a learning rate."
+        )
+    return value
 
 
 def kept_sites(guide: AutoSparseGP) -> dict[str, KeptSites]:
