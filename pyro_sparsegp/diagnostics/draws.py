@@ -27,7 +27,7 @@ from ..program.checks import require_sizes
 from ..program.dependence import COUPLED
 from ..program.mapping import in_blocks
 from ..program.traces import bare, free_values, is_observation, sample_sites, without_event
-from .densities import Densities, DensityReader, Moments
+from .densities import DensityReader, Moments
 
 _ROWS = 8192  # whose features are held in memory at once
 
@@ -120,10 +120,6 @@ class Source(ABC):
             return vars(self.make(item, new, simulates))
 
         return (Draws(**parts) for parts in in_blocks(one, self.items(num), numbers))
-
-    def densities(self, draws: Draws) -> Densities:
-        """The draws' pointwise densities, function values integrated given the rest."""
-        return self.reader(draws.held, draws.moments)
 
     def predictions(self, trace: poutine.Trace, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sites of a run at new inputs but latents with the values known.

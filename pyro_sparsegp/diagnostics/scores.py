@@ -115,7 +115,8 @@ def predictive_scores(
     log_densities, kept = [], []
     with seeded(seed), torch.no_grad():
         for draws in source.draws(num_samples, simulates=True):
-            log_densities.append(source.densities(draws).integrated[site].double())
+            densities = source.reader(draws.held, draws.moments)
+            log_densities.append(densities.integrated[site].double())
             method = _method(source.reader, source.sites[site])
             normal = method == "gaussian" and source.reader.normal(site, draws.held, draws.moments)
             kept.append(normal or (draws.simulated[site] * 1.0,))

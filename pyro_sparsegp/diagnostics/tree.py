@@ -88,7 +88,7 @@ def to_datatree(
         for draws in source.draws(shape[0] * shape[1], new, posterior_predictive):
             groups = draws.groups(include_f)
             if log_likelihood:
-                densities = source.densities(draws)
+                densities = source.reader(draws.held, draws.moments)
                 groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data}
                 if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data:
                     # "vfe", log p(θ) p(w) + Σ E[log p(y | f) | w], or "fitc", the logarithm of each datum's expectation

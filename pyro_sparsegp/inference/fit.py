@@ -24,7 +24,7 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.arrival import check, moments, moved
 from ..numerics.processes import Workers, joined, sharing
-from ..program.traces import repeatable
+from ..program.traces import repeatable, sample_sites
 from ..warned import without
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches, signature_of
@@ -241,8 +241,7 @@ class _Loop:
         # (test_two_processes_are_one).
         with repeatable(self.guide.like), poutine.block():
             self.guide(*args, **kwargs)
-        observed = {n: s for n, s in self.guide.trace.nodes.items() if s["type"] == "sample" and s["is_observed"]}
-        for name, site in observed.items():
+        for name, site in sample_sites(self.guide.trace).items():
             full = [frame.full_size for frame in site["cond_indep_stack"] if frame.size == batch.num]
             if full and batch.num < (self.size or 0) and self.size not in full:
                 raise ValueError(
