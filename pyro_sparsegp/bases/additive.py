@@ -49,6 +49,8 @@ class AdditiveFeatures(Features):
 
     def _in_order(self, ask: Callable[[Any], Sequence[Any]]) -> list[Any]:
         # What features give, a list of one entry a block each, summand by summand.
+        if self._stack is not None:
+            return Unbound(*ask(self._stack))
         found: dict[int, Sequence[Any]] = {}
         for members, features in self.groups:
             given = ask(features)
@@ -69,13 +71,13 @@ class AdditiveFeatures(Features):
     def __call__(self, x: Tensor) -> list[Tensor]:
         if x.dim() != 2:
             return [block for part in self.parts for block in part(x)]
-        return self._in_order(lambda features: features(x)) if self._stack is None else Unbound(*self._stack(x))
+        return self._in_order(lambda features: features(x))
 
     def marginals(
         self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
     ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         mean, change = coefficients.moments(self(x) if known is None else known)
-        if x.dim() != 2 or all(len(members) == 1 for members, _ in self.groups):
+        if x.dim() != 2:
             return mean, change, None
         own = [features.kernel.diag(x) for _, features in self.groups]
         parts = [part.sum(-2) if len(members) > 1 else part for part, (members, _) in zip(own, self.groups)]
@@ -93,7 +95,7 @@ class AdditiveFeatures(Features):
 
     @property
     def anchors(self) -> Sequence[Optional[Tensor]]:
-        return self._in_order(lambda f: f.anchors) if self._stack is None else Unbound(self._stack.factor)
+        return self._in_order(lambda features: features.anchors)
 
     @property
     def ones(self) -> Optional[Tensor]:

@@ -195,10 +195,11 @@ class InducingPoints(Basis):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Inputs that were learned can be held from here on, and the other way round.
-        for name in (f"inputs_{i}" for i in range(len(self.sizes))):
-            there, here = (name, f"{name}_unconstrained") if self.trainable else (f"{name}_unconstrained", name)
-            if prefix + there in state_dict and prefix + here not in state_dict:
-                state_dict[prefix + here] = state_dict.pop(prefix + there)
+        held, learned = "", "_unconstrained"
+        there, here = (held, learned) if self.trainable else (learned, held)
+        for name in (f"{prefix}inputs_{i}" for i in range(len(self.sizes))):
+            if name + there in state_dict:
+                state_dict[name + here] = state_dict.pop(name + there)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:

@@ -249,4 +249,4 @@ def _num_distinct(rows: Tensor, enough: int) -> int:
     # How many rows are distinct; or some lower number that is enough, which a part of many rows may show.
     step = max(1, rows.shape[0] // (4 * enough + 4096))
     shown = rows[::step].unique(dim=0).shape[0]
-    return shown if step == 1 or shown >= enough else rows.unique(dim=0).shape[0]
+    return shown if shown >= enough else rows.unique(dim=0).shape[0]

@@ -18,7 +18,7 @@ from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import DEFAULT_RATE
-from ..numerics.codes import require_choice, require_count
+from ..numerics.codes import require_choice, require_count, require_share
 from ..numerics.documented import Documented
 from ..process import GaussianProcess
 
@@ -134,9 +134,8 @@ class FreeFormFamily(BasisFamily):
             raise ValueError(f"{kind}'s natural must be True, False or None, got {self.natural!r}")
         if self.rate is not None and not self.is_natural:
             raise ValueError(f"{kind}'s rate is that of natural steps, which it does not take; leave rate out")
-        is_number = isinstance(self.rate, (int, float))
-        if not (self.rate is None or callable(self.rate) or (is_number and 0 < self.rate <= 1)):
-            raise ValueError(f"{kind}'s rate must be a number in (0, 1] or a function of the step, got {self.rate!r}")
+        if self.rate is not None and not callable(self.rate):
+            require_share(self.rate, f"{kind}'s rate, if it is no function of the step,")
         require_choice(self.start, f"{kind}'s start", "data", "prior")
 
     @property
@@ -232,8 +231,7 @@ class SiteFamily(Family):
 
     def __post_init__(self) -> None:
         require_choice(self.at, f"{type(self).__name__}'s at", "marginals", "mean")
-        if not (isinstance(self.rate, (int, float)) and 0 < self.rate <= 1):
-            raise ValueError(f"{type(self).__name__}'s rate must be a number in (0, 1], got {self.rate!r}")
+        require_share(self.rate, f"{type(self).__name__}'s rate")
         require_count(self.updates, f"{type(self).__name__}'s updates")
 
 

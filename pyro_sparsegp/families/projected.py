@@ -62,20 +62,20 @@ class ComputationAware(SiteFamily):
                 "projections of data cannot tell from noise: put the noise into the likelihood, or turn the correction "
                 "off."
             )
-        return self._module(self._policy(x, process.batch_shape), x, process.batch_shape)
+        return self._module(x, process.batch_shape)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ProjectedGP:
         x = like.new_zeros(spec["rows"] or self.num_actions, spec["columns"])
-        return self._module(self._policy(x, spec["batch_shape"]), x, spec["batch_shape"])
+        return self._module(x, spec["batch_shape"])
 
-    def _module(self, policy: Policy, x: Tensor, batch_shape: Sequence[int]) -> ProjectedGP:
+    def _module(self, x: Tensor, batch_shape: Sequence[int]) -> ProjectedGP:
+        policy = _POLICIES.get(self.actions, _by_user)(self, x, batch_shape)  # type: ignore[arg-type]
         sites, how = KeptSites(x, batch_shape), (self.at, self.rate, self.updates)
         return ProjectedGP(policy, sites, batch_shape, self.declared(), *how, batches=self.batches)
 
-    def _policy(self, x: Tensor, batch_shape: Sequence[int]) -> Policy:
-        if callable(self.actions):
-            return UserPolicy(self.actions, self.num_actions)
-        return _POLICIES[self.actions](self, x, batch_shape)
+
+def _by_user(family: ComputationAware, x: Tensor, batch_shape: Sequence[int]) -> Policy:
+    return UserPolicy(family.actions, family.num_actions)  # type: ignore[arg-type]
 
 
 _POLICIES: dict[str, Callable[[ComputationAware, Tensor, Sequence[int]], Policy]] = {

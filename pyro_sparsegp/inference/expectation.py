@@ -15,7 +15,7 @@ from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
 from ..guide.rows import require_data, rows_of, share_of_rows
 from ..guide.runs import Priors
-from ..numerics.codes import require_choice, require_count
+from ..numerics.codes import require_choice, require_count, require_share
 from ..numerics.processes import Workers, put_gradients
 from ..program.checks import require_sizes
 from ..program.data import TrainingData
@@ -88,8 +88,7 @@ class ExpectationPropagation:
                 f"{type(optim).__name__}"
             )
         for name, value in (("damping", damping), ("power", power)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                raise ValueError(f"ExpectationPropagation's {name} must be a number in (0, 1], got {value!r}")
+            require_share(value, f"ExpectationPropagation's {name}")
         require_choice(schedule, "ExpectationPropagation's schedule", "inner", "outer")
         require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
         require_count(max_sweeps, "ExpectationPropagation's max_sweeps")

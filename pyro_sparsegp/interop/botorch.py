@@ -170,18 +170,17 @@ class Model(BoTorchModel, FantasizeMixin):
 
     def _noise(self, name: str, mean: Tensor, trace: poutine.Trace) -> Tensor:
         """The variance of an observation of each of a site's values, ``(P, N)``."""
-        facts = self.guide.facts
+        facts, means = self.guide.facts, torch.atleast_2d(mean)
         rows = () if facts.enumerated else trace.nodes.keys() & facts.rows.keys()  # whose mixtures are not around f
         for fn in (bare(trace.nodes[site]["fn"]) for site in rows):
             try:
                 centre = fn.mean
             except (AttributeError, NotImplementedError):
                 continue
-            for turned in (False, True)[: mean.dim()]:  # a row for each output, or a column
-                around = centre.mT if turned and centre.dim() == 2 else centre
-                if around.shape == mean.shape and torch.allclose(around, mean):
-                    variance = fn.variance.expand(centre.shape)
-                    return _by_output(variance.mT if turned else variance)
+            pair = [torch.atleast_2d(part) for part in (centre, fn.variance.expand(centre.shape))]
+            for around, variance in (pair, [part.mT for part in pair]):  # a row for each output, or a column
+                if around.shape == means.shape and torch.allclose(around, means):
+                    return _by_output(variance)
         raise ValueError(
             f"the variance of a measurement is not known: no observed site has a distribution of mean {name!r}, "
             f"such as Normal({name}, noise). Give it, Model(model, guide, noise=variance), "

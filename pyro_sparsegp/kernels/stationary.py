@@ -243,7 +243,7 @@ def root(s: Tensor) -> Tensor:
     return s.clamp(min=torch.finfo(s.dtype).tiny).sqrt_()
 
 
-class RationalQuadratic(Stationary):
+class RationalQuadratic(RBF):
     """Rational quadratic: k = (1 + s/(2α))^(−α), a mixture of :class:`RBF` over length scales.
 
     s = Σ_d (x_d − x'_d)²/ℓ_d².
@@ -265,10 +265,6 @@ class RationalQuadratic(Stationary):
         alpha = as_tensor(self.alpha, s)[..., None, None]
         value = (-alpha * (s / (2 * alpha)).log1p()).exp()
         return variance * value
-
-    @staticmethod
-    def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
-        return RBF.unit_frequencies(shape, x)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         alpha = as_tensor(self.alpha, x)[..., None].expand(*shape)

@@ -28,6 +28,15 @@ def require_count(value: Any, what: str, least: int = 1, or_none: bool = False) 
         raise ValueError(f"{what} must be {'None or ' * or_none}a whole number of at least {least}, got {value!r}")
 
 
+def require_share(value: Any, what: str) -> None:
+    """Refuse what is no number in (0, 1].
+
+    :raises ValueError: with ``what`` it is.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError(f"{what} must be a number in (0, 1], got {value!r}")
+
+
 def require_choice(value: Any, what: str, *choices: str) -> None:
     """Refuse what is none of some words.
 
