@@ -122,20 +122,19 @@ class Additive(Basis):
     """A basis for each summand of the kernel.
 
     :param parts: one basis per summand, in the order of ``kernel.terms``.
-    :param names: the summands' names; empty where they are not known.
+    :param names: the summands' names.
     """
 
-    def __init__(self, parts: Sequence[Basis], names: Sequence[str] = ()) -> None:
+    def __init__(self, parts: Sequence[Basis], names: Sequence[str]) -> None:
         super().__init__()
         self.names = tuple(names)
-        self.num_terms = len(parts)
         for i, part in enumerate(parts):
             setattr(self, f"term_{i}", part)
 
     @property
     def parts(self) -> list[Any]:
         """The bases of the summands."""
-        return [getattr(self, f"term_{i}") for i in range(self.num_terms)]
+        return [getattr(self, f"term_{i}") for i in range(len(self.names))]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -144,12 +143,7 @@ class Additive(Basis):
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> AdditiveFeatures:
         terms = kernel.terms
-        if len(terms) != self.num_terms:
-            raise ValueError(
-                f"the kernel of site {name!r} has {len(terms)} terms now, {self.num_terms} when the guide was "
-                "initialised; a kernel's structure must not change between calls."
-            )
-        if self.names and (names := term_names(kernel)) != self.names:
+        if (names := term_names(kernel)) != self.names:
             raise ValueError(
                 f"the terms of the kernel of site {name!r} are {list(names)} now, and were {list(self.names)} when the "
                 "guide was initialised or saved; their order and names must not change."

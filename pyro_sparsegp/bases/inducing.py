@@ -113,12 +113,12 @@ class InducingPoints(Basis):
         self.codes = tuple(sorted(codes)) if trainable else ()
         first = next((z for z in sets if isinstance(z, Tensor)), torch.empty(0))
         self.width = width or first.shape[-1]
-        self.is_cut = len(columns or range(self.width)) == first.shape[-1] != self.width
+        own = columns if columns and len(columns) == first.shape[-1] else range(self.width)
+        self.is_cut = len(own) < self.width
         # On the inputs' device, so that a step copies nothing there.
         self._keep("column_index", self.columns, first, torch.int64)
         self._keep("held", [i in self.codes for i in range(self.width)], first, torch.bool)
-        cut = [units[c] for c in columns] if units and columns and self.is_cut else units
-        self._keep("unit", cut, first, first.dtype)
+        self._keep("unit", units and [units[c] for c in own], first, first.dtype)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
