@@ -196,8 +196,8 @@ features-anew-for-each-update: test_sites.py::test_features_are_made_once_for_al
 - if self._answer is None:
 + if True:
 features-stay-after-a-reading: test_sites.py::test_features_of_a_reading_go_with_it
-- self._answer = self._last = None
-+ self._last = None
+- self._answer = self._last = self._known = None
++ self._last = self._known = None
 masked-rows-count: test_sites.py::test_a_mask_that_changes_drops_what_was_seen
 - found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
 + found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, None))
@@ -310,8 +310,8 @@ batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all
 - learns = steps and (same or (guide.takes_batches and not relation.fewer))
 + learns = steps and (same)
 batches-read-where-q-was: test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows
-- progress["marginals"], self.pace = progress["marginals"] if same else None, progress["pace"]
-+ self.pace = progress["pace"]
+- self.pace, self._known = progress["pace"], progress["marginals"] if same else None
++ self.pace, self._known = progress["pace"], progress["marginals"]
 """  # noqa: E501
 
 

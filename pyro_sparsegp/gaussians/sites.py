@@ -5,7 +5,6 @@ They are held as (λ, λ(z − μ)), so that λ = 0, a masked or uninformative d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,10 +117,10 @@ class KeptSites(AbstractModule):
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget how updates went: of the posterior that these sites gave the marginals, of updates a share of their
-        rate, the last one's size in standard deviations, and how many were cut.
+        """Forget how updates went: the marginals of the posterior that these sites gave, of updates a share of their
+        rate, and how many were cut.
         """
-        self.progress: dict[str, Any] = {"marginals": None, "pace": 1.0, "change": math.inf, "halved": 0}
+        self.progress: dict[str, Any] = {"marginals": None, "pace": 1.0, "halved": 0}
 
     @property
     def empty(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ from ..program.traces import all_sites, is_observation, repeatable, whole_plates
 from .field import anchor_of
 from .first_call import require_separate_sites
 from .known import KnownGuide
-from .reading import SiteReading, settle
+from .reading import Readings, SiteReading
 from .runs import Priors
 
 _MOST = 200  # updates of sites
@@ -92,8 +91,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         for name in run.processes:
             require_separate_sites(found, name, "rows to absorb, of which absorb", trace, _TOGETHER)
         readings = [SiteReading(n, process, _Sums(run, n, forget), reader) for n, process in run.processes.items()]
-        marginals = {reading.name: reading.look()[1] for reading in readings if not reading.alone}
-        settle(reader, readings, marginals, _MOST, _TOLERANCE[guide.like.dtype])
+        Readings(reader, readings, {}).settle(_MOST, _TOLERANCE[guide.like.dtype])
         for reading in readings:
             # test_absorb.py::test_bad_arguments_leave_the_guide_as_it_is
             if not all(part.isfinite().all() for part in reading.module.plus(reading.sites)):
@@ -104,7 +102,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         for reading in readings:
             sums: _Sums = reading.module
             sums.coefficients.put_sums(sums.anchor, *sums.plus(reading.sites))
-            if reading.change > 1e-2 or math.isnan(reading.change):
+            if reading.change > 1e-2:
                 warnings.warn(
                     f"the sites of GP site {reading.name!r} did not converge: another update would move a marginal by "
                     f"{reading.change:.2g} standard deviations. Absorb fewer rows at a time.",

@@ -22,7 +22,7 @@ from ..program.reader import Expectation, Reader, total_after
 from ..program.traces import free_values, repeatable
 from ..warned import warn_once
 from .known import Core, KnownGuide, Rows
-from .reading import SiteReading, settle
+from .reading import Readings, SiteReading
 from .runs import Conditions, Priors, Run
 
 _SETTLED = 100  # updates of sites outside of training, at most
@@ -140,10 +140,10 @@ def _read(
         else:
             left.append(reading)
     if left:
-        marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
-        others = [reading for reading in left if not reading.alone]
-        marginals |= {r.name: r.resume(rows.same) if learns else r.look()[1] for r in others}
-        settle(reader, left, marginals, *_patience(guide, left, learns))
+        for reading in left if learns else ():
+            reading.resume(rows.same)
+        others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
+        Readings(reader, left, others).settle(*_patience(guide, left, learns))
     for reading in readings.values():  # to look at a guide does not change how it trains
         reading.release()
         if learns or reading.module.sites.empty or (reading.direct and run.at_medians):

@@ -16,8 +16,7 @@ from ..process import GaussianProcess
 from ..program.reader import Expectation, Marginal, Reader
 
 _LARGE = 0.5  # a move, in standard deviations, that may overshoot
-_SLOWEST = 1 / 256
-_ATTEMPTS = 8
+_ATTEMPTS, _SLOWEST = 8, 1 / 256  # of a search, and the least share of a rate: test_kinks
 _MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
 _WIDE = 100.0  # nats a value by which a bound is lost
 _NEWTON = 20
@@ -45,12 +44,13 @@ class SiteReading:
         if not self.unread:
             self.sites = Sites(process.x, kept.precision, kept.linear)
         self.truncated = kept.truncated  # negative curvatures, cut to 0
-        self.pace = 1.0
         self.change = math.inf  # that the last update would have made of a marginal, in standard deviations
-        self.halved = 0  # updates that were cut since they lowered the bound
-        # Of passes over all rows, while the sites are read: what gives posteriors, and the last one and its marginals.
+        self.pace, self.halved = 1.0, 0  # a share of the rate; updates that were cut since they lowered the bound
+        # Of passes over all rows, while the sites are read: what gives posteriors, and the last one with its marginals;
+        # or these alone, where they are known from a step before.
         self._answer: Optional[Callable[[Sites], SparsePosterior]] = None
-        self._last: Optional[tuple[Sites, SparsePosterior, Marginal]] = None
+        self._last: Optional[tuple[SparsePosterior, Marginal]] = None
+        self._known: Optional[Marginal] = None
 
     @property
     def status(self) -> dict[str, Any]:
@@ -63,28 +63,34 @@ class SiteReading:
             "converged": self.change <= 1e-3,
         }
 
-    def resume(self, same: bool) -> Marginal:
+    def resume(self, same: bool) -> None:
         """Go on where training is: its pace, and the marginals that the last step had, if it was at the same rows."""
-        if self.unread:
-            return self.look()[1]
-        progress = self.module.sites.progress
-        progress["marginals"], self.pace = progress["marginals"] if same else None, progress["pace"]
-        return progress["marginals"] or self.look()[1]
+        if not self.unread:
+            progress = self.module.sites.progress
+            self.pace, self._known = progress["pace"], progress["marginals"] if same else None
 
     def look(self) -> tuple[SparsePosterior, Marginal]:
         """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
-        if self._last is None or self._last[0] is not self.sites:
-            self._last = None  # before the next is made: of projections of data each holds a Φ of its own
-            self._last = (self.sites, *self.posterior(None if self.unread else self.sites.detached()))
-        return self._last[1:]
+        self._known = None
+        self._last = self._last or self.posterior(None if self.unread else self.sites.detached())
+        return self._last
+
+    @property
+    def marginal(self) -> Marginal:
+        """Where ℓ is expanded."""
+        if self.alone:  # it is the same wherever that is
+            mean = self.process.mean.detach()
+            return mean, torch.zeros_like(mean)
+        return self._known or self.look()[1]
 
     def move(self, sites: Sites, found: Optional[tuple[SparsePosterior, Marginal]] = None) -> None:
         """Have these sites, of which the posterior and its marginals may be known."""
-        self.sites, self.unread, self._last = sites, False, None if found is None else (sites, *found)
+        # What was known goes before the next is made: of projections of data each holds a Φ of its own.
+        self.sites, self.unread, self._known, self._last = sites, False, None, found
 
     def release(self) -> None:
         """Let go of what is as large as the data, or larger, but for the sites: they are read."""
-        self._answer = self._last = None
+        self._answer = self._last = self._known = None
 
     def expanded(self, found: Expectation, away: Tensor, least: float = 0.0) -> Sites:
         """The sites of ℓ expanded at function values so far from the prior's mean, of at least this precision."""
@@ -114,93 +120,148 @@ class SiteReading:
             return posterior, (posterior.mean, posterior.variance)
 
 
-def settle(
-    reader: Reader, readings: Sequence[SiteReading], marginals: dict[str, Marginal], most: int, tolerance: float
-) -> None:
-    """Update sites until they stay, GP sites that meet one after the other, and none so that the bound falls.
+class Readings:
+    """The readings of GP sites, which are updated until they stay, one after the other, and none so that the bound
+    falls.
 
-    Gradients pass through the last update.
-
-    :param marginals: of all GP sites; those of ``readings`` are kept up to date.
-    :param tolerance: updates end when none moves a marginal by more than this, in standard deviations, or after
-        ``most`` of them.
+    :param others: the marginals of all other GP sites.
     """
-    trained, names = torch.is_grad_enabled(), {reading.name for reading in readings}
-    meets = any(not reading.direct or reader.found.neighbours(reading.name) & names for reading in readings)
-    if meets and all(reading.quadratic for reading in readings) and _solve(reader, readings, marginals, tolerance):
-        for reading in readings if trained else ():  # once more, for the gradient
-            reading.sites = _expect(reader, reading, marginals)[1]
-        return
-    for i in range(most):
-        for reading in readings:
-            moved = _update(reader, reading, marginals, -1.0 if trained else tolerance)
-            if moved and (i + 1 < most or reading is not readings[-1]):  # else nobody asks for them
-                marginals[reading.name] = reading.look()[1]
-        if all(reading.change <= tolerance for reading in readings):
+
+    def __init__(self, reader: Reader, readings: Sequence[SiteReading], others: Mapping[str, Marginal]) -> None:
+        self.reader, self.readings, self.others = reader, readings, others
+
+    def settle(self, most: int, tolerance: float) -> None:
+        """Update the sites. Gradients pass through the last update.
+
+        :param tolerance: updates end when none moves a marginal by more than this, in standard deviations, or after
+            ``most`` of them.
+        """
+        readings, trained = self.readings, torch.is_grad_enabled()
+        names = {reading.name for reading in readings}
+        meets = any(not reading.direct or self.reader.found.neighbours(reading.name) & names for reading in readings)
+        if meets and all(reading.quadratic for reading in readings) and self._solve(tolerance):
+            for reading in readings if trained else ():  # once more, for the gradient
+                reading.sites = self._target(reading)[1]
             return
+        for _ in range(most):
+            for reading in readings:
+                self._update(reading, -1.0 if trained else tolerance)
+            if all(reading.change <= tolerance for reading in readings):
+                return
 
+    def _expect(self, reading: SiteReading, marginal: Marginal, at_mean: bool) -> Expectation:
+        """E[ℓ] and its derivatives under a marginal of one GP site, those of all others as they are."""
+        every = {other.name: other.marginal for other in self.readings if other is not reading}
+        return self.reader.expect(reading.name, {**self.others, **every, reading.name: marginal}, at_mean)
 
-@torch.no_grad()
-def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str, Marginal], tolerance: float) -> bool:
-    """The sites of GP sites and outputs that meet in Gaussian densities, at the optimum of a mean field: its means
-    solve a linear system, by Anderson's mixing of all iterates (1965), which on linear maps is GMRES.
+    def _target(self, reading: SiteReading, marginal: Optional[Marginal] = None) -> tuple[Expectation, Sites]:
+        """E[ℓ] and its derivatives, and the sites that these lead to; how far these are from those that there are is
+        the reading's ``change``.
+        """
+        mean, variance = marginal = marginal or reading.marginal
+        found = self._expect(reading, marginal, reading.quadratic or reading.module.at == "mean")
+        away = mean - reading.process.mean
+        target = reading.expanded(found, away)
+        if isinstance(reading.module, ProjectedGP) and not reading.quadratic:
+            target = within_reach(target, reading.sites, (away, variance))
+        reading.change = 0.0 if reading.alone else _distance(reading.sites, target, (away, variance))
+        return found, target
 
-    :returns: whether they were found: not if the precisions of one depend on the others, as in a product of functions.
-    """
-    # Tight in training, too: the bound falls with the square of what is missing, times its precisions.
-    tolerance = max(min(tolerance, 1e-5), _TIGHT[marginals[readings[0].name][0].dtype])
-    steps: list[tuple[Tensor, Tensor]] = []  # iterates, and residuals there
-    for reading, (_, first, _) in zip(readings, [_expect(reader, reading, marginals) for reading in readings]):
-        reading.move(first if reading.unread else Sites(first.inputs, first.precision, reading.sites.linear))
-    for _ in range(_MOST):
-        marginals |= {reading.name: reading.look()[1] for reading in readings}
-        found = [_expect(reader, reading, marginals) for reading in readings]
-        pairs = [(reading, target) for reading, (_, target, _) in zip(readings, found)]
-        if not all(torch.allclose(target.precision, reading.sites.precision, rtol=1e-6) for reading, target in pairs):
-            return False
-        # With b = λ(z − μ) the fixed point is b = T(b), T affine; in units of √v all rows count alike.
-        variances = [marginals[reading.name][1] for reading in readings]
-        sizes = [variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() for variance in variances]
-        now = torch.cat([(reading.sites.linear * size).flatten() for reading, size in zip(readings, sizes)])
-        away = torch.cat([(target.linear * size).flatten() for (_, target), size in zip(pairs, sizes)]) - now
-        for reading, (_, _, change) in zip(readings, found):
-            reading.change = change
-        if all(reading.change <= tolerance for reading in readings):
-            return True
-        new, steps = now + away, [*steps[-_DEPTH:], (now, away)]
-        if len(steps) > 1:
-            # The weights γ by which the residuals r − Σ γᵢ(r − rᵢ) are least give b + r − Σ γᵢ(b + r − bᵢ − rᵢ).
-            moved = torch.stack([now - iterate for iterate, _ in steps[:-1]], -1)
-            turned = torch.stack([away - residual for _, residual in steps[:-1]], -1)
-            weights = torch.linalg.lstsq(turned, away[:, None], driver="gelsd" if away.device.type == "cpu" else None)
-            new = new - ((moved + turned) @ weights.solution)[:, 0]
-        parts = new.split([size.numel() for size in sizes])
-        for (reading, target), part, size in zip(pairs, parts, sizes):
-            reading.move(Sites(reading.process.x, target.precision, part.reshape(size.shape) / size))
-    return False
+    def _update(self, reading: SiteReading, least: float) -> None:
+        """Update one GP site's sites, unless they move less than ``least`` standard deviations."""
+        found, target = self._target(reading)
+        # Negative curvatures, beyond rounding, of which sites cut to 0 are made.
+        reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
+        # ℓ that is quadratic where others are held has sites that no damping brings nearer.
+        rate = 1.0 if reading.quadratic else reading.module.rate
+        if reading.direct:
+            reading.move(target)
+        elif least < reading.change <= _LARGE / (rate * reading.pace):
+            reading.move(_proposed(reading, found, reading.marginal, rate))
+            reading.pace = min(1.0, 1.1 * reading.pace)
+        elif reading.change > least:
+            self._search(reading, found, rate)
 
+    def _search(self, reading: SiteReading, found: Expectation, rate: float) -> None:
+        """An update that may overshoot: as far as the bound E[ℓ] − KL does not fall."""
+        known, (posterior, marginal) = reading.marginal, reading.look()
+        if known is not marginal:  # what was kept may be of an earlier step
+            found, _ = self._target(reading)
+        bound = float((found.value - posterior.kl.sum()).detach())
+        # The sites of a free q are not quite the best ones for projected data: golden student-ComputationAware.
+        share = 1e-2 if isinstance(reading.module, ProjectedGP) else _ROUNDING[marginal[0].dtype]
+        slack = share * (1 + abs(bound))
+        if not bound > -_WIDE * marginal[0].numel():  # any step raises it: test_exponential_links_under_wide_priors
+            reading.move(self._at_modes(reading))
+            return
+        at_mean = reading.quadratic or reading.module.at == "mean"
+        for _ in range(_ATTEMPTS):
+            sites = _proposed(reading, found, marginal, rate)
+            moved = reading.posterior(sites.detached())
+            with torch.no_grad():
+                value = float(self._expect(reading, moved[1], at_mean).value - moved[0].kl.sum())
+            if value >= bound - slack:
+                reading.move(sites, moved)
+                reading.pace = min(1.0, 1.5 * reading.pace)
+                return
+            reading.halved += 1
+            reading.pace = max(reading.pace / 2, _SLOWEST)
 
-def _update(reader: Reader, reading: SiteReading, marginals: dict[str, Marginal], least: float) -> bool:
-    """Update one GP site's sites, unless they move less than ``least`` standard deviations.
+    @torch.no_grad()
+    def _at_modes(self, reading: SiteReading) -> Sites:
+        """ℓ expanded at each row's own mode, or towards it, where the posterior is so wide that expectations are of its
+        farthest tail, as under an exponential link.
+        """
+        prior_mean = reading.process.mean
+        f, point, tiny = prior_mean, torch.zeros_like(prior_mean), torch.finfo(prior_mean.dtype).tiny
+        low, high = torch.full_like(f, -math.inf), torch.full_like(f, math.inf)
+        for i in range(_NEWTON - 1):
+            found = self._expect(reading, (f, point), True)
+            # f ← f − ℓ'/ℓ'' in strides that grow, by bisection where that leaves what is known to hold the mode.
+            precision = (-found.second).clamp(min=tiny)
+            low, high = torch.where(found.first > 0, f, low), torch.where(found.first < 0, f, high)
+            stride = 2.0**i / 4
+            moved = f + (found.first / precision).nan_to_num(0.0).clamp(-stride, stride)
+            between = (moved > low) & (moved < high)
+            f = torch.where(between | ~(low.isfinite() & high.isfinite()), moved, (low + high) / 2)
+        return reading.expanded(self._expect(reading, (f, point), True), f - prior_mean, tiny)
 
-    :returns: whether marginals move.
-    """
-    found, target, reading.change = _expect(reader, reading, marginals)
-    # Negative curvatures, beyond rounding, of which sites cut to 0 are made.
-    reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
-    if reading.direct:
-        reading.move(target)
-        return not reading.alone
-    if reading.change <= least:
+    @torch.no_grad()
+    def _solve(self, tolerance: float) -> bool:
+        """The sites of GP sites and outputs that meet in Gaussian densities, at the optimum of a mean field: its means
+        solve a linear system, by Anderson's mixing of all iterates (1965), which on linear maps is GMRES.
+
+        :returns: whether they were found: not if the precisions of one depend on the others, as in a product of
+            functions.
+        """
+        readings = self.readings
+        # Tight in training, too: the bound falls with the square of what is missing, times its precisions.
+        tolerance = max(min(tolerance, 1e-5), _TIGHT[readings[0].process.x.dtype])
+        steps: list[tuple[Tensor, Tensor]] = []  # iterates, and residuals there
+        for reading, (_, first) in zip(readings, [self._target(reading) for reading in readings]):
+            reading.move(first if reading.unread else Sites(first.inputs, first.precision, reading.sites.linear))
+        for _ in range(_MOST):
+            pairs = [(reading, self._target(reading)[1]) for reading in readings]
+            if not all(torch.allclose(found.precision, reading.sites.precision, rtol=1e-6) for reading, found in pairs):
+                return False
+            if all(reading.change <= tolerance for reading in readings):
+                return True
+            # With b = λ(z − μ) the fixed point is b = T(b), T affine; in units of √v all rows count alike.
+            variances = [reading.marginal[1] for reading in readings]
+            sizes = [variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() for variance in variances]
+            now = torch.cat([(reading.sites.linear * size).flatten() for reading, size in zip(readings, sizes)])
+            away = torch.cat([(found.linear * size).flatten() for (_, found), size in zip(pairs, sizes)]) - now
+            new, steps = now + away, [*steps[-_DEPTH:], (now, away)]
+            if len(steps) > 1:
+                # The weights γ by which the residuals r − Σ γᵢ(r − rᵢ) are least give b + r − Σ γᵢ(b + r − bᵢ − rᵢ).
+                moved = torch.stack([now - iterate for iterate, _ in steps[:-1]], -1)
+                turned = torch.stack([away - residual for _, residual in steps[:-1]], -1)
+                driver = "gelsd" if away.device.type == "cpu" else None
+                weights = torch.linalg.lstsq(turned, away[:, None], driver=driver).solution
+                new = new - ((moved + turned) @ weights)[:, 0]
+            for (reading, found), part, size in zip(pairs, new.split([size.numel() for size in sizes]), sizes):
+                reading.move(Sites(reading.process.x, found.precision, part.reshape(size.shape) / size))
         return False
-    # ℓ that is quadratic where others are held has sites that no damping brings nearer.
-    rate = 1.0 if reading.quadratic else reading.module.rate
-    if reading.change * rate * reading.pace <= _LARGE:
-        reading.move(_proposed(reading, found, marginals[reading.name], rate))
-        reading.pace = min(1.0, 1.1 * reading.pace)
-    else:
-        _search(reader, reading, marginals, found, rate)
-    return True
 
 
 def _proposed(reading: SiteReading, found: Expectation, marginal: Marginal, rate: float) -> Sites:
@@ -211,75 +272,13 @@ def _proposed(reading: SiteReading, found: Expectation, marginal: Marginal, rate
     return within_reach(sites, old, relative) if isinstance(reading.module, ProjectedGP) else sites
 
 
-def _search(
-    reader: Reader, reading: SiteReading, marginals: dict[str, Marginal], found: Expectation, rate: float
-) -> None:
-    """An update that may overshoot: as far as the bound E[ℓ] − KL does not fall."""
-    name, (posterior, now) = reading.name, reading.look()
-    if marginals[name] is not now:  # what was kept may be of an earlier step
-        marginals[name] = now
-        found, _, _ = _expect(reader, reading, marginals)
-    bound = float((found.value - posterior.kl.sum()).detach())
-    # The sites of a free q are not quite the best ones for projected data: golden student-ComputationAware.
-    share = 1e-2 if isinstance(reading.module, ProjectedGP) else _ROUNDING[now[0].dtype]
-    slack = share * (1 + abs(bound))
-    if not bound > -_WIDE * now[0].numel():  # any step raises it: test_exponential_links_under_wide_priors
-        reading.move(_at_modes(reader, reading, marginals))
-        return
-    for _ in range(_ATTEMPTS):
-        sites = _proposed(reading, found, marginals[name], rate)
-        moved = reading.posterior(sites.detached())
-        with torch.no_grad():
-            value = float(_expect(reader, reading, {**marginals, name: moved[1]})[0].value - moved[0].kl.sum())
-        if value >= bound - slack:
-            reading.move(sites, moved)
-            reading.pace = min(1.0, 1.5 * reading.pace)
-            return
-        reading.halved += 1
-        reading.pace = max(reading.pace / 2, _SLOWEST)
-
-
-def _expect(
-    reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]
-) -> tuple[Expectation, Sites, float]:
-    """E[ℓ] and its derivatives, the sites that these lead to, and how far they are from those that there are."""
-    name, prior_mean = reading.name, reading.process.mean
-    # Where sites are ℓ itself they are the same wherever it is expanded, and marginals are not asked for.
-    mean, variance = (prior_mean.detach(), torch.zeros_like(prior_mean)) if reading.alone else marginals[name]
-    away = mean - prior_mean
-    at_mean = reading.quadratic or reading.module.at == "mean"
-    found = reader.expect(name, {**marginals, name: (mean, variance)}, at_mean)
-    target = reading.expanded(found, away)
-    if isinstance(reading.module, ProjectedGP) and not reading.quadratic:
-        target = within_reach(target, reading.sites, (away, variance))
-    return found, target, 0.0 if reading.alone else _distance(reading, target, (mean, variance))
-
-
 @torch.no_grad()
-def _at_modes(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Sites:
-    """ℓ expanded at each row's own mode, or towards it, where the posterior is so wide that expectations are of its
-    farthest tail, as under an exponential link.
+def _distance(sites: Sites, target: Sites, marginal: Marginal) -> float:
+    """How far sites are from others: in standard deviations of the marginals, and as a share of their precisions.
+
+    :param marginal: m − μ and v.
     """
-    prior_mean = reading.process.mean
-    f, point, tiny = prior_mean, torch.zeros_like(prior_mean), torch.finfo(prior_mean.dtype).tiny
-    low, high = torch.full_like(f, -math.inf), torch.full_like(f, math.inf)
-    for i in range(_NEWTON - 1):
-        found = reader.expect(reading.name, {**marginals, reading.name: (f, point)}, True)
-        # f ← f − ℓ'/ℓ'' in strides that grow, by bisection where that leaves what is known to hold the mode.
-        precision = (-found.second).clamp(min=tiny)
-        low, high = torch.where(found.first > 0, f, low), torch.where(found.first < 0, f, high)
-        stride = 2.0**i / 4
-        moved = f + (found.first / precision).nan_to_num(0.0).clamp(-stride, stride)
-        between = (moved > low) & (moved < high)
-        f = torch.where(between | ~(low.isfinite() & high.isfinite()), moved, (low + high) / 2)
-    found = reader.expect(reading.name, {**marginals, reading.name: (f, point)}, True)
-    return reading.expanded(found, f - prior_mean, tiny)
-
-
-@torch.no_grad()
-def _distance(reading: SiteReading, target: Sites, marginal: Marginal) -> float:
-    """How far sites are from others: in standard deviations of the marginals, and as a share of their precisions."""
-    sites, variance, away = reading.sites, marginal[1], marginal[0] - reading.process.mean
+    away, variance = marginal
     # Of each row alone: |Δg|√v and |Δλ|v, with g = λ(z − m).
     pull = (target.linear - target.precision * away) - (sites.linear - sites.precision * away)
     tighter = (target.precision - sites.precision).abs() * variance
