@@ -146,9 +146,9 @@ class AutoSparseGP(SavedGuide):
     def _perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
         run.perform(args, kwargs)
         require_sizes(run.sites)
-        note_rows(self, run)
+        note_rows(run)
         if self.is_training:
-            self.row_share = note_step(self, run, args, kwargs)
+            self.row_share = note_step(run, args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
@@ -233,7 +233,7 @@ class AutoSparseGP(SavedGuide):
         require_count(num, "the number of draws")
         conditions, draws = None, list[dict[str, Tensor]]()
         for _ in range(num):
-            run = self.run_at(args, kwargs, conditions=conditions, joint_up_to=torch.inf if joint else -1)
+            run = self.run_at(args, kwargs, conditions=conditions, joint_up_to=torch.inf if joint else 0)
             conditions = None if self.has_random_latents else run.conditions
             draws.append(run.values)
         return draws
@@ -289,7 +289,7 @@ class AutoSparseGP(SavedGuide):
         conditions = conditions or conditions_now(self, asked.get("at_medians", False), rows.inputs)
         with unrecorded(same=False, learns=False), whole_plates():
             run = Posteriors(self, conditions, rows, **{"sums_out": False} | asked).perform(args, kwargs)
-        note_rows(self, run)
+        note_rows(run)
         return run
 
     def forget_data(self) -> None:

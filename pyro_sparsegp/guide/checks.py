@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 
 from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
 from ..numerics.linalg import default_jitter
-from ..posterior.sparse_posterior import SparsePosterior
 from ..program import checks
 from ..program.declared import is_normal
-from ..program.facts import Structure
-from ..program.traces import all_sites, bare, is_free, log_densities
+from ..program.traces import bare, log_densities
 from .known import Core, KnownGuide
 from .networks import Calls, rows_to_follow
-from .runs import probed
+from .runs import Run, probed
 
 
 def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -31,10 +26,10 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
     outputs = list(log_densities(probe.trace, probe.posteriors).values())
     for name, q in probe.posteriors.items():  # a kernel's parameter may be in the divergence alone, a mean's in values
         outputs += [probe.values[name], q.process.kernel.diag(q.process.x), q.kl]
-    known = _check_known(core.facts, guide.trace)
-    _warn_of_data_latents(guide, probe.posteriors)
-    _warn_of_jitter(guide, probe.posteriors)
-    core.registered = checks.require_registered(outputs, guide.trace, (args, kwargs))
+    known = _check_known(probe)
+    _warn_of_data_latents(probe)
+    _warn_of_jitter(probe)
+    core.registered = checks.require_registered(outputs, probe.trace, (args, kwargs))
     for name, posterior in probe.posteriors.items():
         if posterior.process.x.requires_grad:
             module = guide.module_of(name)
@@ -49,13 +44,13 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
     core.checked = known  # else a training call will tell
 
 
-def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, SparsePosterior]) -> None:
+def _warn_of_data_latents(probe: Run) -> None:
     """Tell of latents that each datum has one of beside f; those that may be a GP's inputs are another matter."""
-    found = guide.facts
+    found = probe.guide.facts
     most = max(found.rows.values(), default=math.inf)
     names = [name for name in found.local_latents if math.prod(found.latents[name]["shape"] or ()) >= most]
     # test_messages.py::test_a_latent_of_each_datum
-    if names and not any(posterior.process.x.requires_grad for posterior in posteriors.values()):
+    if names and not any(process.x.requires_grad for process in probe.processes.values()):
         warnings.warn(
             f"latent site {names[0]!r} has a value for each datum, and q takes it to be independent of GP sites "
             f"{', '.join(map(repr, found.gps))}: the intervals of both are too narrow. Integrate it out in the "
@@ -64,15 +59,14 @@ def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, SparsePost
         )
 
 
-def _warn_of_jitter(guide: KnownGuide, posteriors: Mapping[str, SparsePosterior]) -> None:
+def _warn_of_jitter(probe: Run) -> None:
     """Tell of normal data that are as precise as the jitter lets function values be."""
-    sites = dict(all_sites(guide.trace))
-    noise = {n: fn.variance.min() for n in guide.facts.rows if n in sites and is_normal(fn := bare(sites[n]["fn"]))}
-    for gp, posterior in posteriors.items():
-        parts = [part.jitter for part in guide.module_of(gp).modules() if isinstance(part, InducingPoints)]
+    noise = {n: fn.variance.min() for n, site in probe.data.items() if is_normal(fn := bare(site["fn"]))}
+    for gp, process in probe.processes.items():
+        parts = [part.jitter for part in probe.module(gp, process).modules() if isinstance(part, InducingPoints)]
         # a process' before a basis' own, as in InducingPoints.forward
-        own = next(filter(None, [posterior.process.jitter, *parts]), default_jitter(guide.like.dtype))
-        jitter = own * posterior.process.variance.mean()
+        own = next(filter(None, [process.jitter, *parts]), default_jitter(process.x.dtype))
+        jitter = own * process.variance.mean()
         names = [name for name, variance in noise.items() if variance < 10 * jitter]  # sd 5 % too wide, and more
         if names:
             warnings.warn(
@@ -83,16 +77,14 @@ def _warn_of_jitter(guide: KnownGuide, posteriors: Mapping[str, SparsePosterior]
             )
 
 
-def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
+def _check_known(probe: Run) -> bool:
     """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or loaded
     with.
 
     :returns: whether it was a training call.
     """
-    sites, data = dict(all_sites(trace)), facts.rows
-    free = {name for name, site in sites.items() if is_free(site) and not site_is_subsample(site)}
-    known = {*facts.gps, *facts.latents}
-    is_training = all(name in sites and sites[name]["is_observed"] for name in data)
+    facts, free = probe.guide.facts, {name for name, site in probe.sites.items() if not site["is_observed"]}
+    known, is_training = {*facts.gps, *facts.latents}, probe.data.keys() == facts.rows.keys()
     # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
     if free != known and is_training:
         raise ValueError(
@@ -100,12 +92,12 @@ def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
             "its state saved, with another model."
         )
     # A prediction may draw sites of its own: test_messages.py::test_a_latent_that_a_state_does_not_have.
-    unknown = sorted(free - known - set(data))
+    unknown = sorted(free - known - facts.rows.keys())
     if unknown:
         warnings.warn(
             f"site {unknown[0]!r} is neither a latent site that the guide knows, {sorted(known)}, nor one of its data, "
-            f"{sorted(data)}: it is drawn from its prior. If another model's state was loaded, load it into a guide of "
-            "that model.",
+            f"{sorted(facts.rows)}: it is drawn from its prior. If another model's state was loaded, load it into a "
+            "guide of that model.",
             stacklevel=2,
         )
     return is_training

@@ -36,8 +36,8 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
     :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
     """
-    data, facts = guide.core.data, guide.facts
-    if facts.field or not guide.by_sites or (data is None and not guide.has_random_latents):
+    data = guide.core.data
+    if not guide.on_sites or (data is None and not guide.has_random_latents):
         return Conditions()
     name = next(iter(guide.site_modules()))
     if data is None:  # test_conditioned.py::test_the_state_holds_the_data_and_says_when_it_cannot
@@ -107,7 +107,7 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
         core.data.args, core.data.kwargs = args, kwargs
     reader = Reader(held_runs(guide.model, run.trace, args, kwargs), core.facts, _closed(core, run))
     with torch.set_grad_enabled(learns):
-        readings = _read(guide, reader, kept, run, rows)
+        readings = _read(reader, kept, run, rows)
     # What other runs are to have of latents: all of it at the same rows.
     free = free_values(run.trace)
     shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(core.facts.local_latents)
@@ -120,26 +120,20 @@ def _is_read(module: Any) -> bool:
     return isinstance(module, SiteGP) and isinstance(module.sites, KeptSites)
 
 
-def _read(
-    guide: KnownGuide, reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows
-) -> dict[str, SiteReading]:
+def _read(reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
-    learns, left = rows.learns, list[SiteReading]()
+    guide, learns, found = run.guide, rows.learns, reader.found
     if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
-        core, found = guide.core, reader.found
-        core.looks += 1
-        if found.quadratic and core.looks in _LOOKS:
+        guide.core.looks += 1
+        if found.quadratic and guide.core.looks in _LOOKS:
             again = replace(found)
             explore(again, reader.run, run.processes, found.quadratic)
             found.quadratic[:] = again.quadratic
     met = {name: process for name, process in run.processes.items() if name in names}
     readings = {name: SiteReading(name, process, guide.module_of(name), reader) for name, process in met.items()}
-    for reading in readings.values():
-        if reading.name in run.moves:
-            _read_off(reading, run, learns)
-        else:
-            left.append(reading)
-    if left:
+    for name in run.moves:
+        _read_off(readings[name], run, learns)
+    if left := [reading for name, reading in readings.items() if name not in run.moves]:
         for reading in left if learns else ():
             reading.resume(rows.same)
         others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}

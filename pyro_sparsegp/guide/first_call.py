@@ -41,7 +41,7 @@ from ..program.traces import (
 )
 from .field import is_normal_prior
 from .joint import join, require_by_rows, require_families, require_joint
-from .known import Core, KnownGuide
+from .known import Core, KnownGuide, by_groups
 from .rows import show_all_rows
 from .runs import Run, probed
 from .start import start
@@ -87,7 +87,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         _require_sites(run)
         facts = _describe(run)
         facts.enumerated = run.enumeration.names  # type: ignore[union-attr]
-        facts.joint = guide.groups
+        facts.joint = [list(group) for group in by_groups(guide.families) if len(group) > 1]
         guide.core = Core(facts)
         show_all_rows(guide, args, kwargs, trace)
         _explore(run, facts, args, kwargs)

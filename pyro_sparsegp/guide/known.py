@@ -85,8 +85,7 @@ class KnownGuide(AutoNormalMessenger):
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        by_group = by_groups(families)
-        self.families, self.groups = families, [list(group) for group in by_group if len(group) > 1]
+        self.families, by_group = families, by_groups(families)
         self.by_name = {name: family for group, family in by_group.items() for name in group}
         self.declared = list(by_group.values())
         # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
@@ -134,7 +133,7 @@ class KnownGuide(AutoNormalMessenger):
 
     def module_of(self, name: str) -> Any:
         """The variational module of a GP site."""
-        modules = self.core.modules or self.modules_by_site()
+        modules = self.modules_by_site()
         if name not in modules:  # test_guide.py::test_refusals
             known = sorted(modules)
             raise ValueError(f"GP site {name!r} was not there when the guide was initialised; it knows {known}")

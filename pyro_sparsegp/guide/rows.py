@@ -12,7 +12,7 @@ from pyro import poutine
 
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
-from ..program.traces import all_sites, is_free, is_observation, share_of, whole_plates
+from ..program.traces import is_free, is_observation, share_of, whole_plates
 from ..warned import warn_once
 from .known import KnownGuide, Rows
 from .runs import Priors, Run
@@ -28,18 +28,17 @@ def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
     return Rows(same, inputs, learns, relation=relation)
 
 
-def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
+def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
     """After a step of training: take note of its data, and check that they are what the guide is about.
 
     :returns: their share of all rows, as plates tell; 0 where there are none.
     :raises ValueError: if an objective's step, which is at nodes, brings no data.
     """
-    core, facts, sites = guide.core, guide.core.facts, run.sites
-    seen = [name for name in facts.rows if name in sites and sites[name]["is_observed"]]
-    observed = [name for name in seen if not guide.is_given(name, sites[name])]
+    guide, core, facts, sites = run.guide, run.guide.core, run.guide.core.facts, run.sites
+    observed = {name: site for name, site in run.data.items() if not guide.is_given(name, site)}
     if not observed:
         if run.nodes is not None:
-            require_data(guide)
+            require_data(run)
         return 0.0
     known = {*facts.gps, *facts.latents, *facts.rows}
     # What the guide has no posterior of is drawn from its prior: a latent that training first meets now would never
@@ -51,24 +50,24 @@ def note_step(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) 
             "a new guide, and call it first with arguments under which the model samples all its latents."
         )
     if not run.rows.same:
-        _refuse_other_data(guide, run, observed[0])
+        _refuse_other_data(run, next(iter(observed)))
     core.data = core.data or TrainingData(guide.model, args, kwargs)
     # After guide.forget_data() the numbers are 0: test_data.py::test_other_data_after_the_first_are_forgotten.
     if 0 in facts.rows.values():
-        facts.rows.update({name: sites[name]["value"].numel() for name in observed})
-    return share_of_rows(guide, run)
+        facts.rows.update({name: site["value"].numel() for name, site in observed.items()})
+    return share_of_rows(run)
 
 
 def _is_prior(site: Any) -> bool:
     return site["fn"] is site["infer"].get("prior")
 
 
-def require_data(guide: KnownGuide) -> None:
+def require_data(run: Run) -> None:
     """Raise if an objective's run met no data: the model has drawn them, y=None.
 
     :raises ValueError: naming a site that held data at the first call.
     """
-    rows, sites = guide.facts.rows, dict(all_sites(guide.trace))
+    guide, rows, sites = run.guide, run.guide.facts.rows, run.sites
     observed = [name for name, site in sites.items() if is_observation(site)]
     # Beside what is given, data that are left out, not drawn, may be another step's:
     # test_data.py::test_measurements_that_are_not_of_f_are_data.
@@ -82,8 +81,9 @@ def require_data(guide: KnownGuide) -> None:
         )
 
 
-def _refuse_other_data(guide: KnownGuide, run: Run, observed: str) -> None:
+def _refuse_other_data(run: Run, observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
+    guide = run.guide
     # test_data.py::test_a_loss_at_other_data_leaves_the_posterior_alone
     about: list[str] = []
     for name, module in () if guide.takes_batches else guide.site_modules().items():
@@ -102,18 +102,17 @@ def _refuse_other_data(guide: KnownGuide, run: Run, observed: str) -> None:
         )
 
 
-def share_of_rows(guide: KnownGuide, run: Run) -> float:
+def share_of_rows(run: Run) -> float:
     """The share of all rows that a step of training has, the least of all sites that hold data; 0 if it is not known.
 
     Warns of a mini-batch that no plate scales up.
     """
-    facts, sites = guide.core.facts, run.sites
-    data = {name: sites[name] for name in facts.rows if name in sites and sites[name]["is_observed"]}
+    guide, facts, sites = run.guide, run.guide.core.facts, run.sites
     # A plate that scales rows up does so whatever handlers' scales are.
-    shares = [share_of(site) for site in data.values()]
+    shares = [share_of(site) for site in run.data.values()]
     least, known = min(shares, default=1.0), True
     scales = [sites[name]["scale"] for name in facts.gps if name in sites]  # of all that is scored, if that is scaled
-    for (name, site), share in zip(data.items(), shares):
+    for (name, site), share in zip(run.data.items(), shares):
         if share < 1:
             continue
         num, before, told = site["value"].numel(), facts.rows[name], ("rows", name)
@@ -157,18 +156,15 @@ def show_all_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], trace:
         guide.trace = trace
 
 
-def note_rows(guide: KnownGuide, run: Run) -> None:
+def note_rows(run: Run) -> None:
     """After a run: take note of the rows of training, and of how many there are in all; or warn where a prediction's
     diagonal is relative to a part of them.
     """
-    for name, process in run.processes.items():
-        module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
-        if module is None:
-            continue
+    guide, frames = run.guide, [frame for site in run.data.values() for frame in site["cond_indep_stack"]]
+    for name, x in ((name, process.x) for name, process in run.processes.items() if name in guide.corrected_modules()):
+        module = guide.module_of(name)
         if not run.rows.new and guide.is_training:
-            x, sites = process.x, run.sites
             module.see(x)
-            frames = [frame for n in guide.facts.rows if n in sites for frame in sites[n]["cond_indep_stack"]]
             sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]
             module.num_rows = max(sizes, default=module.num_rows)
         # test_deep_basis.py::test_unseen_rows_are_told_of_and_one_call_mends_it

@@ -89,6 +89,12 @@ class Run(ABC):
         """The sample sites that it met, by name."""
         return sample_sites(self.trace)
 
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Those that hold data, of the sites that did at the first call."""
+        met = {name: self.sites[name] for name in self.guide.core.facts.rows if name in self.sites}
+        return {name: site for name, site in met.items() if site["is_observed"]}
+
     def module(self, name: str, process: GaussianProcess) -> Any:
         """The site's variational module."""
         return self.guide.module_of(name)

@@ -171,9 +171,9 @@ class ExpectationPropagation:
             processes, trace = run.processes, run.trace
             require_sizes(run.sites)
             if train:
-                share_of_rows(guide, run)
+                share_of_rows(run)
             if sweeps:
-                require_data(guide)
+                require_data(run)
             terms = Terms(held_runs(guide.model, trace, args, kwargs), guide.facts, processes, self._known)
             self._known = terms.owners, terms.rowwise
             runs = [SiteRun(self, *one, terms, trace, indices) for one in processes.items()]
