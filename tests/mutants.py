@@ -65,7 +65,7 @@ a-scaled-prior-counts-in-full: test_sites.py::test_a_scaled_model_has_the_same_p
 + return sum((part.sum() for part in parts.values()), none)
 quadratic-once-and-for-all: test_sites.py::test_a_likelihood_that_is_gaussian_at_first_only
 - if found.quadratic and guide.core.looks in _LOOKS:
-+ if found.quadratic and not core.looks:
++ if found.quadratic and not guide.core.looks:
 no-gradient-at-the-floor: test_float32.py::test_natural_steps_on_precise_data
 - return variance + lacking
 + return variance.clamp(min=variance_floor(prior).expand(variance.shape)) + 0 * lacking
