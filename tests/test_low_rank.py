@@ -71,7 +71,7 @@ def test_what_a_sweep_leaves_is_positive_definite_in_both_triangles():
 
 def test_root_of_a_precision():
     blocks, _, _ = pieces()
-    root = root_of_inverse(blocks, plus_one=False)
+    root = root_of_inverse(blocks)
     torch.testing.assert_close(root @ root.mT, torch.linalg.inv(blocks))
     assert (root == root.tril()).all()
 

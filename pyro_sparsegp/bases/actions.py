@@ -70,9 +70,11 @@ class BlockActions(Actions):
         self.inputs = sites.inputs.index_select(-2, order)
         precision = sites.precision.index_select(-1, order)
         self.weights = values * precision
+        # D = SᵀΛ⁻¹S = TᵀΛT, diagonal: blocks have no rows in common
         noise = _sums(self.weights * values, self.sizes, -1)
         # A block without information: an action of zeros, with a noise that keeps G regular.
         self.noise = torch.where(noise > 0, noise, torch.ones_like(noise))
+        # Sᵀ(z − μ) = Tᵀλ(z − μ)
         self.target = _sums(values * sites.linear.index_select(-1, order), self.sizes, -1)
 
     @property

@@ -47,10 +47,7 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
 
 @torch.no_grad()
 def _pivots(kernel: Any, x: Tensor, num: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rows of x, one by one, by the variances that are left.
-
-    :param draw: the number of a row, ``(1,)``, from their variances.
-    """
+    # Rows of x, one by one, by the variances that are left, of which draw makes the number of a row, (1,).
     x = x[torch.randperm(x.shape[0], device=x.device)]
     rest = max(num - _PIVOTS, 0)  # rows that the choice does not see: none is taken twice
     few = num - rest
@@ -98,6 +95,7 @@ def k_means(kernel: Any, x: Tensor, num: int, num_iterations: int = 25, most: in
         nearest = torch.cdist(points, centres).argmin(1)
         counts = torch.zeros(num, dtype=x.dtype, device=x.device).index_add(0, nearest, torch.ones_like(points[:, 0]))
         totals = torch.zeros_like(centres).index_add(0, nearest, points)
+        # Each to the mean of the points that are nearest to it; one that has none stays (Lloyd, 1982).
         centres = torch.where(counts[:, None] > 0, totals / counts.clamp(min=1)[:, None], centres)
     return centres * spread
 

@@ -100,6 +100,7 @@ class KrylovPolicy(Policy):
         live = first > tiny
         for j in range(chosen.shape[-1]):
             chosen[..., j] = torch.where(live, q, 0.0)
+            # Aq and qᵀAq for A = I + Λ^½KΛ^½, the next diagonal of the tridiagonal QᵀAQ
             product = q + multiply(q[..., None])[..., 0]
             alpha = (q * product).sum(-1, keepdim=True)
             # The pivots of the tridiagonal matrix give the residual's norm, β|ζ|.
@@ -133,6 +134,7 @@ class EigenPolicy(Policy):
         generator = torch.Generator().manual_seed(0)
         wide = min(num + 8, rows)
         basis = torch.randn(rows, wide, generator=generator).to(sites.inputs)
+        # Q ← qr(AQ): each pass favours an eigenvector by its eigenvalue
         for _ in range(6):
             basis = torch.linalg.qr(multiply(basis))[0]
         image = multiply(basis)

@@ -114,6 +114,7 @@ class RobustMax(TorchDistribution):
             require_codes(value, self.num_classes, "RobustMax's classes", "give y - 1 for classes from 1")
 
     def _levels(self) -> tuple[Tensor, Tensor]:
+        # log(1 − ε) and log(ε/(P − 1)): the log density where f_y is the largest, and where it is not
         return torch.log1p(-self.epsilon), self.epsilon.log() - math.log(self.num_classes - 1)
 
     def expected_log_prob(self, value: Tensor, variance: Tensor) -> Tensor:

@@ -234,7 +234,7 @@ class AboutValues(Natural):
 
         # Draws alone want a root, through a graph of its own.
         def root() -> Tensor:
-            return root_of_inverse(self._precision(self._seen_from(seat).parts), False, "I + G of natural steps")
+            return root_of_inverse(self._precision(self._seen_from(seat).parts), "I + G of natural steps")
 
         factor = CovarianceFactor(loc, covariance, trace, log_det, root)
         return Product(self.sizes, [factor], [range(len(self.sizes))]), seen

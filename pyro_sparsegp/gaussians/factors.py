@@ -156,7 +156,7 @@ class DenseFactor(Factor):
 
     @staticmethod
     def scale_of(phi: Tensor) -> Tensor:
-        return root_of_inverse(phi.mT @ phi)
+        return root_of_inverse(plus_one(phi.mT @ phi))
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:

@@ -10,7 +10,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..numerics.linalg import root_of_inverse, side_by_side, solve_lower
+from ..numerics.linalg import plus_one, root_of_inverse, side_by_side, solve_lower
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients
 from .factors import DenseFactor, DiagonalFactor, Factor, IdentityFactor, LowRankFactor
@@ -209,7 +209,7 @@ class _LowRank(Coefficients):
         for i, (phi, (u, b)) in enumerate(zip(features, found)):
             if self.base:
                 # (I + ΦᵀΦ − UUᵀ)⁻¹ = LLᵀ of a block, and B = LᵀU
-                root = root_of_inverse(phi.mT @ phi - u @ u.mT)
+                root = root_of_inverse(plus_one(phi.mT @ phi - u @ u.mT))
                 self.put(f"scale_tril_{i}", root)
                 b = root.mT @ u + (b - u)
             self.put(f"b_{i}", b)

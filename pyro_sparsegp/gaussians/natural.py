@@ -164,7 +164,7 @@ class NaturalGaussian(AboutValues):
             factor.loc = factor.loc + seen.near[..., own]
             # S = RAAᵀRᵀ
             if has_tilt and not isinstance(factor, IdentityFactor):
-                root = root_of_inverse(gram[..., own, own], what="I + G of natural steps")
+                root = root_of_inverse(plus_one(gram[..., own, own]), "I + G of natural steps")
                 q.factors[i] = DenseFactor(factor.loc, root @ self.tilt_matrix[..., own, own])
         return q
 

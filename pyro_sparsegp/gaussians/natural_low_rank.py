@@ -168,7 +168,7 @@ class NaturalLowRank(AboutValues):
     def _given(self, seen: Seen) -> Product:
         low_rank, block, _ = seen.parts
         # with RRᵀ = D⁻¹, P = R⁻ᵀ(I + RᵀBBᵀR)R⁻¹
-        tril = root_of_inverse(block, False, "a block of a low-rank precision")
+        tril = root_of_inverse(block, "a block of a low-rank precision")
         # RA for D⁻¹ = RAAᵀRᵀ; a natural step starts without A
         if self.has_tilt:
             tril = each_times(tril, self.tilt_matrix)

@@ -147,7 +147,7 @@ class Model(BoTorchModel, FantasizeMixin):
         return found if posterior_transform is None else posterior_transform(found)
 
     def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Means ``(P, ..., q)`` and covariances ``(P, ..., q, q)``."""
+        # Means (P, ..., q) and covariances (P, ..., q, q).
         batch, q = X.shape[:-2], X.shape[-2]
         posteriors = self.guide.posterior(*self.arguments(X.reshape(-1, X.shape[-1])))
         means = torch.cat([_by_output(posteriors[name].mean) for name in self.sites])[self._outputs]
@@ -155,7 +155,7 @@ class Model(BoTorchModel, FantasizeMixin):
         return means.reshape(-1, *batch, q), blocks.reshape(-1, *batch, q, q)
 
     def _noises(self, X: Tensor) -> Tensor:
-        """The variances of measurements, ``(P, ..., q)``: those given, or the likelihood's."""
+        # The variances of measurements, (P, ..., q): those given, or the likelihood's.
         if self.noise is not None:
             given = self.noise.to(X)
             return given.expand(*X.shape[:-1], given.shape[-1]).movedim(-1, 0)[self._outputs]
@@ -169,7 +169,7 @@ class Model(BoTorchModel, FantasizeMixin):
         return found[self._outputs].reshape(-1, *X.shape[:-1])
 
     def _noise(self, name: str, mean: Tensor, trace: poutine.Trace) -> Tensor:
-        """The variance of an observation of each of a site's values, ``(P, N)``."""
+        # The variance of an observation of each of a site's values, (P, N).
         facts, means = self.guide.facts, torch.atleast_2d(mean)
         rows = () if facts.enumerated else trace.nodes.keys() & facts.rows.keys()  # whose mixtures are not around f
         for fn in (bare(trace.nodes[site]["fn"]) for site in rows):
@@ -255,6 +255,7 @@ class _Given(Model):
         # Places of each batch, those measured first.
         places = [x.expand(*batch, *x.shape[-2:]) for x in (self.places, X)]
         mean, covariance = self.before._joint(torch.cat(places, -2))
+        # m(x) + C(x, X)(C(X, X) + Σ)⁻¹(y − m(X)), C(x, x') − C(x, X)(C(X, X) + Σ)⁻¹C(X, x')
         known = covariance[..., :num, :num] + self.variances.movedim(-1, 0).diag_embed()
         factor = cholesky(known, None, "the covariance of measurements that Model is conditioned on")
         cross = solve_lower(factor, covariance[..., :num, num:])
@@ -265,12 +266,12 @@ class _Given(Model):
 
 
 def _by_output(values: Tensor, dims: int = 1) -> Tensor:
-    """Values ``(..., *dims)`` with all outputs in one first dimension."""
+    # Values (..., *dims) with all outputs in one first dimension.
     return values.reshape(-1, *values.shape[values.dim() - dims :])
 
 
 def _blocks(posterior: SparsePosterior, q: int) -> Tensor:
-    """The covariances of each q consecutive values, ``(..., N/q, q, q)``."""
+    # The covariances of each q consecutive values, (..., N/q, q, q).
     if q == 1:
         return posterior.variance[..., None, None]
     dims = len(posterior.batch_shape)
@@ -280,7 +281,7 @@ def _blocks(posterior: SparsePosterior, q: int) -> Tensor:
 
 
 def _noises_of(noise: Any, outputs: Tensor) -> Tensor:
-    """Variances of measurements of all outputs, ``(..., P)``."""
+    # Variances of measurements of all outputs, (..., P).
     value = torch.as_tensor(noise if isinstance(noise, (int, float, Tensor)) else math.nan)
     if not bool((value.isfinite() & (value >= 0)).all()):
         raise ValueError(f"Model's noise is a variance, or a tensor of them, of at least 0; got {noise!r}")

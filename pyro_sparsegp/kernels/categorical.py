@@ -61,6 +61,7 @@ class Categorical(Level, CodeKernel):
         return as_tensor(self.variance, x)[..., None, None] * same
 
     def features(self, x: Tensor) -> Tensor:
+        # √s·[x = c]: all 0 for a new level, whose effect is the residual
         return as_tensor(self.variance, x).sqrt()[..., None, None] * self.indicators(x)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
@@ -112,6 +113,7 @@ class Coregionalisation(CodeKernel):
         rows = self.indicators(x).to(x.dtype)
         # Zeros would make an output that does not exist a certainty. (A guide's first call names the number.)
         rows = torch.where(rows.any(-1, keepdim=True), rows, torch.nan)
+        # φ(p) = (A_p·, s_p e_p), so that φ(p)ᵀφ(p') = (AAᵀ + diag(s²))_pp'
         shared = rows @ self.mixing.to(x)
         if self.own is None:
             return shared

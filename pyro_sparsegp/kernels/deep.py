@@ -86,6 +86,7 @@ class DeepBasis(FeatureKernel):
         if z is not None:
             return phi @ self.features(z).mT
         squares = row_squares(phi)
+        # ΦΦᵀ + diag(max ‖φ‖² − ‖φ(xₙ)‖²) (section 3.3)
         return phi @ phi.mT + torch.diag_embed(self._diagonal(squares) - squares)
 
     def diag(self, x: Tensor) -> Tensor:

@@ -25,11 +25,13 @@ _FEW = 16  # columns: up to here the product of inputs, even in float64, costs l
 
 def _towards(grad: Tensor, one: Tensor, other: Tensor) -> Tensor:
     # The gradient by inputs of that by their squared distances to others.
+    # ∂/∂xₙ Σ_m g_nm ‖xₙ − z_m‖² = 2Σ_m g_nm (xₙ − z_m)
     return 2 * (grad.sum(-1, keepdim=True) * one - grad @ other).sum_to_size(one.shape)
 
 
 def _moved(one: Tensor, other: Tensor, change: Tensor) -> Tensor:
     # The change of inputs' squared distances to others.
+    # d‖xₙ − z_m‖² = 2(xₙ − z_m)ᵀdxₙ
     return 2 * ((one * change).sum(-1, keepdim=True) - change @ other.mT)
 
 
@@ -192,6 +194,7 @@ class _Matern(Stationary):
 
     @classmethod
     def unit_frequencies(cls, shape: Sequence[int], x: Tensor) -> Tensor:  # type: ignore[override]
+        # ω = n/√(χ²/2ν) with n ~ N(0, I) and χ² of 2ν degrees of freedom
         normal = torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
         chi2 = torch.randn(*shape, cls.twice_nu, dtype=x.dtype, device=x.device).square().sum(-1, keepdim=True)
         return normal * (cls.twice_nu / chi2).sqrt()
@@ -207,6 +210,7 @@ class Matern12(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        # dg/ds = −e^(−√s)/(2√s), which is not finite at 0
         apart = s > 0
         r = root(s)
         value = (-r).exp_()

@@ -300,14 +300,12 @@ def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def root_of_inverse(gram: Tensor, plus_one: bool = True, what: str = "I + ΦᵀΦ") -> Tensor:
-    """Lower triangular L with LLᵀ = (I + G)⁻¹, for G positive semidefinite, ``(..., M, M)``: no inverse is formed.
+def root_of_inverse(matrix: Tensor, what: str = "I + ΦᵀΦ") -> Tensor:
+    """Lower triangular L with LLᵀ = A⁻¹, for A positive definite, ``(..., M, M)``: no inverse is formed.
 
-    :param plus_one: whether it is I + G; else G itself, positive definite, is meant.
     :param what: what is factorised, for errors.
     """
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    # With rows and columns reversed, I + G = CCᵀ is UUᵀ for an upper U, and (UUᵀ)⁻¹ = U⁻ᵀU⁻¹.
-    whole = eye + gram if plus_one else gram
-    upper = cholesky(whole.flip((-2, -1)), 0.0, what).flip((-2, -1))
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    # With rows and columns reversed, A = CCᵀ is UUᵀ for an upper U, and (UUᵀ)⁻¹ = U⁻ᵀU⁻¹.
+    upper = cholesky(matrix.flip((-2, -1)), 0.0, what).flip((-2, -1))
     return torch.linalg.solve_triangular(upper, eye, upper=True, left=False).mT

@@ -83,7 +83,7 @@ def tilted(
         weights = (logits - peak).exp_()
         total = weights.sum(0)
         log_zs.append(peak + (total * (spread / scale)).log() + math.log(step / math.sqrt(2 * math.pi)))
-        # In units of the spread, relative to the centre.
+        # E t and Var t of t = (f − centre)/spread.
         first = torch.tensordot(steps, weights, 1) / total
         second = torch.tensordot(steps.square(), weights, 1) / total - first.square()
         # Mass on one node: all that is known is that the density is narrower than their spacing.
@@ -160,6 +160,7 @@ def _in_panels(
         left, width = torch.cat([left.gather(0, kept), more]), torch.cat([width.gather(0, kept), quarter])
         across = kept[:, None].expand(-1, _ORDER, *like.shape)
         away, values, logits = (torch.cat([a.gather(0, across), b]) for a, b in zip((away, values, logits), new))
+    # E f − m, Var f and log ∫ p(y | f)^α N(f | m, v) df
     weights = (parts * rule.reshape(column) / 2 / total).flatten(0, 1)
     away, values = away.flatten(0, 1), values.flatten(0, 1)
     shift = (weights * away).sum(0)
@@ -191,6 +192,7 @@ def log_normaliser(
     :param values: log p at ``at.nodes``, ``(K, ..., N)``, with its graph, if it has one.
     """
     m, v = at.cavity
+    # By parts, ∂log Z/∂m = E[(f − m)/v] and ∂log Z/∂v = ½E[(f − m)²/v² − 1/v] under the tilted density.
     slope = (at.mean - m) / v
     curve = 0.5 * (slope.square() + (at.variance / v - 1) / v)
     result = at.log_z + slope * (mean - m) + curve * (variance - v)
