@@ -51,7 +51,7 @@ def test_khat_takes_the_guides_own_target():
 
     poisson = one_function(kernels.RBF(0.5), lambda f: dist.Poisson(f.exp()))
     for model, seen, tolerance in ((gaussian, y, 1e-5), (poisson, torch.poisson((y + 1).clamp(0)), 0.4)):
-        guide = AutoSparseGP(model, SparseEP(8))
+        guide = AutoSparseGP(model, SparseEP(6))
         ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}), damping=0.7)
         ep.sweep(x, seen, num=20)
         tree = diagnostics.to_datatree(model, ep, x, seen, num_samples=400, seed=0, posterior_predictive=False)
