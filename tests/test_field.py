@@ -26,7 +26,7 @@ from pyro_sparsegp import (
 from pyro_sparsegp.gaussians import DrawnGaussian
 from pyro_sparsegp.gaussians.record import recording
 from pyro_sparsegp.guide.arrival import _Compared, moments_of
-from pyro_sparsegp.guide.field import Layout
+from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.start import init_to_centre
 
@@ -151,7 +151,7 @@ def _nested(guide, data, owned=("a",)):
     layout = Layout(guide.facts.field, {"f": 1}, owned)
     hyper = {name: torch.Size(()) for name in guide.facts.coupled}
     units = torch.ones(sum(shape.numel() for shape in hyper.values()))
-    return Nested(guide, layout, guide.facts.links, hyper, units, {}, data, {})
+    return Nested(guide, layout, guide.facts.links, hyper, units, partial(run_standardised, guide, data, {}))
 
 
 def test_scores_of_a_field():

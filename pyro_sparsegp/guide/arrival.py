@@ -73,7 +73,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         if not all(value.isfinite().all() for value in data.values()):
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
         try:
-            compared = _Compared(guide, Search(guide, run, args, kwargs))
+            compared = _Compared(guide, Search(guide, run, args, kwargs, list(filter(guide.is_point, able))))
         except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
             return [beyond]
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
@@ -97,8 +97,6 @@ class _Compared:
             some, every = self.nested.at(self.loc), search.at_rows(nested, search.num).at(self.loc)
             self.nested.tilt, self.shift = every.slope - some.slope, every.x - some.x
         self.best = self.nested.at(self.loc)
-        self.free = self.root.diagonal() > 0  # of θ: what is no point
-        self.own = self.root[self.free][:, self.free]
         # At draws, a + Rε: ε, F, and of all values the means and variances, the approximation's and q's.
         self.noise: list[Tensor] = []
         self.found: list[Optimum] = []
@@ -107,7 +105,7 @@ class _Compared:
     def lines(self, args: tuple, kwargs: dict[str, Any], whole: bool) -> list[str]:
         """All that is told."""
         self.at_draws(_DRAWS if whole else 2 * self.nested.size + 8, whole)
-        if len(self.found) <= (self.nested.size if self.free.any() else 0):
+        if len(self.found) <= self.nested.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         late = self.of_newton()
         more = (self.of_draws(bool(late)) if whole else []) + self.of_a_second_start(whole)
@@ -118,8 +116,8 @@ class _Compared:
         noise = self.loc.new_zeros(num, 0)
         if self.nested.size:
             uniform = torch.quasirandom.SobolEngine(self.nested.size, scramble=True, seed=0).draw(num)
-            noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc) * self.free
-        for eps in noise if self.free.any() else noise[:1]:
+            noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc)
+        for eps in noise if self.nested.size else noise[:1]:
             theta = self.loc + self.root @ eps
             if (found := self.nested.tried(theta)) is None:
                 continue
@@ -133,7 +131,7 @@ class _Compared:
         """Of all values at θ means and variances, the approximation's and q's."""
         layout, guide, facts = self.nested.layout, self.guide, self.guide.facts
         sites, handler, members = self._members(theta, x)
-        values = {name: sites[name]["value"].reshape(-1) for name, rows in self.rows.items() if self.free[rows].any()}
+        values = {name: sites[name]["value"].reshape(-1) for name in self.rows}
         found: dict[str, tuple[Tensor, ...]] = {name: (value, 0 * value) * 2 for name, value in values.items()}
         if facts.field:
             places = index_of(layout.rows, list(facts.field))
@@ -203,7 +201,7 @@ class _Compared:
 
     def _regressed(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The constant and the slopes, by ε, of values at each draw."""
-        weights, noise = self._weights()[1].sqrt()[:, None], torch.stack(self.noise)[:, self.free]
+        weights, noise = self._weights()[1].sqrt()[:, None], torch.stack(self.noise)
         found = torch.linalg.lstsq(torch.cat([weights, weights * noise], 1), weights * values).solution
         return found[0], found[1:]
 
@@ -226,21 +224,20 @@ class _Compared:
 
     def _beside_q(self, moved: Tensor, widths: Tensor) -> list[tuple[str, float, float, bool]]:
         """Of each hyperparameter how far N(a + Rm, RTTᵀRᵀ) is from q(θ), m and T being given."""
-        sd = self.own.norm(dim=-1)
-        step = torch.zeros_like(self.loc).masked_scatter(self.free, self.own @ moved / sd)
-        wide = torch.ones_like(self.loc).masked_scatter(self.free, (self.own @ widths).norm(dim=-1) / sd)
+        sd = self.root.norm(dim=-1)
+        step, wide = self.root @ moved / sd, (self.root @ widths).norm(dim=-1) / sd
         return [(name, *_beside(step[rows], wide[rows])) for name, rows in self.rows.items()]
 
     def of_newton(self) -> list[str]:
         """Of hyperparameters whose mean or width the bound would still move."""
-        first, slopes = self._regressed(torch.stack([self.root.mT @ found.slope for found in self.found])[:, self.free])
+        first, slopes = self._regressed(torch.stack([self.root.mT @ found.slope for found in self.found]))
         values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
-        values, noise = values.clamp(min=_WIDEST**-2), torch.stack(self.noise)[:, self.free]
+        values, noise = values.clamp(min=_WIDEST**-2), torch.stack(self.noise)
         draws, whole = noise[: 2 * len(first) + 8] / _WIDER, axes @ (axes.mT @ first / values)
         whole = whole * (noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)  # what Q is a model of
 
         def left(at: Tensor) -> Tensor:  # F − Q
-            found = [self.nested.tried(self.loc + self.root[:, self.free] @ eps) for eps in at]
+            found = [self.nested.tried(self.loc + self.root @ eps) for eps in at]
             density = torch.stack([first.new_tensor(-math.inf) if one is None else one.value for one in found])
             return density - at @ first + 0.5 * (at @ axes).square() @ values
 
@@ -267,7 +264,7 @@ class _Compared:
         (weights, by_q), num, lines = self._weights(), len(self.found), list[str]()
         worth = float(1 / weights.square().sum())
         if worth < min(_LEAST, num):
-            names = ", ".join(repr(name) for name, rows in self.rows.items() if self.free[rows].any())
+            names = ", ".join(map(repr, self.rows))
             return [
                 f"{names}: {num} weighted draws have effective size {worth:.1f}, so q is far from the posterior. "
                 + ("Train longer." if late else "Compare with NUTS.")
@@ -286,7 +283,7 @@ class _Compared:
     def of_a_second_start(self, whole: bool) -> list[str]:
         """Whether searches from each of some draws of the prior, or from the best, end at another mode."""
         nested, draws = self.nested, self.search.draws(_STARTS)
-        if not self.free.any():
+        if not nested.size:
             return []
         ends = [self._end_of(nested.mode, starts) for starts in ([[draw] for draw in draws] if whole else [draws])]
         if not self.search.is_informed(nested, self.best.root):
@@ -317,20 +314,20 @@ class _Compared:
         """Ends that are apart from here."""
 
         def distance(theta: Tensor) -> Tensor:
-            return torch.linalg.solve_triangular(self.own, (theta - here)[self.free, None], upper=False).norm()
+            return torch.linalg.solve_triangular(self.root, (theta - here)[:, None], upper=False).norm()
 
         return [end for end in ends if end is not None and distance(end.theta) > _APART]
 
 
 @torch.no_grad()
 def _q_of_theta(guide: KnownGuide, rows: Mapping[str, slice], priors: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """a and R of latents that are in no field, whose entries are these; R is 0 for points."""
+    """a and R of latents that are no points and in no field, whose entries are these."""
     loc = torch.cat([guide.like.new_zeros(own.stop - own.start) for own in rows.values()] or [guide.like.new_zeros(0)])
     root, coupled = loc.diag(), guide.facts.coupled
     for name in set(rows) - set(coupled):
         own, scale = guide._get_params(name, priors[name])
         loc[rows[name]] = own.reshape(-1)
-        root[rows[name], rows[name]] = 0.0 if guide.is_point(name) else scale.reshape(-1).diag()
+        root[rows[name], rows[name]] = scale.reshape(-1).diag()
     if coupled:
         places = index_of(rows, coupled)
         loc[places], root[places[:, None], places] = guide.together.mean, guide.together.tril
@@ -368,10 +365,11 @@ def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str,
         return {}
     with repeatable(guide.like), poutine.block(), torch.no_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
-        priors = {name: run.trace.nodes[name]["infer"]["prior"] for name in able if name not in facts.field}  # type: ignore[index]
+        names = [name for name in able if name not in facts.field and not guide.is_point(name)]
+        priors = {name: run.sites[name]["infer"]["prior"] for name in names}
         rows = slices({name: torch.Size(facts.latents[name]["shape"]).numel() for name in priors})
         loc, root = _q_of_theta(guide, rows, priors)
-        found = {name: (loc[own], root[own].norm(dim=-1)) for name, own in rows.items() if root[own].any()}
+        found = {name: (loc[own], root[own].norm(dim=-1)) for name, own in rows.items()}
         if facts.field:
             q = run.whole().q
             loc, sd = torch.cat(q.loc, -1), q.covariance_matrix.diagonal().sqrt()

@@ -97,24 +97,22 @@ class Layout:
 
     def common(self, like: Tensor) -> Tensor:
         """The entries of x that are no owned latent's, on a tensor's device: a list would be copied to it each time."""
-        parts = [torch.arange(rows.start, rows.stop, device=like.device) for rows in self._common]
-        return torch.cat(parts) if parts else torch.arange(0, device=like.device)
+        none = torch.arange(0, device=like.device)
+        return torch.cat([none, *(torch.arange(own.start, own.stop, device=like.device) for own in self._common)])
 
-    def split(self, found: Tensor) -> tuple[Tensor, Tensor, list[tuple[slice, Tensor, Tensor]]]:
-        """J, ``(N, num)``, and that of residuals; and of owned latents the entries, which of them each datum has, and
-        its slope, ``(N,)``.
+    def split(self, found: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """J, ``(N, num)``, that of residuals, and of each owned latent the entry that each datum has, ``(N,)``.
 
         :param found: J along :meth:`directions`.
         """
-        first, rest, others = found.tensor_split(
-            [len(common := self.common(found)), len(common) + self.extended - self.num]
-        )
+        common, places = self.common(found), torch.arange(found.shape[-1], device=found.device)
+        first, rest, others = found.tensor_split([len(common), len(common) + self.extended - self.num])
         rows, owned = found.new_zeros(found.shape[-1], self.num).index_copy(1, common, first.mT), []
         for name, (slope, moved) in zip(self.owned, others.unflatten(0, (-1, 2))):
-            entries = self.rows[name]
+            # kj/j is which of the latent's values the datum has
             owner = torch.where(slope == 0, 0.0, moved / slope).detach().round().long().clamp(0, self.numbers[name] - 1)
-            rows = rows.index_put((torch.arange(len(slope), device=slope.device), entries.start + owner), slope)
-            owned.append((entries, owner, slope))
+            owned.append(self.rows[name].start + owner)
+            rows = rows.index_put((places, owned[-1]), slope)
         return rows, rest.mT, owned
 
     def parts(self, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

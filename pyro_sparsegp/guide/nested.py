@@ -21,15 +21,16 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import biject_to
 
 from ..numerics.functions import jacobian
 from ..program.traces import all_sites, is_observation, repeatable, share_of
-from .field import Layout, Standardised, run_standardised, slices
+from .field import Layout, Standardised, slices
 from .known import KnownGuide
-from .predictors import Pair, Place, Predictors
+from .predictors import Place, Predictors
 
 Slopes = dict[Any, Tensor]  # by places, or pairs of them
 
@@ -63,7 +64,7 @@ class Nested:
     :param links: of its likelihoods.
     :param hyper: of each hyperparameter the shape of its values in unconstrained space.
     :param units: of θ, ``(D,)``, in which steps and differences are of the size of 1.
-    :param values: of plates' row numbers.
+    :param run: the program under a handler, with some of its sites' values given.
     """
 
     def __init__(
@@ -73,12 +74,10 @@ class Nested:
         links: Mapping[str, Mapping[str, str]],
         hyper: Mapping[str, torch.Size],
         units: Tensor,
-        values: Mapping[str, Tensor],
-        args: tuple,
-        kwargs: dict[str, Any],
+        run: Callable[[Standardised, Mapping[str, Tensor]], poutine.Trace],
     ) -> None:
-        self.guide, self.layout, self.hyper, self.values = guide, layout, dict(hyper), values
-        self.args, self.kwargs, self.links, self.units = args, kwargs, links, units
+        self.guide, self.layout, self.hyper = guide, layout, dict(hyper)
+        self.links, self.units, self._run = links, units, run
         self.entries = slices({name: shape.numel() for name, shape in self.hyper.items()})  # of θ
         self.size = sum(shape.numel() for shape in self.hyper.values())
         # x̂ and the root of P of the last θ
@@ -97,12 +96,13 @@ class Nested:
         scale, as a whole program's may be.
         """
         handler = Standardised(self.guide, *self.layout.parts(x), self.theta_of(theta))
-        trace = run_standardised(self.guide, self.args, self.kwargs, handler, {**self.values, **given})
-        sites: dict[str, Any] = dict(all_sites(trace))
+        sites: dict[str, Any] = dict(all_sites(self._run(handler, given)))
         scale = sites[next(iter(self.layout.field))]["scale"]
         handler.log_prior = handler.log_prior / scale
-        for site in filter(is_observation, sites.values()):
-            site["scale"] = self.weight * site["scale"] * share_of(site) / scale
+        for name, site in sites.items():
+            if is_observation(site):  # a latent that is held is one, of no rows
+                weight = self.weight if name in self.guide.facts.rows else 1.0
+                site["scale"] = weight * site["scale"] * share_of(site) / scale
         return sites, handler
 
     def predictors(self, theta: Tensor) -> tuple[Predictors, Standardised]:
@@ -158,7 +158,7 @@ class Nested:
                 break
             x = x + step
         else:
-            root = torch.linalg.cholesky(_precision(found, self._local(found, x, root)[-1]).detach())
+            root = torch.linalg.cholesky(_precision(found, self._local(found, x, root)[-1]))
         self.last = x, root
         return x, root
 
@@ -166,10 +166,8 @@ class Nested:
         """x̂ and the root of P after a step for E[ℓ] from those of ℓ: a skewed posterior's mean is not its mode (van
         Niekerk and Rue, 2024).
         """
-        found, is_smooth = self.predictors(theta)[0].detached(), self.is_smooth
-        self.is_smooth = False
-        _, slope, curvature = self._local(found, best.x, best.root)
-        self.is_smooth = is_smooth
+        found = self.predictors(theta)[0].detached()
+        _, slope, curvature = self._by_expectation(found, found.at(best.x), best.root)
         root, _ = _root(found, curvature)
         return best.x + _ascent(found, slope, root, best.x)[0], root
 
@@ -177,13 +175,27 @@ class Nested:
         """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum; of a density with kinks
         their expectations under N(x, P⁻¹).
         """
-        eta = {place: (found.eta[place] + row @ x).requires_grad_() for place, row in found.rows.items()}
+        eta = found.at(x)
         if self.is_smooth is None:
             curvatures = _by_derivatives(found, eta)[-1]
             self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
-        if self.is_smooth:
-            return _by_derivatives(found, eta)
-        return _by_expectation(found, eta, found.covariances(root), self.guide.facts.num_nodes)
+        return _by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
+
+    def _by_expectation(
+        self, found: Predictors, eta: Mapping[Place, Tensor], root: Tensor
+    ) -> tuple[Tensor, Slopes, Slopes]:
+        """E[ℓ] and, by theorems of Bonnet and Price, E[∇ℓ] = ∂E[ℓ]/∂η and E[∇²ℓ] = 2 ∂E[ℓ]/∂C with symmetric C."""
+        spread = {pair: part.requires_grad_() for pair, part in found.covariances(root).items()}
+        total: Any = 0.0
+        for name, of_site in found.links.items():
+            own = {(a[1], b[1]): part for (a, b), part in spread.items() if a[0] == name}
+            means = {key: eta[name, key] for key in of_site}
+            total = total + found.expected(name, means, own, self.guide.facts.num_nodes)
+        slopes = torch.autograd.grad(total, [*eta.values(), *spread.values()], create_graph=True)
+        curvatures: Slopes = {}
+        for (one, other), part in zip(spread, slopes[len(eta) :]):
+            curvatures[one, other] = curvatures[other, one] = -part.detach() * (2 if one == other else 1)
+        return total, dict(zip(eta, slopes)), curvatures
 
     def mode(self, starts: list[Tensor], preferred: Callable[[Optimum], bool] = lambda found: True) -> Optimum:
         """F at θ̂, by L-BFGS from the best of some starts, of those that are preferred if there are any."""
@@ -272,7 +284,7 @@ def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:
     """The Cholesky factor of P, and whether it is P's own: where ℓ is not log-concave negative curvatures count by
     their size, of which a step is no longer than the model holds (test_a_mixture_is_a_likelihood_of_a_field).
     """
-    precision = _precision(found, curvature).detach()
+    precision = _precision(found, curvature)
     root, info = torch.linalg.cholesky_ex(precision)
     if not info:
         return root, True
@@ -300,22 +312,6 @@ def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Ten
     return density, slopes, curvatures
 
 
-def _by_expectation(
-    found: Predictors, eta: Mapping[Place, Tensor], covariances: Mapping[Pair, Tensor], num_nodes: int
-) -> tuple[Tensor, Slopes, Slopes]:
-    """E[ℓ] and, by theorems of Bonnet and Price, E[∇ℓ] = ∂E[ℓ]/∂η and E[∇²ℓ] = 2 ∂E[ℓ]/∂C with symmetric C."""
-    spread = {pair: part.requires_grad_() for pair, part in covariances.items()}
-    total: Any = 0.0
-    for name, of_site in found.links.items():
-        own = {(a[1], b[1]): part for (a, b), part in spread.items() if a[0] == name}
-        total = total + found.expected(name, {key: eta[name, key] for key in of_site}, own, num_nodes)
-    slopes = torch.autograd.grad(total, [*eta.values(), *spread.values()], create_graph=True)
-    curvatures: Slopes = {}
-    for (one, other), part in zip(spread, slopes[len(eta) :]):
-        curvatures[one, other] = curvatures[other, one] = -part.detach() * (2 if one == other else 1)
-    return total, dict(zip(eta, slopes)), curvatures
-
-
 def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, Tensor]:
     """½ Σₙ ρₙWₙₙ of each GP site."""
     parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in curvature.items()]
@@ -326,33 +322,28 @@ def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, T
 
 def _by_precision(found: Predictors, curvature: Slopes, covariance: Tensor) -> Tensor:
     """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
-    common, total = found.layout.common(covariance), covariance.new_zeros(())
-    for one, row in found.rows.items():
-        along = row.detach()[:, common] @ covariance[common]  # JC
-        for entries, owner, slope in found.owned[one]:
-            along = along + slope.detach()[:, None] * covariance[entries.start + owner]
-        for other in (pair[1] for pair in curvature if pair[0] == one):
-            each, weight = (along * found.rows[other]).sum(-1), curvature[one, other]
-            total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
+    along, total, common = dict[Place, Tensor](), covariance.new_zeros(()), found.layout.common(covariance)
+    for place in found.rows:
+        dense, owned = found.columns(place)
+        along[place] = sum((entry * covariance[own] for own, entry in owned), dense @ covariance[common])  # JC
+    for (one, other), weight in curvature.items():
+        each = (along[one] * found.rows[other]).sum(-1)
+        total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
     return total
 
 
 def _precision(found: Predictors, curvature: Slopes) -> Tensor:
-    """P = I + JᵀWJ, without products of the columns of owned latents, of which a datum has one."""
-    like, num = next(iter(found.rows.values())), found.layout.num
-    common = found.layout.common(like)
+    """P = I + JᵀWJ without its graph, and without products of the columns of owned latents."""
+    like, num, common = found.x.detach(), found.layout.num, found.layout.common(found.x)
     total = torch.eye(num, dtype=like.dtype, device=like.device)
     for (one, other), weight in curvature.items():
-        first, second = found.rows[one][:, common], found.rows[other][:, common]
-        total = total.index_put((common[:, None], common), first.mT @ (weight[:, None] * second), accumulate=True)
-        for entries, owner, slope in found.owned[one]:
-            cross = second.new_zeros(entries.stop - entries.start, len(common))
-            cross = cross.index_add(0, owner, (weight * slope)[:, None] * second)
-            here = torch.arange(entries.start, entries.stop, device=like.device)
-            # W has each pair of places both ways, and so has J: the other one's owned entries come as this one's.
-            total = total.index_put((here[:, None], common), cross, accumulate=True)
-            total = total.index_put((common[:, None], here), cross.mT, accumulate=True)
-            for others, its, again in found.owned[other]:
-                places = (entries.start + owner, others.start + its)
-                total = total.index_put(places, weight * slope * again, accumulate=True)
-    return total
+        (first, owned), (second, others) = found.columns(one), found.columns(other)
+        right = weight.detach()[:, None] * second
+        columns = like.new_zeros(num, len(common)).index_copy(0, common, first.mT @ right)
+        for own, entry in owned:
+            columns = columns.index_add(0, own, entry * right)
+            for its, again in others:
+                product = weight.detach() * (entry * again)[:, 0]
+                total = total.index_put((own, its), product, accumulate=True)
+        total = total.index_add(1, common, columns)
+    return total.index_copy(0, common, total.index_select(1, common).mT)

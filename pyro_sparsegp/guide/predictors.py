@@ -149,8 +149,7 @@ class Predictors:
     :param links: by site and parameter.
     :param again: makes that run anew.
 
-    ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J, ``(N, num)``, ``residuals`` J', and
-    ``owned`` what :meth:`Layout.split` knows of J's columns of owned latents.
+    ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J, ``(N, num)``, and ``residuals`` J'.
     """
 
     def __init__(
@@ -167,13 +166,13 @@ class Predictors:
         self.rows: dict[Place, Tensor] = {}
         self.residuals: dict[Place, Tensor] = {}
         self.layout = layout
-        self.owned: dict[Place, list[tuple[slice, Tensor, Tensor]]] = {}
+        self._owned: dict[Place, list[Tensor]] = {}
         # none, in a step without some of the data
         every = jacobian(torch.cat([x[:0], *self.eta.values()]), x, layout.directions(x))
         for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
             if links[place[0]][place[1]] == VALUE:
                 part = part + self._beside(*place)
-            self.rows[place], self.residuals[place], self.owned[place] = layout.split(part)
+            self.rows[place], self.residuals[place], self._owned[place] = layout.split(part)
 
     def _beside(self, name: str, gp: str) -> Tensor:
         """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
@@ -186,12 +185,15 @@ class Predictors:
         (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
         return jacobian(density, self.x, self.layout.directions(self.x)), slope
 
+    def at(self, x: Tensor) -> dict[Place, Tensor]:
+        """η at x, ``(num,)``."""
+        return {place: (self.eta[place] + row @ x).requires_grad_() for place, row in self.rows.items()}
+
     def detached(self) -> Predictors:
         """These without their graph."""
         other = copy.copy(self)
         other.eta = {place: eta.detach() for place, eta in self.eta.items()}
         other.rows = {place: row.detach() for place, row in self.rows.items()}
-        other.owned = {p: [(e, o, slope.detach()) for e, o, slope in own] for p, own in self.owned.items()}
         return other
 
     def distribution(self, name: str, eta: Mapping[str, Tensor]) -> Any:
@@ -222,6 +224,13 @@ class Predictors:
     def back(self, slopes: Mapping[Place, Tensor]) -> Tensor:
         """Σ Jᵀv, ``(num,)``, of numbers v by place."""
         return sum(slope @ self.rows[place] for place, slope in slopes.items())  # type: ignore[return-value]
+
+    def columns(self, place: Place) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """J without its graph, as what products take of it: the columns that are no owned latent's, ``(N, C)``, and of
+        each owned latent the column in which each datum has an entry, ``(N,)``, and these entries, ``(N, 1)``.
+        """
+        rows = self.rows[place].detach()
+        return rows[:, self.layout.common(rows)], [(own, rows.gather(1, own[:, None])) for own in self._owned[place]]
 
     def covariances(self, root: Tensor) -> dict[Pair, Tensor]:
         """Of each datum's predictors where x ~ N(·, P⁻¹), by pairs of places, the first one's before.

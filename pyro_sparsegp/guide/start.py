@@ -22,7 +22,6 @@ from ..approximations.free import SparseGP
 from ..approximations.on_sites import ExactGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
-from ..numerics.functions import jacobian
 from ..program.checks import holds_part
 from ..program.data import map_tensors
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, whole_plates
@@ -128,12 +127,15 @@ class Search:
     """What is known of a program before θ goes to its mode.
 
     :param first: a run that met all sites.
+    :param fixed: latents that stay where they are in that run, unless they are normal.
 
     Some latents are in the field, ``normal``, and all others hyperparameters, ``hyper``; ``priors`` and ``held`` are
     the latents' in that run.
     """
 
-    def __init__(self, guide: KnownGuide, first: Run, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, guide: KnownGuide, first: Run, args: tuple, kwargs: dict[str, Any], fixed: Collection[str] = ()
+    ) -> None:
         self.guide, self.whole, self.gps = guide, (args, kwargs), list(guide.facts.gps)
         sites = dict(all_sites(first.trace))
         self.inputs = {name: process.x for name, process in first.processes.items()}
@@ -144,6 +146,7 @@ class Search:
         self.plates = {name: fn.size for name, fn in drawn.items() if fn.subsample_size == rows < fn.size}
         self.num = max([rows, *self.plates.values()])
         self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
+        self.fixed, self.stay = fixed, dict[str, Tensor]()
         self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
         exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
@@ -154,14 +157,15 @@ class Search:
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
         if normal:
             others = _without(self.held, normal)
-            normal = _without(normal, hyperparameters_among(guide, normal, lambda handler: self._run(handler, others)))
+            normal = _without(normal, hyperparameters_among(guide, normal, lambda handler: self.run(handler, others)))
         self._split(normal)
         scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
         if len(scales) > 1:
             raise ValueError(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
 
     def _split(self, normal: dict[str, Any]) -> None:
-        self.normal, self.hyper = normal, [name for name in self.priors if name not in normal]
+        self.normal, self.stay = normal, {name: self.held[name] for name in self.fixed if name not in normal}
+        self.hyper = [name for name in self.priors if name not in normal and name not in self.stay]
 
     def _take(self, most: int) -> None:
         """Take so many rows at most, at equal distances: by a plate's numbers, or those of tensors with as many as the
@@ -169,24 +173,27 @@ class Search:
         """
         step = math.ceil(self.num / most)
         self.rows = math.ceil(self.num / step)
-        numbers = torch.arange(self.num, device=self.guide.like.device)[::step]
-        self.values = dict.fromkeys(self.plates, numbers)
+        held = dict.fromkeys(self.plates, torch.arange(self.num, device=self.guide.like.device)[::step])
 
         def some(value: Tensor) -> Tensor:
             return value[::step] if value.dim() and len(value) == self.num else value
 
         given: tuple[tuple, dict[str, Any]] = self.whole if self.plates else map_tensors(some, self.whole)
-        self.args, self.kwargs = given
+
+        def run(handler: Standardised, values: Mapping[str, Tensor]) -> poutine.Trace:
+            return run_standardised(self.guide, *given, handler, {**held, **self.stay, **values})
+
+        self.run = run
 
     def nested(self) -> Optional[Nested]:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
         first = {name: self._unconstrained(name, self.held[name]) for name in self.hyper}
         layout = self._layout([name for name in self.order if name in self.normal or name in self.gps])
 
-        def run(x: Tensor) -> poutine.Trace:
-            return self._run(Standardised(self.guide, *layout.parts(x), first), {})
+        def at(x: Tensor) -> poutine.Trace:
+            return self.run(Standardised(self.guide, *layout.parts(x), first), {})
 
-        linked = find_links(run, layout, self.guide.like)
+        linked = find_links(at, layout, self.guide.like)
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
         facts = self.guide.facts
         if linked is None or not {name for name in facts.downstream if name in facts.rows} <= linked[0].keys():
@@ -198,7 +205,7 @@ class Search:
             return self.nested() if moved else None
         layout, shapes = Layout(layout.field, layout.residuals, owned), {name: v.shape for name, v in first.items()}
         units = units_of({name: self.priors[name] for name in self.hyper}, self.guide.like)
-        return Nested(self.guide, layout, links, shapes, units, self.values, self.args, self.kwargs)
+        return Nested(self.guide, layout, links, shapes, units, self.run)
 
     def at_rows(self, nested: Nested, most: int) -> Nested:
         """F at more rows, or as it is."""
@@ -244,13 +251,10 @@ class Search:
         """Whether the program has as many rows as it was given."""
         handler = at_zero(self.guide, {})
         try:
-            self._run(handler, self.held)
+            self.run(handler, self.held)
         except (ValueError, RuntimeError, IndexError):
             return False
         return all(handler.features[name][0].shape[-2] < self.num for name in self.gps)
-
-    def _run(self, handler: Standardised, values: Mapping[str, Tensor]) -> poutine.Trace:
-        return run_standardised(self.guide, self.args, self.kwargs, handler, {**self.values, **values})
 
     def _layout(self, members: list[str]) -> Layout:
         guide, normal, rows = self.guide, self.normal, self.rows
@@ -279,10 +283,8 @@ class Search:
         alone |= dict(zip(layout.field, best.root.square().sum(-1).split(list(layout.numbers.values()))))
         mode = best.theta.clone().requires_grad_()  # which shows whether inputs move with θ
         found, handler = nested.predictors(mode)
-        values = [(name, handler.values[name]) for name in self.normal]
-        along = torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)])[None]  # latents are affine in x
-        moved = {n: value + jacobian(value.reshape(-1), found.x, along).reshape(value.shape) for n, value in values}
-        loc = nested.theta_of(best.theta) | moved
+        x = torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)])
+        loc = nested.theta_of(best.theta) | nested.run(best.theta, x)[1].values
         facts.coupled = joint = [name for name in self.hyper if name in free]
         intercepts = self._intercepts(nested, found, mode, best, covariance)
         field = field if self._wants_field(field, intercepts, handler) else []
