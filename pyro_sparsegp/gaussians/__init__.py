@@ -1,6 +1,6 @@
 """Gaussians over the coefficients of a basis."""
 
-from .base import Coefficients, Gaussian, Known
+from .base import Coefficients, Gaussian, Given
 from .drawn import Drawn, DrawnGaussian
 from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
 from .free import (
@@ -39,10 +39,10 @@ __all__ = [
     "Falling",
     "FullCholesky",
     "Gaussian",
+    "Given",
     "Identity",
     "IdentityFactor",
     "IdentityPlusLowRank",
-    "Known",
     "NaturalGaussian",
     "NaturalLowRank",
     "Part",

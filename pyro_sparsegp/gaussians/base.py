@@ -64,12 +64,11 @@ class Gaussian(ABC):
         """Draws of w, a block ``(*shape, M_b)`` each; ``shape`` ends in the batch's shape."""
 
     @abstractmethod
-    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
-        """log q(w) − log N(w; 0, I)."""
+    def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
+        """log dq/dp, log q(w) − log N(w; 0, I).
 
-    def log_ratio_at(self, w: Sequence[Tensor], f: Tensor) -> Tensor:
-        """log dq/dp at a draw with coefficients w and centred values f at the process's inputs."""
-        return self.log_ratio(w)
+        :param f: the centred values at the process's inputs of the draw that w are of, which projected data ask for.
+        """
 
     @abstractmethod
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
@@ -81,8 +80,8 @@ class Gaussian(ABC):
         """S, ``(..., M, M)``, formed: for inspection and tests, no family calls it in training."""
 
 
-class Known(Gaussian):
-    """q(w) of coefficients that are known: S = 0, and what is left of f is its residual.
+class Given(Gaussian):
+    """Coefficients that are known, S = 0: what f has beside them is its residual, as in the prior.
 
     :param w: a block ``(..., M_b)`` each.
     """
@@ -107,11 +106,11 @@ class Known(Gaussian):
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return [block.expand(*shape, -1) for block in self.w]
 
-    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+    def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
         return self.kl()
 
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
-        return Known([self.w[b] for b in sorted(blocks)])
+        return Given([self.w[b] for b in sorted(blocks)])
 
     @property
     def covariance_matrix(self) -> Tensor:

@@ -67,13 +67,11 @@ class Product(Gaussian):
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return self._split([factor.loc + factor.noise(shape) for factor in self.factors])
 
-    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+    def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
         return _sum(f.log_ratio(part) for f, part in zip(self.factors, self._join(w)))
 
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
-        wanted, count = set(blocks), itertools.count()
-        factors: list[Factor] = []
-        groups: list[list[int]] = []
+        wanted, factors, groups = sorted(set(blocks)), list[Factor](), list[list[int]]()
         for factor, group in zip(self.factors, self.groups):
             kept = [b for b in group if b in wanted]
             if not kept:
@@ -84,8 +82,8 @@ class Product(Gaussian):
                 parts = rows.split([self.sizes[b] for b in group])
                 factor = factor.select(torch.cat([part for b, part in zip(group, parts) if b in wanted]))
             factors.append(factor)
-            groups.append([next(count) for _ in kept])
-        return Product([self.sizes[b] for b in sorted(wanted)], factors, groups)
+            groups.append(list(map(wanted.index, kept)))
+        return Product([self.sizes[b] for b in wanted], factors, groups)
 
     @property
     def covariance_matrix(self) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import solve_lower
-from .base import Known
+from .base import Given
 
 
-class ProjectedGaussian(Known):
+class ProjectedGaussian(Given):
     """f given ỹ = Sᵀ(z − μ) with ỹ = u + ε, u = Sᵀ(f(X) − μ), ε ~ N(0, D) (Wenger et al., 2024, algorithm S2).
 
     With RRᵀ = G = SᵀKS + D, the coordinates h = R⁻¹(u + ε) are N(0, I) under the prior and a = R⁻¹ỹ under the
@@ -62,12 +62,9 @@ class ProjectedGaussian(Known):
         of_g, _ = self._log_dets()
         return -0.5 * (self.white.square().sum(-1) + of_g - log_gram + self.sizes[0] * math.log(2 * math.pi))
 
-    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
-        raise ValueError("log dq/dp of projected data needs function values at the training inputs")
-
-    def log_ratio_at(self, w: Sequence[Tensor], f: Tensor) -> Tensor:
+    def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
         """log N(ỹ; u, D) − log N(ỹ; 0, G) at u = Sᵀf, for centred values f at the training inputs."""
-        if self.project is None:
+        if self.project is None or f is None:
             raise ValueError(
                 "the relative density of a computation-aware posterior is a function of the values at the training "
                 "inputs; call the guide with those."

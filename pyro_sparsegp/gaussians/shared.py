@@ -99,7 +99,7 @@ class Share(Gaussian):
         self._drawn = self.whole.draw(self.blocks[0], shape)
         return self._own(self._drawn)
 
-    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+    def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
         if not self.counts:
             return w[0].new_zeros(w[0].shape[:-1])
         if self._drawn is None:

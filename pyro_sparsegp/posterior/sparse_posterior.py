@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import constraints, register_kl
 
 from ..bases.base import Features
-from ..gaussians.base import Gaussian, Known
+from ..gaussians.base import Gaussian, Given
 from ..gaussians.shared import Share
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
@@ -212,7 +212,7 @@ class SparsePosterior(TorchDistribution):
         :param w: a block ``(..., M_b)`` for each block of coefficients.
         """
         known = self._cache.get("features")
-        return SparsePosterior(self.process, self.basis, Known(w), self.name, self.sites, known)
+        return SparsePosterior(self.process, self.basis, Given(w), self.name, self.sites, known)
 
     @kept
     def residual_tril(self) -> Tensor:
@@ -233,7 +233,7 @@ class SparsePosterior(TorchDistribution):
                 "of a draw; this value is not the last draw of this object, so its w is unknown."
             )
         centred = value - self.process.mean_at(self.process.x)
-        return self.coefficients.log_ratio_at(w, centred).expand(value.shape[:-1])
+        return self.coefficients.log_ratio(w, centred).expand(value.shape[:-1])
 
     @kept
     def components(self) -> Components:
