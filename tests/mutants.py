@@ -178,8 +178,8 @@ sites-forget-the-mean: test_sites.py::test_a_site_stays_where_it_is_when_the_pri
 - linear = torch.where(gone, 0.0, pull + change + precision * away)
 + linear = torch.where(gone, 0.0, pull + change + precision * centre)
 detached-prior-variance: test_sites.py::test_sgpr_gradients_are_the_dense_bounds
-- prior = self.process.kernel.diag(rows) if prior is None else prior
-+ prior = self.process.kernel.diag(rows).detach() if prior is None else prior
+- return (*coefficients.moments(self(x) if known is None else known), self.cross.diag(x))
++ return (*coefficients.moments(self(x) if known is None else known), self.cross.diag(x).detach())
 negative-curvature-counts: test_sites.py::test_cut_sites_reach_their_fixed_point
 - sites = update(old, found.first, (-found.second).clamp(min=0), relative, rate * reading.pace)
 + sites = update(old, found.first, found.second.abs(), relative, rate * reading.pace)

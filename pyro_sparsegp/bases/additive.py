@@ -75,10 +75,10 @@ class AdditiveFeatures(Features):
 
     def marginals(
         self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
-    ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         mean, change = coefficients.moments(self(x) if known is None else known)
         if x.dim() != 2:
-            return mean, change, None
+            return mean, change, self.cross.diag(x)
         own = [features.kernel.diag(x) for _, features in self.groups]
         parts = [part.sum(-2) if len(members) > 1 else part for part, (members, _) in zip(own, self.groups)]
         return mean, change, functools.reduce(torch.add, parts)

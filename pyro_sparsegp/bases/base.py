@@ -31,6 +31,7 @@ class Features(ABC):
 
     def __init__(self, kernel: Any, sizes: tuple[int, ...]) -> None:
         self.kernel, self.sizes = kernel, sizes
+        self.cross = kernel  # the covariance of this function with f; of f itself it is the kernel
 
     trains: Any = True  # whether the features may move with parameters or latents
 
@@ -39,12 +40,12 @@ class Features(ABC):
 
     def marginals(
         self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
-    ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Φm, diag(Φ(S − I)Φᵀ) and, where it comes at no further cost, the kernel's diagonal; each ``(..., N)``.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Φm, diag(Φ(S − I)Φᵀ) and the function's prior variance, ``(..., N)`` each.
 
         :param known: Φ at x, if it is known.
         """
-        return (*coefficients.moments(self(x) if known is None else known), None)
+        return (*coefficients.moments(self(x) if known is None else known), self.cross.diag(x))
 
     @property
     def anchor(self) -> Any:
@@ -80,14 +81,7 @@ class Features(ABC):
 
 
 class CrossFeatures(Features):
-    """φ from covariances with f: of the whole f, or of a summand f_c, whose own kernel these are then.
-
-    :param cross: the covariance of this function with f; of f itself it is the kernel.
-    """
-
-    def __init__(self, kernel: Any, sizes: tuple[int, ...]) -> None:
-        super().__init__(kernel, sizes)
-        self.cross = kernel
+    """φ from covariances with f: of the whole f, or of a summand f_c, whose own kernel these are then."""
 
     @abstractmethod
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:

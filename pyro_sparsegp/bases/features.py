@@ -137,7 +137,7 @@ class KernelFeatures(Features):
 
     def marginals(
         self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
-    ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if not self.size:
             return super().marginals(x, coefficients, known)
         # a diagonal that depends on the rows is that in the company of all

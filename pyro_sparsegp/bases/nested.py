@@ -59,10 +59,10 @@ class DecoupledFeatures(CrossFeatures):
 
     def marginals(
         self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
-    ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         blocks = self.inducing.of_summand(self.cross)(x) if known is None else known[:-1]
         mean, change = coefficients.marginal(range(len(blocks))).moments(blocks)
-        return mean + self.moved(x, torch.cat(blocks, -1)), change, None
+        return mean + self.moved(x, torch.cat(blocks, -1)), change, self.cross.diag(x)
 
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
         blocks, values = self.inducing.coefficients_of(draw), self.means.of(draw)

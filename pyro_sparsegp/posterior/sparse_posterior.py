@@ -90,9 +90,8 @@ class SparsePosterior(TorchDistribution):
         x, known = self.process.x, self._cache.get("features")
 
         def at(rows: Tensor) -> tuple[Tensor, ...]:
-            mean, change, prior = self.basis.marginals(rows, self.coefficients, known)
-            prior = self.process.kernel.diag(rows) if prior is None else prior
-            return tuple(part.expand(self._batch_shape + rows.shape[-2:-1]) for part in (mean, change, prior))
+            found = self.basis.marginals(rows, self.coefficients, known)
+            return tuple(part.expand(self._batch_shape + rows.shape[-2:-1]) for part in found)
 
         # Without a graph the features of many rows are never in memory at once. A diagonal that depends on the rows
         # is that in the company of all of them.
