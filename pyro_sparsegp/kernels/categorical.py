@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..numerics.codes import require_codes, require_count
-from ..numerics.shapes import broadcast_shapes, shape_of
+from ..numerics.linalg import side_by_side
+from ..numerics.shapes import shape_of
 from .algebra import Level
 from .base import Scalar, as_tensor, require_one
 from .features import FeatureKernel
@@ -118,5 +119,4 @@ class Coregionalisation(CodeKernel):
         if self.own is None:
             return shared
         alone = rows * self.own.to(x)[..., None, :]
-        shape = broadcast_shapes(shared.shape[:-1], alone.shape[:-1])
-        return torch.cat([shared.expand(*shape, -1), alone.expand(*shape, -1)], -1)
+        return side_by_side([shared, alone])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.codes import require_count
-from ..numerics.linalg import row_squares
+from ..numerics.linalg import row_squares, side_by_side
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel, Level
 from .base import Explicit, Scalar, as_tensor, per_column, positive
@@ -84,9 +84,7 @@ class Polynomial(FeatureKernel):
 
     def features(self, x: Tensor) -> Tensor:
         # (xᵀx' + b)^p = (aᵀa')^p with a = (x, √b); expand the power of the inner product.
-        root = as_tensor(self.bias, x).sqrt()[..., None, None]
-        shape = broadcast_shapes(self.batch_shape, x.shape[:-2])
-        a = torch.cat([x.expand(*shape, *x.shape[-2:]), root.expand(*shape, x.shape[-2], 1)], -1)
+        a = side_by_side([x, as_tensor(self.bias, x).sqrt()[..., None, None]])
         columns = []
         for powers in itertools.combinations_with_replacement(range(a.shape[-1]), self.degree):
             count = math.factorial(self.degree)
