@@ -108,7 +108,8 @@ class Enumeration(Messenger):
         found = [dim for dim in range(PLATES + 1, len(shape) + 1) if shape[-dim] != 1]
         # test_enumeration.py::test_what_cannot_be_summed_out
         of_gp = as_process(fn)[0] is not None and any(size > 1 for size in (*shape, *fn.event_shape)[:-PLATES])
-        if of_gp or any(dim not in self.met.latents or shape[-dim] != self.met.latents[dim].size for dim in found):
+        known = {dim: latent.size for dim, latent in self.met.latents.items()}
+        if of_gp or any(shape[-dim] != known.get(dim) for dim in found):
             raise ValueError(
                 f"site {msg['name']!r} has a distribution of shape {tuple(fn.shape())} where {self.names} are "
                 "enumerated: their values stand along dimensions of their own, left of all plates'. Write "

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Optional
 
 import pyro
 import pyro.distributions as dist
@@ -48,7 +48,7 @@ def explore(
     names, owners = list(processes), program.owners
     terms, layers = ([key for key in program.first if key[0] == kind] for kind in (TERM, _LAYER))
     above = {name: {key[1] for key in layers if owners[name][key].kind != NONE} for name in names}
-    found.inner, found.groups = [name for name in names if above[name]], {}
+    found.inner = [name for name in names if above[name]]
     outer = [name for name in names if not above[name]]
     found.dependence, found.interactions = _combined(owners, terms + layers, names)
     found.crossed = [
@@ -56,9 +56,9 @@ def explore(
         for f, g in found.interactions
         if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in terms)
     ]
-    for name in found.inner:
-        if found.dependence[name] == COUPLED:
-            _find_groups(found, name, program, layers + terms)
+    coupled = [name for name in found.inner if found.dependence[name] == COUPLED]
+    groups = {name: _group(name, program, layers + terms) for name in coupled}
+    found.groups = {name: group for name, group in groups.items() if group}
     _couple_below(found, above)
     found.downstream = [site for _, site in terms if program.touching(site, names)]
     found.summed = _summed(found, program)
@@ -67,11 +67,7 @@ def explore(
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
-    found.quadratic = []
-    for name in on_sites:
-        own = [site for site in found.downstream if program.touching(site, [name])]
-        if own and all(is_normal(program.kinds.get(site)) and program.is_affine(site, [name]) for site in own):
-            found.quadratic.append(name)
+    found.quadratic = [name for name in on_sites if program.is_quadratic(name)]
 
     def left(keys: Collection[Key]) -> Structure:
         """The structure of these tensors alone, as they depend on the GP sites that enter no other."""
@@ -177,6 +173,11 @@ class Program:
                     (found[name, site],) = torch.autograd.grad(back, v, along[name], retain_graph=True)
         return found
 
+    def is_quadratic(self, name: str) -> bool:
+        """Whether log densities are quadratic in a GP site's values, all else held: normal around affine functions."""
+        own = [site for kind, site in self.first if kind == TERM and self.touching(site, [name])]
+        return bool(own) and all(is_normal(self.kinds.get(site)) and self.is_affine(site, [name]) for site in own)
+
     def is_mean(self, name: str, site: str) -> bool:
         """Whether a density is that of a Normal, whose mean is affine in a GP site's values and has one an entry."""
         is_own = type(self.kinds.get(site)) is dist.Normal and self.owners[name][_THETA, site].kind == ELEMENTWISE
@@ -264,13 +265,15 @@ def _summed(found: Structure, program: Program) -> list[list[str]]:
     for pair in pairs if len(slopes) == len(sites) * len(place) else ():
         by_f, by_g = (torch.cat([slopes[name, site].flatten() for site in sites]) for name in pair)
         factor = (by_f * by_g).sum() / by_f.square().sum()
-        if factor != 0 and ((by_g - factor * by_f).abs() <= _AFFINE[by_f.dtype] * by_g.abs().amax()).all():
+        if ((by_g - factor * by_f).abs() < _AFFINE[by_f.dtype] * by_g.abs().amax()).all():
             chosen.append(pair)
     return chosen
 
 
-def _find_groups(found: Structure, name: str, program: Program, keys: list[Key]) -> None:
-    """See whether layers above couple a site's values only within groups, as many as one of them has inputs."""
+def _group(name: str, program: Program, keys: list[Key]) -> Optional[tuple[int, str]]:
+    """The size of the groups within which alone layers above couple a site's values, and the layer that has as many
+    inputs as there are groups; ``None`` if there are no groups.
+    """
     num = program.base[name].shape[-1]
     counts = {other: value.shape[-1] for other, value in program.base.items()}
     sizes = {num // n: other for other, n in counts.items() if 1 < n < num and num % n == 0}
@@ -280,5 +283,5 @@ def _find_groups(found: Structure, name: str, program: Program, keys: list[Key])
         shown = stacked_runs(program.show, points)
         nan = {key: shown[key].isnan()[1:] for key in keys}
         if not any((part[0::2] & part[1::2] & ~shown[key][0].isnan()).any() for key, part in nan.items()):
-            found.groups[name] = size, sizes[size]
-            return
+            return size, sizes[size]
+    return None

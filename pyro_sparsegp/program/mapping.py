@@ -101,11 +101,12 @@ class _Noise(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (kwargs or {}).get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
             raise NotImplementedError
         if func not in _DRAWS:
-            return func(*args, **(kwargs or {}))
-        drawn = func(torch.rand_like(args[0]), *args[1:], **(kwargs or {}))
+            return func(*args, **kwargs)
+        drawn = func(torch.rand_like(args[0]), *args[1:], **kwargs)
         # Whoever reads the tensor, and not what is returned, gets NaN, and the loop.
         args[0].fill_(torch.nan)
         return drawn

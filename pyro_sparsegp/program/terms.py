@@ -47,17 +47,13 @@ class Terms:
         as_before = [name in self.rowwise and shapes.get(site) == o.shape for (name, site), o in self.owners.items()]
         if not as_before or not all(as_before):
             self._find(list(shapes))
+        for (_, site), owner in self.owners.items():  # of a site that has others, the terms of no value
+            parts[site] = torch.where(owner < 0, parts[site], 0.0)
+        latents = found.latents.keys() - {site for _, site in self.owners}
+        none = next(iter(processes.values())).x.new_zeros(())
         #: log densities without a GP value: of latents, and of other data.
-        self.priors: Tensor = next(iter(processes.values())).x.new_zeros(())
-        self.rest: Tensor = self.priors
-        for name, part in parts.items():
-            owners = [owner for (_, site), owner in self.owners.items() if site == name]
-            if not owners and name in found.latents:
-                self.priors = self.priors + part.sum()
-                continue
-            for owner in owners:  # of a site that has others, the terms of no value
-                part = torch.where(owner < 0, part, 0.0)
-            self.rest = self.rest + part.sum()
+        self.priors: Tensor = sum((part.sum() for name, part in parts.items() if name in latents), none)
+        self.rest: Tensor = sum((part.sum() for name, part in parts.items() if name not in latents), none)
 
     def _find(self, sites: list[str]) -> None:
         """Which value each term depends on, masked or not."""
