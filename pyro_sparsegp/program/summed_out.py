@@ -46,9 +46,7 @@ class Discrete:
     """The discrete latents of a run, and the densities of all sites that depend on them."""
 
     latents: dict[int, Latent] = field(default_factory=dict)  # by dimension
-    numbers: dict[str, list[Tensor]] = field(
-        default_factory=dict
-    )  # by plate, by which rows pick its elements: z[group]
+    numbers: dict[str, list[Tensor]] = field(default_factory=dict)  # by plate, of rows that pick: z[group]
     terms: list[SummedOut] = field(default_factory=list)
 
     def meeting(self, latents: frozenset[int]) -> list[SummedOut]:
@@ -196,9 +194,8 @@ class SummedOut(TorchDistribution):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """A draw of y, z drawn with it: in the plates that they share."""
         run, rows = self.run, sizes(self.plates)
-        shared, *others = (
-            run.latents[dim].plates for dim in frozenset().union(*(term.latents for term in self.before))
-        )
+        dims = frozenset().union(*(term.latents for term in self.before))
+        shared, *others = (run.latents[dim].plates for dim in dims)
         if tuple(sample_shape) or any(plates.keys() != shared.keys() for plates in others):
             raise NotImplementedError("one draw, and none where discrete latents stand in several sets of plates")
         # z ~ p(z | y₁, ..., yᵢ₋₁), all latents at once, and then y ~ p(y | z).
@@ -208,4 +205,4 @@ class SummedOut(TorchDistribution):
         chosen = torch.distributions.Categorical(logits=joint.movedim(0, -1)).sample()
         index = run.at_rows(chosen, self.plates, shared).flatten()
         values = self.given_discrete.expand((*lead, *rows)).sample().reshape(len(joint), len(index), *self.event_shape)
-        return values[index, torch.arange(len(index))].reshape(self.shape())
+        return values[index, torch.arange(len(index), device=index.device)].reshape(self.shape())
