@@ -117,7 +117,8 @@ class FunctionSite(ExpectedSite):
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Values given a draw of the coefficients, ``(*sample_shape, ..., N)``, each with its own residual."""
         w = self.coefficients.rsample(torch.Size(sample_shape) + self._batch_shape)
-        return self.given(w).marginals.rsample()
+        values = self.given(w)
+        return values.mean + values.stddev * torch.randn_like(values.mean)
 
 
 class GroupedSite(ExpectedSite):

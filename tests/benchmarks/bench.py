@@ -196,8 +196,7 @@ def ratio(times, one, other):
 def predicted(guide, x):
     """Mean and variance of new observations of :func:`regression`."""
     q = guide.posterior(x)["f"]
-    mean, variance = q.mean, q.variance
-    return mean, variance + pyro.param("noise") ** 2
+    return q.mean, q.variance + pyro.param("noise") ** 2
 
 
 def scores(mean, variance, y):
