@@ -371,7 +371,7 @@ def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str,
         loc, root = _q_of_theta(guide, rows, priors)
         found = {name: (loc[own], root[own].norm(dim=-1)) for name, own in rows.items()}
         if facts.field:
-            q = run.whole().q
+            q = run.whole.q
             loc, sd = torch.cat(q.loc, -1), q.covariance_matrix.diagonal().sqrt()
             rows = slices({name: sum(sizes) for name, sizes in facts.field.items()})
             found |= {name: (loc[own], sd[own]) for name, own in rows.items()}

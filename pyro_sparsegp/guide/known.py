@@ -164,6 +164,7 @@ class KnownGuide(AutoNormalMessenger):
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
         facts = self.facts
+        # A term of single values needs no joint draw of all, which takes O(N³).
         if facts.dependence.get(name) != COUPLED or name in self.independent_draws:
             return FunctionSite if name in facts.field else MarginalSite
         return GroupedSite if name in facts.groups and name not in facts.field else ExpectedSite

@@ -41,6 +41,7 @@ class Calls:
             if isinstance(output, Tensor) and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
                 # Of nested ones the outermost is the last.
                 origin = Origin(module, args[0], output.grad_fn) if self._keeps else Origin(module)
+                # id() may be another tensor's once this one is gone: the weak reference tells.
                 self._found[id(output)] = ref(output), origin
 
         before, self._found = self._found, {}

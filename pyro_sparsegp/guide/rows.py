@@ -20,6 +20,7 @@ from .runs import Priors, Run
 
 def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
     """Which rows a call brings."""
+    # Its tensors are compared with those of training where something belongs to single rows, and no sooner.
     relation, steps = guide.relation(args, kwargs), guide.is_training
     same, inputs = steps or not guide.on_sites, True
     if guide.core.data is not None and guide.is_about_rows:

@@ -67,6 +67,7 @@ class Run(ABC):
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once."""
         guide, core, held = self.guide, self.guide.core, self.conditions
+        # Pyro's median() sets its own flag, and then calls the guide.
         self.at_medians, self.drawn = self.at_medians or guide._computing_median, self.drawn or held.drawn
         state = vars(guide)  # by the way round a Pyro module's attributes, which takes long
         before = {"run": guide.run, "_computing_median": guide._computing_median}
@@ -147,8 +148,9 @@ class Priors(Run):
         """The bases of the GP sites that it met."""
         return {name: basis_of(self.guide, name, self.settled(name, p)) for name, p in self.processes.items()}
 
+    @cached_property
     def whole(self) -> Whole:
-        """q(x) under them."""
+        """q(x) under them; made where the first member asks, so that its parameters are seen in that run."""
         missing = [name for name in self.guide.core.facts.intercepts if name not in self.sites]
         if missing:  # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
             raise ValueError(
@@ -184,14 +186,9 @@ class Posteriors(Run):
             self.conditions = replace(self.conditions, values=self.conditions.values | values)
         return super().perform(args, kwargs)
 
-    @cached_property
-    def _field(self) -> Whole:
-        """q(x) of this run; made where the first member asks, so that its parameters are seen in the run."""
-        return self._ahead.whole()
-
     def latent_of_field(self, name: str, prior: Any) -> Any:
         """The answer at a latent of the field: its posterior, or a value."""
-        posterior = FieldLatent(prior, self._field.share(name))
+        posterior = FieldLatent(prior, self._ahead.whole.share(name))
         return posterior.mean if self.at_medians else posterior
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
@@ -214,7 +211,7 @@ class Posteriors(Run):
 
     def _at(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
         if self._ahead is not None:
-            return kind(self.settled(name, process), self._ahead.bases[name], self._field.share(name), name)
+            return kind(self.settled(name, process), self._ahead.bases[name], self._ahead.whole.share(name), name)
         if not isinstance(module, SiteGP):
             return self.free(name, process, module, kind)
         reading = self.conditions.readings.get(name)
