@@ -143,7 +143,7 @@ class Readings:
             for reading in readings if trained else ():  # once more, for the gradient
                 reading.sites = self._target(reading)[1]
             return
-        # Under torch.func.vmap this raises, and draws go in a loop: as many updates for all would leave out the draws that
+        # Under torch.func.vmap this raises, and draws go in a loop: as many updates for all would leave out draws that
         # need more of them, such as those of little noise, and take longer where rows are many.
         for _ in range(most):
             for reading in readings:

@@ -161,17 +161,19 @@ def note_rows(run: Run) -> None:
     """After a run: take note of the rows of training, and of how many there are in all; or warn where a prediction's
     diagonal is relative to a part of them.
     """
-    guide, frames = run.guide, [frame for site in run.data.values() for frame in site["cond_indep_stack"]]
-    for name, x in ((name, process.x) for name, process in run.processes.items() if name in guide.corrected_modules()):
-        module = guide.module_of(name)
-        if not run.rows.new and guide.is_training:
-            module.see(x)
-            sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]
+    for name, process in run.processes.items():
+        module = run.guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
+        if module is None:
+            continue
+        if not run.rows.new and run.guide.is_training:
+            module.see(process.x)
+            frames = [frame for site in run.data.values() for frame in site["cond_indep_stack"]]
+            sizes = [int(f.full_size) for f in frames if f.size == process.x.shape[-2] and f.full_size]
             module.num_rows = max(sizes, default=module.num_rows)
         # test_deep_basis.py::test_unseen_rows_are_told_of_and_one_call_mends_it
         elif run.rows.new and module.num_seen < module.num_rows:
             warn_once(
-                guide.warned,
+                run.guide.warned,
                 "rows unseen",
                 name,
                 f"the kernel of GP site {name!r} has a variance correction relative to the training inputs, and the "

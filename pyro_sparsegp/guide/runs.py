@@ -93,8 +93,8 @@ class Run(ABC):
     @cached_property
     def data(self) -> dict[str, Any]:
         """Those that hold data, of the sites that did at the first call."""
-        met = {name: self.sites[name] for name in self.guide.core.facts.rows if name in self.sites}
-        return {name: site for name, site in met.items() if site["is_observed"]}
+        rows = self.guide.core.facts.rows
+        return {name: site for name, site in self.sites.items() if site["is_observed"] and name in rows}
 
     def module(self, name: str, process: GaussianProcess) -> Any:
         """The site's variational module."""
