@@ -273,6 +273,7 @@ class TestState:
     def test_given_inputs_count_as_their_number(self):
         x, _, guide = begun()
         assert torch.equal(means(restored(guide, family=SVGP(x[:7])), x), means(guide, x))
+        assert repr(SVGP(x[:7], rate=0.5)) == "SVGP(inducing=7, rate=0.5)"
 
     def test_a_fresh_guide_has_an_empty_state(self):
         assert restored(AutoSparseGP(regression, SVGP(7))).structure is None

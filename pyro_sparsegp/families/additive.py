@@ -27,7 +27,7 @@ from .base import (
 _DENSE = 96  # coefficients up to which sums in one matrix are quicker than blocks
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OnTerms(BasisFamily):
     """A family on a basis for each summand of an additive kernel Σ_c k_c.
 
@@ -72,12 +72,12 @@ class OnTerms(BasisFamily):
         return list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * num_terms
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AdditiveFamily(OnTerms, FreeFormFamily):
     """The base class of families with a basis for each summand of the kernel and a free posterior."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MeanFieldAdditive(AdditiveFamily):
     """Independent posteriors of the summands, S = blockdiag(S₁, …, S_C) (Saul, Hensman, Vehtari and Lawrence, 2016).
 
@@ -99,7 +99,7 @@ class MeanFieldAdditive(AdditiveFamily):
         return made
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CoupledCovariance(AdditiveFamily):
     """One full covariance S over the CM coefficients of all C summands (Adam, 2017), in O((CM)³) per step."""
 
@@ -107,7 +107,7 @@ class CoupledCovariance(AdditiveFamily):
         return FullCholesky
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CoupledPrecision(AdditiveFamily):
     """Summands coupled by a low-rank term of the precision, in storage linear in their number.
 
@@ -138,7 +138,7 @@ class CoupledPrecision(AdditiveFamily):
         return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.natural_rate)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AdditiveSGPR(OnTerms, OptimalFamily):
     """A basis for each summand with the joint posterior that is optimal given the likelihood.
 
@@ -148,7 +148,7 @@ class AdditiveSGPR(OnTerms, OptimalFamily):
     """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AdditiveFreeSites(WithFreeSites, AdditiveSGPR):
     """:class:`AdditiveSGPR` with its sites as 2N free parameters, as :class:`FreeSites`.
 

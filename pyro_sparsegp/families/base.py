@@ -25,7 +25,7 @@ from ..process import GaussianProcess
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Family(Documented, ABC):
     """The interface of a family: it makes a new module, or one to load a state into."""
 
@@ -42,19 +42,15 @@ class Family(Documented, ABC):
 
     def declared(self) -> dict[str, Any]:
         """The recipe in plain Python: the family's name and its numbers. Given inputs are replaced by their number."""
+        return self._without(lambda f: f.name in _NOT_DECLARED)
 
-        def plain(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return len(value)
-            if isinstance(value, (list, tuple)):
-                return [plain(part) for part in value]
-            if isinstance(value, InducingVariables):
-                return value.describe()
-            return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+    def __repr__(self) -> str:
+        # The call that makes it, but for defaults.
+        return _call(self._without(lambda f: getattr(self, f.name) is f.default))
 
+    def _without(self, skip: Callable[[Any], bool]) -> dict[str, Any]:
         known = sorted(fields(self), key=lambda f: bool(f.kw_only))  # a base class's keywords come last
-        numbers = {f.name: plain(getattr(self, f.name)) for f in known if f.name not in _NOT_DECLARED}
-        return {"name": type(self).__name__, **numbers}
+        return {"name": type(self).__name__} | {f.name: _plain(getattr(self, f.name)) for f in known if not skip(f)}
 
     def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
         """A module of the shapes of ``spec``, with the dtype and device of ``like``.
@@ -72,7 +68,7 @@ class Family(Documented, ABC):
 _NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "tolerance", "batches")  # they change no shape
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BasisFamily(Family):
     """A family on a basis: it says how this starts, and how it is made again before its state is loaded."""
 
@@ -107,7 +103,7 @@ class BasisFamily(Family):
         return self.on_basis(self.old_basis(spec["basis"], like), spec["batch_shape"], x)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FreeFormFamily(BasisFamily):
     """A recipe for :class:`SparseGP` modules: a basis, and a free posterior over its coefficients.
 
@@ -204,7 +200,7 @@ class FreeFormFamily(BasisFamily):
         return SparseGP(basis, coefficients, batch_shape, self.declared())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SiteFamily(Family):
     """A family whose posterior follows from Gaussian sites N(zₙ | fₙ, 1/λₙ), read off the model's likelihood.
 
@@ -235,7 +231,7 @@ class SiteFamily(Family):
         require_count(self.updates, f"{type(self).__name__}'s updates")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OptimalFamily(SiteFamily, BasisFamily):
     """A basis with the posterior of its coefficients that is optimal for the sites."""
 
@@ -251,7 +247,7 @@ class OptimalFamily(SiteFamily, BasisFamily):
         return self.module(basis, *more, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ExpectationFamily(BasisFamily):
     """A basis with the posterior of its coefficients given expectation propagation's sites.
 
@@ -262,7 +258,7 @@ class ExpectationFamily(BasisFamily):
         return ExpectationGP(basis, batch_shape, x, self.declared())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class WithFreeSites(OptimalFamily):
     """A family whose sites are 2N free parameters."""
 
@@ -296,6 +292,16 @@ def require_matrix(process: GaussianProcess, name: str) -> None:
         raise ValueError(
             f"site {name!r} has inputs of shape {tuple(process.x.shape)}; a family on sites needs one matrix (N, D)"
         )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return len(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, InducingVariables):
+        return value.describe()
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def _call(declared: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from .base import (
 _MOST = 4000  # rows that Exact takes: a step takes some five times N³ operations
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OnInducingPoints(BasisFamily):
     """A family on inducing points of the whole kernel, in one or several sets.
 
@@ -45,7 +45,7 @@ class OnInducingPoints(BasisFamily):
         return basis.ordered(process.kernel) if self.is_natural else basis
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class InducingFamily(OnInducingPoints, FreeFormFamily):
     """The base class of families with inducing points and a free posterior.
 
@@ -60,7 +60,7 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
         return found if self.whiten or self.is_natural else partial(Unwhitened, found)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SVGP(InducingFamily):
     """Inducing points with a full covariance (Hensman, Fusi and Lawrence, 2013; Titsias, 2009).
 
@@ -78,7 +78,7 @@ class SVGP(InducingFamily):
         return FullCholesky
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SGPR(OnInducingPoints, OptimalFamily):
     """Inducing points with the posterior that is optimal given the likelihood (Titsias, 2009).
 
@@ -91,7 +91,7 @@ class SGPR(OnInducingPoints, OptimalFamily):
     inducing: Inducing = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Exact(OptimalFamily):
     """No inducing points: the posterior of the whole process given all N rows, in O(N³) per step; up to 4,000 rows.
 
@@ -113,7 +113,7 @@ class Exact(OptimalFamily):
         return InducingPoints([])  # which are the rows of each call
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FreeSites(WithFreeSites, SGPR):
     """Inducing points with the optimal form of q and its sites as 2N free parameters.
 
@@ -126,7 +126,7 @@ class FreeSites(WithFreeSites, SGPR):
     """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SparseEP(OnInducingPoints, ExpectationFamily):
     """Inducing points with expectation propagation's posterior (Hernández-Lobato and Hernández-Lobato, 2016).
 

@@ -16,7 +16,7 @@ from .base import NewCoefficients, OptimalFamily
 from .inducing import SGPR, InducingFamily, OnInducingPoints
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OnNestedPoints(OnInducingPoints):
     """A family on nested sets of inducing points.
 
@@ -32,7 +32,7 @@ class OnNestedPoints(OnInducingPoints):
         return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OrthogonalInducing(OnNestedPoints, InducingFamily):
     """SOLVE-GP: nested sets of inducing points with independent covariances.
 
@@ -45,7 +45,7 @@ class OrthogonalInducing(OnNestedPoints, InducingFamily):
         return BlockCholesky
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OrthogonallyDecoupled(OrthogonalInducing):
     """ODVGP: a second set of inducing points for the mean alone.
 
@@ -101,7 +101,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
         return super()._rebuild(spec | {"basis": basis | both}, like, name)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CollapsedOrthogonal(OnNestedPoints, SGPR):
     """SOLVE-GP with optimal independent posteriors of its sets (Shi, Titsias and Mnih, 2020, eq. 27 to 30).
 
@@ -111,7 +111,7 @@ class CollapsedOrthogonal(OnNestedPoints, SGPR):
     module: ClassVar = BlockwiseGP
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
     """SOLVE-GP with the optimal posterior of the first set given free ones of the others.
 
@@ -135,7 +135,7 @@ class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
         return super().on_basis(basis, batch_shape, x, kind(basis.sizes[1:], batch_shape, x))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ConditionalSGPR(SGPR):
     """Inducing points whose posterior depends on the rest of f: a tighter bound than SGPR's.
 

@@ -15,7 +15,7 @@ from ..process import GaussianProcess
 from .base import SiteFamily, require_matrix
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ComputationAware(SiteFamily):
     """CaGP: the posterior given i projections Sᵀz of the data (Wenger et al., 2024, eq. 5), never overconfident.
 

@@ -12,7 +12,7 @@ from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily, r
 _MOST_FOLLOWED = 256
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OnFeatures(BasisFamily):
     """A family on the kernel's own finite features."""
 
@@ -26,7 +26,7 @@ class OnFeatures(BasisFamily):
         return require_basis(ExplicitFeatures(phi.shape[-1]), name)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class WeightSpace(OnFeatures, FreeFormFamily):
     """The kernel's own features with a full covariance for any likelihood, by mini-batches.
 
@@ -49,7 +49,7 @@ class WeightSpace(OnFeatures, FreeFormFamily):
         return FullCholesky
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ExactWeightSpace(OnFeatures, OptimalFamily):
     """The kernel's own features with the posterior that is optimal given the likelihood.
 
