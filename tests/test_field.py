@@ -195,12 +195,12 @@ def test_hyperparameters_start_at_the_mode_with_its_curvature():
         assert (value[0] - 0.5 * (value[up] + value[down])).item() == pytest.approx(0.045, rel=0.1)
 
 
-def _mean_and_noise(x, y=None):
+def _mean_and_noise(x, y=None, _both=0.0):
     s = pyro.sample("s", dist.LogNormal(0.0, 0.5))
     c = pyro.sample("c", dist.Normal(-1.0, 1.0))
     f = pyro.sample("f", GaussianProcess(s * kernels.Matern52(0.5), x))
     g = pyro.sample("g", GaussianProcess(0.5 * kernels.Matern52(0.5), x, mean=c))
-    observed(dist.Normal(f, g.exp()), y)
+    observed(dist.Normal(f, (g + _both * f).exp()), y)
 
 
 def _noisy_data():
@@ -232,16 +232,15 @@ def test_gradients_are_those_of_the_loss(model, data):
 
 
 def test_two_predictors_are_integrated_together():
-    # Against draws of the same q.
-    data = _noisy_data()
-    guide, losses = _step(_mean_and_noise, families.SVGP(8), data, 20)
+    # Against draws of the same q; f is in both predictors, and so is what its basis leaves out.
+    data, model = _noisy_data(), partial(_mean_and_noise, _both=0.7)
+    guide, _ = _step(model, families.SVGP(1), data)
     assert guide.facts.links == {"y": {"loc": "identity", "scale": "log"}}
     pyro.set_rng_seed(0)
     with torch.no_grad():
-        exact = torch.tensor([TraceQuadrature_ELBO().loss(_mean_and_noise, guide, *data) for _ in range(20)]).mean()
-        drawn = torch.tensor([Trace_ELBO().loss(_mean_and_noise, guide, *data) for _ in range(500)])
+        exact = torch.tensor([TraceQuadrature_ELBO().loss(model, guide, *data) for _ in range(20)]).mean()
+        drawn = torch.tensor([Trace_ELBO().loss(model, guide, *data) for _ in range(500)])
     assert exact.item() == pytest.approx(drawn.mean().item(), abs=4 * drawn.std().item() / 500**0.5 + 0.3)
-    assert max(losses) < losses[0] + 3
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])

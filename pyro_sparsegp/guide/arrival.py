@@ -322,7 +322,7 @@ class _Compared:
 @torch.no_grad()
 def _q_of_theta(guide: KnownGuide, rows: Mapping[str, slice], priors: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """a and R of latents that are no points and in no field, whose entries are these."""
-    loc = torch.cat([guide.like.new_zeros(own.stop - own.start) for own in rows.values()] or [guide.like.new_zeros(0)])
+    loc = guide.like.new_zeros(sum(own.stop - own.start for own in rows.values()))
     root, coupled = loc.diag(), guide.facts.coupled
     for name in set(rows) - set(coupled):
         own, scale = guide._get_params(name, priors[name])

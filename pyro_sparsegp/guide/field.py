@@ -278,11 +278,12 @@ def anchor_of(
     """
     parts: list[Tensor] = []
     for i, name in enumerate(guide.facts.field):
-        own = guide.facts.factors.get(name, {})
-        logs = [theta @ theta.new_tensor(own[other]) for other in own for theta in [_unconstrained(sites[other])]]
-        factor: Any = sum(logs).exp() if logs else 1.0  # type: ignore[union-attr]
+        log = guide.like.new_zeros(())
+        for other, slopes in guide.facts.factors.get(name, {}).items():
+            theta = _unconstrained(sites[other])
+            log = log + theta @ theta.new_tensor(slopes)
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
-        parts.append((factor * at).to(guide.like))  # priors of Python numbers have the default dtype
+        parts.append((log.exp() * at).to(guide.like))  # priors of Python numbers have the default dtype
     anchor, values = AtValues(parts), [_value_of(guide, name, sites[name]) for name in guide.facts.intercepts]
     if values:  # what intercepts add to the values Ax: sites are about the sum, of which f is what they leave
         anchor.level = guide.field.slopes @ torch.cat(values).to(guide.like)

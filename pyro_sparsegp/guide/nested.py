@@ -186,11 +186,7 @@ class Nested:
     ) -> tuple[Tensor, Slopes, Slopes]:
         """E[ℓ] and, by theorems of Bonnet and Price, E[∇ℓ] = ∂E[ℓ]/∂η and E[∇²ℓ] = 2 ∂E[ℓ]/∂C with symmetric C."""
         spread = {pair: part.requires_grad_() for pair, part in found.covariances(root).items()}
-        total: Any = 0.0
-        for name, of_site in found.links.items():
-            own = {(a[1], b[1]): part for (a, b), part in spread.items() if a[0] == name}
-            means = {key: eta[name, key] for key in of_site}
-            total = total + found.expected(name, means, own, self.guide.facts.num_nodes)
+        total = found.expected(eta, spread, self.guide.facts.num_nodes)
         slopes = torch.autograd.grad(total, [*eta.values(), *spread.values()], create_graph=True)
         curvatures: Slopes = {}
         for (one, other), part in zip(spread, slopes[len(eta) :]):
@@ -305,10 +301,9 @@ def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Ten
     curvatures: Slopes = {}
     for one, slope in slopes.items():
         own = [place for place in eta if place[0] == one[0]]
-        if not slope.requires_grad:
-            continue
-        second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
-        curvatures |= {(one, place): -part for place, part in zip(own, second) if part is not None}
+        if slope.requires_grad:
+            second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
+            curvatures |= {(one, place): -part for place, part in zip(own, second) if part is not None}
     return density, slopes, curvatures
 
 

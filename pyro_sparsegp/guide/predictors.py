@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 from typing import Any, Optional
 
 import torch
@@ -47,31 +47,30 @@ def find_links(
         [draws[2] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
     )
     runs = [(run(x.requires_grad_()), x) for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1])]
-    slopes, hidden = _by_links(runs, along)
-    found: dict[str, dict[str, str]] = {}
-    for (name, key), by_link in slopes.items():
-        found.setdefault(name, {})[key] = min(by_link, key=lambda link: int(by_link[link].isnan().sum()))
 
-    def bent(name: str) -> list[str]:
-        """The members in which a site's predictors are not affine."""
-        own = [slopes[name, key][link][: len(layout.numbers)] for key, link in found.get(name, {}).items()]
-        return [member for member, *each in zip(layout.numbers, *own) if any(part.isnan().any() for part in each)]
+    def bent(every: Sequence[Tensor]) -> list[str]:
+        """The members in which some predictors, of these slopes, are not affine."""
+        return [member for member, *each in zip(layout.numbers, *every) if any(part.isnan().any() for part in each)]
 
-    hidden |= dict.fromkeys(name for name in found if not layout.residuals.keys().isdisjoint(bent(name)))
-    for name in hidden:
-        links, (gp, slope) = found.get(name), _in_values(runs[1:], name, layout, along)
-        if gp:
-            others = [member for member in bent(name) if member not in layout.residuals]
-            found[name], slopes[name, gp] = {gp: VALUE}, {VALUE: slope}
-            # As k in mu + k f, without which f is affine.
-            if links and 0 < len(others) <= len(bent(name)):
-                found[name] = links
-        elif not links:
+    links: dict[str, dict[str, str]] = {}
+    slopes: dict[str, list[Tensor]] = {}
+    for name, of_site in _by_links(runs, along).items():
+        best = {key: min(own, key=lambda link: int(own[link].isnan().sum())) for key, own in of_site.items()}
+        links[name], slopes[name] = best, [of_site[key][link] for key, link in best.items()]
+        apart = bent(slopes[name])
+        if best and layout.residuals.keys().isdisjoint(apart):
+            continue
+        gp, slope = _in_values(runs[1:], name, layout, along)
+        others = [member for member in apart if member not in layout.residuals]
+        # Links stay where f is affine without some latents, as without k in mu + k f.
+        if gp and not 0 < len(others) <= len(bent([slope])):
+            links[name], slopes[name] = {gp: VALUE}, [slope]
+        if not links[name]:
             return None
-    chosen = [slopes[name, key][link] for name, of_site in found.items() for key, link in of_site.items()]
+    chosen = list(chain.from_iterable(slopes.values()))
     rows = {name: slice(own.start + len(members), own.stop + len(members)) for name, own in slices(several).items()}
     owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
-    return found, owned, [member for member in layout.numbers if any(member in bent(name) for name in found)]
+    return links, owned, bent(chosen)
 
 
 def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -85,25 +84,20 @@ def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
     return {}
 
 
-def _by_links(
-    runs: Sequence[tuple[poutine.Trace, Tensor]], along: Tensor
-) -> tuple[dict[Place, dict[str, Tensor]], dict[str, None]]:
-    """Slopes of parameters under each of their links, and the sites whose predictor is in no parameter."""
-    slopes: dict[Place, dict[str, Tensor]] = {}
-    hidden: dict[str, None] = {}
+def _by_links(runs: Sequence[tuple[poutine.Trace, Tensor]], along: Tensor) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """By observed site and parameter, slopes under each link; none where a predictor is in no parameter."""
+    slopes: dict[str, dict[str, dict[str, Tensor]]] = {}
     for trace, x in runs:
         for name, site in sample_sites(trace).items():
-            if not is_observation(site) or not depends(site["fn"].log_prob(site["value"]), x):
+            fn, value = bare(site["fn"]), site["value"]
+            if not is_observation(site) or not depends(fn.log_prob(value), x):
                 continue
-            fn = bare(site["fn"])
-            moving = _moving(fn, site["value"], x)
-            if not moving:
-                hidden[name] = None
-            for key, part in moving.items():
+            of_site = slopes.setdefault(name, {})
+            for key, part in _moving(fn, value, x).items():
                 for link in candidates(fn, key):
                     here = jacobian(LINKS[link][0](part.expand(fn.batch_shape).reshape(-1)), x, along)
-                    _compare(here.detach(), slopes.setdefault((name, key), {}), link)
-    return slopes, hidden
+                    _compare(here.detach(), of_site.setdefault(key, {}), link)
+    return slopes
 
 
 def _in_values(
@@ -181,7 +175,7 @@ class Predictors:
 
     def _slopes(self, name: str, gp: str, f: Tensor) -> tuple[Tensor, Tensor]:
         """Of a density by x beside its GP site's values, and by these."""
-        density = self.log_prob(name, {gp: f}) + 0 * self.x.sum()
+        density = self.log_prob(name, {(name, gp): f}) + 0 * self.x.sum()
         (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
         return jacobian(density, self.x, self.layout.directions(self.x)), slope
 
@@ -196,30 +190,34 @@ class Predictors:
         other.rows = {place: row.detach() for place, row in self.rows.items()}
         return other
 
-    def distribution(self, name: str, eta: Mapping[str, Tensor]) -> Any:
-        """A site's distribution of single data at predictors ``(..., N)`` by parameter."""
-        shape = bare(self.sites[name]["fn"]).batch_shape
-        changed = {
-            key: LINKS[self.links[name][key]][1](value.reshape(value.shape[:-1] + shape)) for key, value in eta.items()
-        }
+    def distribution(self, name: str, eta: Mapping[Place, Tensor]) -> Any:
+        """A site's distribution of single data at predictors ``(..., N)``."""
+        shape, changed = bare(self.sites[name]["fn"]).batch_shape, {}
+        for key, link in self.links[name].items():
+            value = eta[name, key]
+            changed[key] = LINKS[link][1](value.reshape(value.shape[:-1] + shape))
         return rebuilt(self.sites[name]["fn"], changed)
 
-    def log_prob(self, name: str, eta: Mapping[str, Tensor]) -> Tensor:
-        """A site's log densities of single data at predictors ``(..., N)`` by parameter."""
-        value = self.sites[name]["value"]
-        ((key, first), *_) = eta.items()
-        if self.links[name][key] != VALUE:
+    def log_prob(self, name: str, eta: Mapping[Place, Tensor]) -> Tensor:
+        """A site's log densities of single data at predictors ``(..., N)``."""
+        value, ((key, link), *_) = self.sites[name]["value"], self.links[name].items()
+        if link != VALUE:
             return self.distribution(name, eta).log_prob(value)
 
         def at(f: Tensor) -> tuple[Tensor]:
             return (bare(self.again({key: f})[name]["fn"]).log_prob(value),)
 
+        first = eta[name, key]
         return (at(first) if first.dim() == 1 else mapped(at, first))[0]
 
-    def summed(self, name: str, each: Tensor) -> Tensor:
-        """The sum of a term for each datum of a site, as the site scales and masks them."""
-        site = self.sites[name]
-        return scale_and_mask(rewrapped(site["fn"], each), site["scale"], site["mask"]).sum()
+    def summed(self, of_site: Callable[[str], Tensor]) -> Tensor:
+        """The sum of a term for each datum of each site, as the site scales and masks them."""
+        total = self.x.new_zeros(())
+        for name in self.links:
+            site = self.sites[name]
+            each = rewrapped(site["fn"], of_site(name))
+            total = total + scale_and_mask(each, site["scale"], site["mask"]).sum()
+        return total
 
     def back(self, slopes: Mapping[Place, Tensor]) -> Tensor:
         """Σ Jᵀv, ``(num,)``, of numbers v by place."""
@@ -240,38 +238,41 @@ class Predictors:
         parts = {
             place: torch.linalg.solve_triangular(root, self.rows[place].mT, upper=False).detach() for place in self.eta
         }
-        pairs = [pair for pair in combinations_with_replacement(self.eta, 2) if pair[0][0] == pair[1][0]]
         return {
             (one, other): (parts[one] * parts[other]).sum(0)
             + (self.residuals[one] * self.residuals[other]).sum(-1).detach()
-            for one, other in pairs
+            for one, other in self.pairs
         }
 
-    def expected(
-        self, name: str, eta: Mapping[str, Tensor], covariance: Mapping[tuple[str, str], Tensor], num_nodes: int
-    ) -> Tensor:
-        """The expectation of a site's log density over normal predictors, in closed form or at Gauss-Hermite nodes.
+    @property
+    def pairs(self) -> list[Pair]:
+        """Pairs of places of one site, and each with itself, the first one's before."""
+        return [pair for pair in combinations_with_replacement(self.eta, 2) if pair[0][0] == pair[1][0]]
 
-        :param eta: their means, ``(N,)`` by parameter.
-        :param covariance: by pairs of parameters, the first one's before.
+    def expected(self, eta: Mapping[Place, Tensor], covariance: Mapping[Pair, Tensor], num_nodes: int) -> Tensor:
+        """E[ℓ] over normal predictors, in closed form or at Gauss-Hermite nodes.
+
+        :param eta: their means, ``(N,)``.
+        :param covariance: by :attr:`pairs`.
         """
-        (first, *others), value = eta, self.sites[name]["value"]
-        if self.links[name] == {"loc": "identity"} and is_declared(self.sites[name]["fn"]):
+        return self.summed(lambda name: self._expected(name, eta, covariance, num_nodes))
+
+    def _expected(
+        self, name: str, eta: Mapping[Place, Tensor], covariance: Mapping[Pair, Tensor], num_nodes: int
+    ) -> Tensor:
+        (first, *others), site = [(name, key) for key in self.links[name]], self.sites[name]
+        variance = covariance[first, first]
+        if self.links[name] == {"loc": "identity"} and is_declared(site["fn"]):
             fn = self.distribution(name, eta)
-            return self.summed(name, expectation(fn, value, covariance[first, first].reshape(fn.batch_shape)))
-        nodes, weights = normal_nodes(len(eta), eta[first], num_nodes)
-        sd = covariance[first, first].sqrt()
-        at = {first: eta[first] + sd * nodes[:, :1]}
-        for key in others:  # one at most
-            across, own = covariance[first, key] / sd, covariance[key, key]
+            return expectation(fn, site["value"], variance.reshape(fn.batch_shape))
+        nodes, weights = normal_nodes(1 + len(others), eta[first], num_nodes)
+        at = {first: eta[first] + variance.sqrt() * nodes[:, :1]}
+        for place in others:  # one at most
+            across, own = covariance[first, place] / variance.sqrt(), covariance[place, place]
             rest = above_rounding(own - across.square(), own).sqrt()
-            at[key] = eta[key] + (across * nodes[:, :1] + rest * nodes[:, 1:])
-        return self.summed(name, torch.tensordot(weights, self.log_prob(name, at), 1))
+            at[place] = eta[place] + (across * nodes[:, :1] + rest * nodes[:, 1:])
+        return torch.tensordot(weights, self.log_prob(name, at), 1)
 
     def log_density(self, eta: Mapping[Place, Tensor]) -> Tensor:
         """ℓ at predictors, of all sites that depend on any."""
-        total: Any = 0.0
-        for name in self.links:
-            own = {key: value for (site, key), value in eta.items() if site == name}
-            total = total + self.summed(name, self.log_prob(name, own))
-        return total
+        return self.summed(lambda name: self.log_prob(name, eta))

@@ -278,9 +278,6 @@ class Search:
         covariance = nested.covariance(best)
         free = {name for name in self.priors if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
-        # An independent posterior is that given all others, of these precisions.
-        alone = nested.theta_of(torch.linalg.inv(covariance).diagonal())
-        alone |= dict(zip(layout.field, best.root.square().sum(-1).split(list(layout.numbers.values()))))
         mode = best.theta.clone().requires_grad_()  # which shows whether inputs move with θ
         found, handler = nested.predictors(mode)
         x = torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)])
@@ -288,11 +285,13 @@ class Search:
         facts.coupled = joint = [name for name in self.hyper if name in free]
         intercepts = self._intercepts(nested, found, mode, best, covariance)
         field = field if self._wants_field(field, intercepts, handler) else []
+        # An independent posterior is that given all others, of these variances: of θ, and of a field in its units.
+        alone = nested.theta_of(1 / torch.linalg.inv(covariance).diagonal())
+        variances = 1 / best.root.square().sum(-1)
+        alone |= {n: handler.priors[n].variance.reshape(-1) * variances[layout.rows[n]] for n in self.normal}
         for name, latent in _without(facts.latents, [*joint, *field]).items():
-            own = alone[name].reshape(-1)
-            unit = 1.0 if name in self.hyper else handler.priors[name].stddev.reshape(-1).to(own)
-            mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], unit * own.rsqrt()))
-            guide.set_latent(name, mean, latent["event_dim"], scale)
+            mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], alone[name].sqrt()))
+            guide.set_latent(name, mean, latent["event_dim"], scale.to(mean))
         if joint:
             index = index_of(nested.entries, joint)
             root = torch.linalg.cholesky(covariance[index][:, index])

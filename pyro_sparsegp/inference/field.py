@@ -7,7 +7,6 @@ natural steps are those of a Gaussian process on them. Parameters of one density
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP
 from ..guide.field import Layout, Standardised, residuals_of, run_standardised
-from ..guide.predictors import Place, Predictors
+from ..guide.predictors import Pair, Place, Predictors
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
 from ..program.traces import free_values, is_observation
@@ -48,42 +47,33 @@ def bound_of_field(
             return run_standardised(guide, args, kwargs, handler, {**held, **given}, model_trace).nodes
 
         sites = run()
-        links = {name: own for name, own in facts.links.items() if name in sites and is_observation(sites[name])}
+        data = [name for name in facts.links if name in sites and is_observation(sites[name])]
+        links = {name: facts.links[name] for name in data if sites[name]["mask"] is not False}
         found = Predictors(sites, links, x, layout, run)
-        moments = _moments(whole.q, layout, found, x)
+        eta, covariance = _moments(whole.q, layout, found)
     first = guide_trace.nodes[next(iter(facts.field))]
-    total = -weighted_sum(whole.q.kl(), {**first, "mask": None})
-    for name in links:
-        if sites[name]["mask"] is not False:
-            own = {key: moments[name, key] for key in links[name]}
-            covariance = _covariance(whole.q, own)
-            total = total + found.expected(name, {key: one[0] for key, one in own.items()}, covariance, num_nodes)
-    total = total + log_density_minus_kl(model_trace, guide_trace, {*facts.field, *links})
+    total = found.expected(eta, covariance, num_nodes) - weighted_sum(whole.q.kl(), {**first, "mask": None})
+    total = total + log_density_minus_kl(model_trace, guide_trace, {*facts.field, *data})
     return total if torch.is_grad_enabled() else total.detach()
 
 
-def _moments(q: Any, layout: Layout, found: Predictors, x: Tensor) -> dict[Place, tuple[Tensor, Tensor, Any, Any]]:
-    """The means and variances of the linear predictors of a run with the field at its mean, their features and rows.
-
-    :param x: what that run was standardised by.
-    """
-    at = {}
-    for place in found.eta:
-        features, residual = found.rows[place], found.residuals[place]
-        blocks = list(features.split(layout.sizes, -1))
-        mean, change = q.moments(blocks)
-        prior = features.square().sum(-1) + residual.square().sum(-1)
+def _moments(q: Any, layout: Layout, found: Predictors) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:
+    """The means of the linear predictors of a run with the field at its mean, and covariances of pairs."""
+    eta: dict[Place, Tensor] = {}
+    rows: dict[Place, Any] = {}  # their marginals, as they are recorded
+    covariance: dict[Pair, Tensor] = {}
+    blocks = {place: list(features.split(layout.sizes, -1)) for place, features in found.rows.items()}
+    for place, features in found.rows.items():
+        mean, change = q.moments(blocks[place])
+        rows[place] = q.row
         # η at m, whose derivative by m is that of the features' mean.
-        here = found.eta[place] - features @ x[: layout.num].detach() + mean
-        at[place] = here, above_rounding(prior + change, prior), blocks, q.row
-    return at
-
-
-def _covariance(q: Any, moments: dict[str, tuple[Tensor, Tensor, Any, Any]]) -> dict[tuple[str, str], Tensor]:
-    """By pairs of the parameters of one density, one or two."""
-    found = {(key, key): variance for key, (_, variance, *_) in moments.items()}
-    for one, other in itertools.combinations(moments, 2):
-        (*_, blocks, row), (*_, others, its) = moments[one], moments[other]
-        prior = sum((phi * psi).sum(-1) for phi, psi in zip(blocks, others))
-        found[one, other] = prior + q.cross_change(blocks, others, (row, its))
-    return found
+        eta[place] = found.eta[place] - features @ found.x[: layout.num].detach() + mean
+        covariance[place, place] = change
+    for one, other in found.pairs:
+        if one != other:
+            covariance[one, other] = q.cross_change(blocks[one], blocks[other], (rows[one], rows[other]))
+        residual, its = found.residuals[one], found.residuals[other]
+        prior = (found.rows[one] * found.rows[other]).sum(-1) + (residual * its).sum(-1)
+        changed = prior + covariance[one, other]
+        covariance[one, other] = above_rounding(changed, prior) if one == other else changed
+    return eta, covariance
