@@ -160,6 +160,7 @@ def one(trainer, dtype, split, options, name):
                     validated = -bench.scores(*predict(valid[0]), valid[1])[0]
                     density, rmse, inside = bench.scores(*predict(test[0]), test[1])
                     run["curve"].append((run["epoch"], spent, -density, rmse))
+                    bench.tell(run["curve"][-1])
                     if math.isfinite(validated) and (run["best"] is None or validated < run["best"][0]):
                         scores = f"{-density:.3f}", f"{rmse:.4f}", f"{abs(0.95 - inside):.3f}"
                         cells = f"{rate:g}", run["epoch"], *scores, f"{noise():.4f}", f"{spent:.0f}"
