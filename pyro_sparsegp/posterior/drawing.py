@@ -118,7 +118,8 @@ class FunctionSite(ExpectedSite):
         """Values given a draw of the coefficients, ``(*sample_shape, ..., N)``, each with its own residual."""
         w = self.coefficients.rsample(torch.Size(sample_shape) + self._batch_shape)
         values = self.given(w)
-        return values.mean + values.stddev * torch.randn_like(values.mean)
+        left = values.variance.clamp(min=variance_floor(self.variance))
+        return values.mean + left.sqrt() * torch.randn_like(values.mean)
 
 
 class GroupedSite(ExpectedSite):

@@ -90,8 +90,8 @@ class SparsePosterior(TorchDistribution):
         x, known = self.process.x, self._cache.get("features")
 
         def at(rows: Tensor) -> tuple[Tensor, ...]:
-            found = self.basis.marginals(rows, self.coefficients, known)
-            return tuple(part.expand(self._batch_shape + rows.shape[-2:-1]) for part in found)
+            found, shape = self.basis.marginals(rows, self.coefficients, known), self._batch_shape + rows.shape[-2:-1]
+            return tuple([part.expand(shape) for part in found])
 
         # Without a graph the features of many rows are never in memory at once. A diagonal that depends on the rows
         # is that in the company of all of them.
@@ -105,9 +105,11 @@ class SparsePosterior(TorchDistribution):
 
     @kept
     def variance(self) -> Tensor:
-        """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
+        """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error; given coefficients it may be 0."""
         _, change, prior = self._moments
-        return above_rounding(prior + change, prior)
+        # Features that leave nothing of f beside w: test_finite_features_leave_no_residual
+        known = type(self.coefficients) is Given
+        return (prior + change).clamp(min=0) if known else above_rounding(prior + change, prior)
 
     @property
     def stddev(self) -> Tensor:
