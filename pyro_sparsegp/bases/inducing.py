@@ -226,10 +226,11 @@ class InducingPoints(Basis):
 
     def variables(self) -> list[Variables]:
         """The sets."""
-        kinds = [SourceValues if of_source else self._values for of_source in self.of_source]
-        return [kind(z) if isinstance(z, Tensor) else z for z, kind in zip(self.inputs, kinds)]
+        return [self._variables(z, of_source) for z, of_source in zip(self.inputs, self.of_source)]
 
-    def _values(self, z: Tensor) -> Values:
+    def _variables(self, z: Any, of_source: bool) -> Variables:
+        if of_source or not isinstance(z, Tensor):
+            return SourceValues(z) if isinstance(z, Tensor) else z
         # f at inputs that may be in the columns of the kernel alone.
         if z.shape[-1] != self.width:
             # The kernel never reads the other columns; what stands there does not matter.

@@ -22,6 +22,7 @@ from ..approximations.free import SparseGP
 from ..approximations.on_sites import ExactGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
+from ..numerics.functions import jacobian
 from ..program.checks import holds_part
 from ..program.data import map_tensors
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, whole_plates
@@ -280,8 +281,10 @@ class Search:
         field = [name for name in layout.field if name in facts.gps or name in free]
         mode = best.theta.clone().requires_grad_()  # which shows whether inputs move with θ
         found, handler = nested.predictors(mode)
-        x = torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)])
-        loc = nested.theta_of(best.theta) | nested.run(best.theta, x)[1].values
+        along = torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)])[None]  # latents are affine in x
+        values = [(name, handler.values[name]) for name in self.normal]
+        moved = {n: value + jacobian(value.reshape(-1), found.x, along).reshape(value.shape) for n, value in values}
+        loc = nested.theta_of(best.theta) | moved
         facts.coupled = joint = [name for name in self.hyper if name in free]
         intercepts = self._intercepts(nested, found, mode, best, covariance)
         field = field if self._wants_field(field, intercepts, handler) else []

@@ -366,8 +366,10 @@ def finite(what: str, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, A
 
 def kept_sites(guide: AutoSparseGP) -> dict[str, KeptSites]:
     """Where a guide keeps sites as they were read off its model, by GP site."""
-    modules = guide.site_modules() if guide.by_sites else {}
-    return {name: module.sites for name, module in modules.items() if isinstance(module.sites, KeptSites)}
+    if not guide.by_sites:  # most: nothing to look for in a step
+        return {}
+    modules = guide.site_modules().items()
+    return {name: module.sites for name, module in modules if isinstance(module.sites, KeptSites)}
 
 
 class _Module(ELBOModule):

@@ -88,15 +88,12 @@ class SparsePosterior(TorchDistribution):
     def _moments(self) -> tuple[Tensor, ...]:
         """Φm, diag(Φ(S − I)Φᵀ) and the kernel's diagonal, ``(..., N)`` each."""
         x, known = self.process.x, self._cache.get("features")
-
-        def at(rows: Tensor) -> tuple[Tensor, ...]:
-            found, shape = self.basis.marginals(rows, self.coefficients, known), self._batch_shape + rows.shape[-2:-1]
-            return tuple([part.expand(shape) for part in found])
-
+        at = partial(self.basis.marginals, coefficients=self.coefficients, known=known)
         # Without a graph the features of many rows are never in memory at once. A diagonal that depends on the rows
         # is that in the company of all of them.
         whole = known is not None or torch.is_grad_enabled() or self.process.kernel.depends_on_rows
-        return at(x) if whole else by_rows(at, x)
+        found = at(x) if whole else by_rows(at, x)
+        return tuple([part.expand(self._batch_shape + self._event_shape) for part in found])
 
     @kept
     def mean(self) -> Tensor:

@@ -190,12 +190,14 @@ def unmasked(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
     single values; where discrete latents are summed out, of the distribution given these.
     """
     fn = getattr(fn, "given_discrete", fn)
-    masks = [(mask, len(fn.event_shape))]
+    masks, parts = [(mask, fn.event_shape)], []
     while isinstance(fn, WRAPPERS):
-        masks.append((getattr(fn, "_mask", None), len(fn.event_shape)))
+        masks.append((getattr(fn, "_mask", None), fn.event_shape))
         fn = fn.base_dist
-    given = [(torch.as_tensor(part, device=value.device), event_dim) for part, event_dim in masks if part is not None]
-    parts = [part.reshape(part.shape + (1,) * event_dim) for part, event_dim in given]
+    for part, event in masks:
+        if part is not None:
+            part = torch.as_tensor(part, device=value.device)
+            parts.append(part.reshape(part.shape + (1,) * len(event)))
     if not parts:
         return None
     # A mask is that of all values of discrete latents, whose dimensions are in front.
