@@ -131,7 +131,7 @@ class FreeFormFamily(BasisFamily):
         if self.rate is not None and not self.is_natural:
             raise ValueError(f"{kind}'s rate is that of natural steps, which it does not take; leave rate out")
         if self.rate is not None and not callable(self.rate):
-            require_share(self.rate, f"{kind}'s rate, if it is no function of the step,")
+            require_share(self.rate, f"{kind}'s rate")
         require_choice(self.start, f"{kind}'s start", "data", "prior")
 
     @property

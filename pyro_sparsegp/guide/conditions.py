@@ -131,9 +131,13 @@ def _read(reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows
             found.quadratic[:] = again.quadratic
     met = {name: process for name, process in run.processes.items() if name in names}
     readings = {name: SiteReading(name, process, guide.module_of(name), reader) for name, process in met.items()}
-    for name in run.moves:
-        _read_off(readings[name], run, learns)
-    if left := [reading for name, reading in readings.items() if name not in run.moves]:
+    left = []
+    for name, reading in readings.items():
+        if name in run.moves:
+            _read_off(reading, run, learns)
+        else:
+            left.append(reading)
+    if left:
         for reading in left if learns else ():
             reading.resume(rows.same)
         others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}

@@ -283,7 +283,7 @@ def anchor_of(
             theta = _unconstrained(sites[other])
             log = log + theta @ theta.new_tensor(slopes)
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
-        parts.append((log.exp() * at).to(guide.like))  # priors of Python numbers have the default dtype
+        parts.append(log.exp() * at.to(guide.like))  # priors of Python numbers are on the host, of the default dtype
     anchor, values = AtValues(parts), [_value_of(guide, name, sites[name]) for name in guide.facts.intercepts]
     if values:  # what intercepts add to the values Ax: sites are about the sum, of which f is what they leave
         anchor.level = guide.field.slopes @ torch.cat(values).to(guide.like)

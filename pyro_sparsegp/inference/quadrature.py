@@ -368,8 +368,8 @@ def kept_sites(guide: AutoSparseGP) -> dict[str, KeptSites]:
     """Where a guide keeps sites as they were read off its model, by GP site."""
     if not guide.by_sites:  # most: nothing to look for in a step
         return {}
-    modules = guide.site_modules().items()
-    return {name: module.sites for name, module in modules if isinstance(module.sites, KeptSites)}
+    sites = {name: getattr(module, "sites", None) for name, module in guide.modules_by_site().items()}
+    return {name: kept for name, kept in sites.items() if isinstance(kept, KeptSites)}
 
 
 class _Module(ELBOModule):

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from ..numerics.shapes import broadcast_shapes
 from ..warned import Warned, warn_once
 from .data import tensors
-from .traces import all_sites, bare, is_observation, parts_of_plates, sample_sites
+from .traces import all_sites, bare, is_observation, sample_sites
 
 
 def require_sizes(sites: Mapping[str, Any]) -> None:
@@ -64,13 +64,11 @@ def _require_meeting(name: str, value: Tensor, shape: Any) -> None:
 
 def holds_part(trace: poutine.Trace) -> str:
     """Which observed site holds a mini-batch of a plate's rows, in words; empty if none does."""
-    observed = [(name, site) for name, site in sample_sites(trace).items() if site["is_observed"]]
-    found = (
-        f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
-        for name, site in observed
-        for frame in parts_of_plates(site)
-    )
-    return next(found, "")
+    for name, site in sample_sites(trace).items():
+        for frame in site["cond_indep_stack"] if site["is_observed"] else ():
+            if frame.size < (frame.full_size or 0):
+                return f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
+    return ""
 
 
 def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:

@@ -14,7 +14,7 @@ from .dependence import find_owners
 from .facts import Structure
 from .handlers import Rerun
 from .mapping import mapped
-from .traces import entries, log_densities, parts_of_plates, share_of
+from .traces import entries, log_densities, share_of
 
 Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 
@@ -39,7 +39,9 @@ class Terms:
         shapes = {name: part.shape for name, part in parts.items() if name in found.downstream}
         # What plates leave of a site's terms because they hold some of their rows.
         self.shares = {name: share_of(trace.nodes[name]) for name in shapes}
-        frames = [frame for name in shapes for frame in parts_of_plates(trace.nodes[name])]
+        frames = [frame for name in shapes for frame in trace.nodes[name]["cond_indep_stack"]]
+        # Of plates that have drawn some of their rows.
+        frames = [frame for frame in frames if frame.size < (frame.full_size or 0)]
         self.plates = {frame.name: (int(frame.size), int(frame.full_size)) for frame in frames}
         self.differentiable = any(parts[name].requires_grad for name in shapes)
         self.owners, self.rowwise = known

@@ -50,12 +50,6 @@ def plate_sizes(site: Any) -> dict[str, int]:
     return {frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized}
 
 
-def parts_of_plates(site: Any) -> list[Any]:
-    """The frames of the plates around a site that have drawn some of their rows."""
-    frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None]
-    return [frame for frame in frames if frame.size < frame.full_size]
-
-
 def share_of(site: Any) -> float:
     """The share of all rows that the plates which enclose a site have drawn."""
     return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])

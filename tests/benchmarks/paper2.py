@@ -135,7 +135,6 @@ def one(trainer, dtype, split, options, name):
     (x, y), valid, test = [tuple(part.to(dtype) for part in pair) for pair in split]
     best, failure = None, ""
     for rate in options.rates:
-        torch.manual_seed(0)
         pyro.set_rng_seed(0)
         path = bench.place(options, name, *[options.rows] * (options.rows < 10**9), float(rate), float(options.seconds))
         try:
