@@ -109,23 +109,23 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
-    "root": 847,
-    "numerics": 1113,
-    "kernels": 2387,
-    "gaussians": 3352,
-    "bases": 2170,
-    "posterior": 772,
-    "approximations": 629,
+    "root": 840,
+    "numerics": 1136,
+    "kernels": 2372,
+    "gaussians": 3307,
+    "bases": 2132,
+    "posterior": 736,
+    "approximations": 624,
     "families": 964,
-    "distributions": 248,
-    "program": 2371,
-    "guide": 4583,
-    "inference": 2528,
-    "diagnostics": 1759,
+    "distributions": 249,
+    "program": 2331,
+    "guide": 4572,
+    "inference": 2511,
+    "diagnostics": 1727,
     "interop": 289,
 }
-ALL_LINES = 24012
-STATEMENTS = 14279
+ALL_LINES = 23790
+STATEMENTS = 14088
 BRANCHES_PER_1000_LINES = 106
 COMMENTS = 0.0274  # at least
 FILE_LINES = 412
