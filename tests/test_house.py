@@ -110,7 +110,7 @@ BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
     "root": 840,
-    "numerics": 1136,
+    "numerics": 1145,
     "kernels": 2372,
     "gaussians": 3307,
     "bases": 2132,
@@ -124,10 +124,10 @@ LINES = {
     "diagnostics": 1727,
     "interop": 289,
 }
-ALL_LINES = 23790
-STATEMENTS = 14088
-BRANCHES_PER_1000_LINES = 106
-COMMENTS = 0.0274  # at least
+ALL_LINES = 23799
+STATEMENTS = 14096
+BRANCHES_PER_1000_LINES = 103
+COMMENTS = 0.0293  # at least
 FILE_LINES = 412
 FUNCTION_BRANCHES = 14
 TEST_LINES = 23848

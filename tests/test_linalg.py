@@ -20,8 +20,7 @@ from pyro_sparsegp.numerics.linalg import (
 
 
 def test_cholesky_adds_a_jitter_relative_to_the_diagonal():
-    a = torch.randn(5, 7)
-    matrix = 100 * a @ a.mT
+    matrix = 500 * torch.randn(5, 7).cov()
     factor = cholesky(matrix)
     scale = default_jitter(torch.float64) * matrix.diagonal().mean()
     torch.testing.assert_close(factor @ factor.mT, matrix + scale * torch.eye(5), rtol=1e-13, atol=1e-12)
@@ -33,16 +32,17 @@ def test_a_failed_factor_under_vmap_is_finite():
             return cholesky(matrix), flags[0]
 
     token = MAPPED.set(True)
-    factors, flags = torch.func.vmap(factor)(torch.stack([2 * torch.eye(3), torch.full((3, 3), torch.nan)]))
+    short = torch.ones(3, 3) - 3e-8 * torch.eye(3)  # needs more than the default jitter
+    factors, flags = torch.func.vmap(factor)(torch.stack([2 * torch.eye(3), torch.full((3, 3), torch.nan), short]))
     MAPPED.reset(token)
     assert factors.isfinite().all()
-    assert (flags > 0).tolist() == [False, True]
+    assert (flags > 0).tolist() == [False, True, False]
+    torch.testing.assert_close(factors[2], cholesky(short, 1e-7))
 
 
 def test_cholesky_batches_and_zero_jitter():
     a = torch.randn(3, 4, 6)
-    factor = cholesky(a @ a.mT, 0.0)
-    torch.testing.assert_close(factor @ factor.mT, a @ a.mT)
+    torch.testing.assert_close(cholesky(a @ a.mT, 0.0), torch.linalg.cholesky(a @ a.mT))
 
 
 def test_cholesky_escalates_and_says_so():

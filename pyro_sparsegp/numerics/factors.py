@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextvars import ContextVar
 from typing import Any, Optional
 
 import torch
@@ -15,6 +16,8 @@ from .shapes import broadcast_shapes
 _LARGE = 256  # from here on blocks pay
 _MANY = 8  # right hand sides
 _PARTS = 4
+ESCALATIONS = 4  # of a jitter, tenfold each
+MAPPED: ContextVar[bool] = ContextVar("whether torch.func.vmap runs, whose caller has the flags", default=False)
 _ALIASED, _ODD = 128, 8  # rows of which multiples are slow on a CPU, and how many more are not
 
 # Products by blocks leave out blocks of zeros, and half of what is symmetric: a library's triangular product costs as
@@ -154,7 +157,15 @@ class Factor(Function):
         matrix = matrix.movedim(in_dims[0], 0) if in_dims[0] is not None else matrix[None]
         shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
         matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
-        return Factor.apply(matrix, shift, dtype), (0, 0, 0)
+        found = Factor.apply(matrix, shift, dtype)
+        # A draw that needs more jitter gets it, as alone: to draw its block anew would leave out such draws, in
+        # test_a_failed_factor_under_vmap_is_finite.
+        for _ in range(ESCALATIONS if MAPPED.get() else 0):
+            if not (failed := found[2] != 0).any():
+                break
+            shift = torch.where(failed, 10 * shift, shift).expand(failed.shape)
+            found = Factor.apply(matrix, shift, dtype)
+        return found, (0, 0, 0)
 
 
 class _Turn(Function):

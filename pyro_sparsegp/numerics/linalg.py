@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .factors import Factor, Whitened
+from .factors import ESCALATIONS, Factor, Whitened
+from .factors import MAPPED as MAPPED
 from .factors import factorised as factorised
 from .factors import gram as gram
 from .factors import mirrored as mirrored
@@ -22,8 +23,6 @@ from .factors import times_lower as times_lower
 from .factors import tril_of_product as tril_of_product
 from .factors import turn_of as turn_of
 from .shapes import broadcast_shapes
-
-_ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
 
 
 class NumericalWarning(UserWarning):
@@ -41,7 +40,6 @@ def default_jitter(dtype: torch.dtype) -> float:
 
 
 _FLAGS: ContextVar[Optional[list[Tensor]]] = ContextVar("flags of Cholesky factorisations", default=None)
-MAPPED: ContextVar[bool] = ContextVar("whether torch.func.vmap runs, whose caller has the flags", default=False)
 
 
 @contextmanager
@@ -140,7 +138,7 @@ def whitening(
     if scale is None:
         diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
         scale = diagonal.abs().mean(-1)
-    for attempt in range(_ESCALATIONS + 1):
+    for attempt in range(ESCALATIONS + 1):
         factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
         if _left(info):
             if MAPPED.get():  # A GPU's samplers stop the process at NaN: test_a_failed_factor_under_vmap_is_finite.

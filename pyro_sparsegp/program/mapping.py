@@ -74,7 +74,7 @@ def in_blocks(
 
 
 def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
-    """The results by one mapped run; ``None`` where it fails, a matrix needs another jitter or numbers are NaN."""
+    """The results by one mapped run; ``None`` where it fails, a matrix has no factor or numbers are NaN."""
 
     def flagged(item: Draw) -> tuple[Draw, Tensor]:
         with flags_kept() as flags:
