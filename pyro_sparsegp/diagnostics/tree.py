@@ -38,6 +38,7 @@ def to_datatree(
     dtype: str = "float32",
     seed: Optional[int] = None,
     name: Optional[str] = None,
+    _pointwise: bool = True,
     **kwargs: Any,
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
@@ -89,7 +90,7 @@ def to_datatree(
             groups = draws.groups(include_f)
             if log_likelihood:
                 densities = source.reader(draws.held, draws.moments)
-                groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data}
+                groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data if _pointwise}
                 if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data:
                     # "vfe", log p(θ) p(w) + Σ E[log p(y | f) | w], or "fitc", the logarithm of each datum's expectation
                     both = {"lp": densities.expected, "lp_fitc": densities.log_evidence}

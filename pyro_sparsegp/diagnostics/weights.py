@@ -93,8 +93,9 @@ def psis(
     :raises ValueError: for MCMC draws, which need no weights, or if a density is not finite.
     """
     tree: Any = tree_or_model
-    if not is_tree(tree):
-        tree = to_datatree(tree, guide, *args, **{"num_samples": num_samples, "posterior_predictive": False} | kwargs)
+    if not is_tree(tree):  # of which the sums of log likelihoods are enough: 400 MB for 1,000 draws of 10⁵ rows
+        options = {"num_samples": num_samples, "posterior_predictive": False, "_pointwise": False}
+        tree = to_datatree(tree, guide, *args, **options | kwargs)
     stats: Any = tree.children.get("sample_stats", {})
     if "log_q" not in stats:
         raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")

@@ -118,5 +118,4 @@ class Coregionalisation(CodeKernel):
         shared = rows @ self.mixing.to(x)
         if self.own is None:
             return shared
-        alone = rows * self.own.to(x)[..., None, :]
-        return side_by_side([shared, alone])
+        return side_by_side([shared, rows * self.own.to(x)[..., None, :]])

@@ -242,8 +242,7 @@ class TICK(Convolutional):
     @property
     def source(self) -> Any:
         d = self.patch_size
-        patch = Select(self.base, slice(d))
-        return Product(patch, Select(self.location, (d, d + 1)))
+        return Product(Select(self.base, slice(d)), Select(self.location, (d, d + 1)))
 
     def locations(self, like: Tensor) -> Tensor:
         """(row, column) of each patch, ``(P, 2)``."""
