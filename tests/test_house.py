@@ -111,7 +111,7 @@ BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 LINES = {
     "root": 840,
     "numerics": 1145,
-    "kernels": 2372,
+    "kernels": 2370,
     "gaussians": 3307,
     "bases": 2132,
     "posterior": 736,
@@ -121,11 +121,11 @@ LINES = {
     "program": 2331,
     "guide": 4572,
     "inference": 2511,
-    "diagnostics": 1727,
+    "diagnostics": 1729,
     "interop": 289,
 }
 ALL_LINES = 23799
-STATEMENTS = 14096
+STATEMENTS = 14095
 BRANCHES_PER_1000_LINES = 103
 COMMENTS = 0.0293  # at least
 FILE_LINES = 412
