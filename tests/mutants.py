@@ -235,8 +235,8 @@ a-product-is-a-sum: test_joint.py::test_separate_posteriors_of_a_sum_are_told_of
 - place = {name: value + program.steps[name] for name, value in program.base.items()}
 + place = {name: value + 0.0 for name, value in program.base.items()}
 own-variance: test_outputs.py::test_the_kernel_is_the_dense_model
-- alone = rows * self.own.to(x)[..., None, :]
-+ alone = rows * self.own.to(x).sqrt()[..., None, :]
+- return side_by_side([shared, rows * self.own.to(x)[..., None, :]])
++ return side_by_side([shared, rows * self.own.to(x).sqrt()[..., None, :]])
 meeting-sites-share-an-axis: test_quadrature.py::test_two_sites_use_the_product_grid test_quadrature.py::test_axes
 - taken = {axis for other in meets[name] for axis in axes.get(other, ())}
 + taken: set[int] = set()
