@@ -93,7 +93,7 @@ def test_classes_above_a_layer():
 
 
 def test_single_draws_of_an_inner_layer_do_not_throw_it_away():
-    """Rates of 1, ½, … on curvatures that single draws show left q(h) at a loss of 900 after 300 steps."""
+    """Rates of 1, ½, … on curvatures that single draws show leave q(h) at a loss of 82, where a tenth has 41."""
     torch.manual_seed(0)
     x, z = torch.rand(50, 1), torch.linspace(0, 1, 6)[:, None]
     y = torch.sign(x[:, 0] - 0.5) + 0.06 * torch.randn(50)
@@ -104,7 +104,7 @@ def test_single_draws_of_an_inner_layer_do_not_throw_it_away():
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), h.mT))
         return observed(dist.Normal(f, 0.1), y)
 
-    pyro.set_rng_seed(6)
+    pyro.set_rng_seed(7)
     guide = prepared(model, {site: SVGP(z, trainable=False) for site in "hf"}, x, y)
     losses = train(model, guide, x, y, steps=40, lr=0.02, loss=TraceQuadrature_ELBO(num_nodes=2))
-    assert sum(losses[-10:]) / 10 < 200
+    assert sum(losses[-10:]) / 10 < 60
