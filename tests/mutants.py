@@ -175,8 +175,8 @@ residuals-of-sums-are-independent: test_affine.py::test_sums_of_functions_of_one
 - return value + residual_cholesky(process.kernel(process.x), blocks, process.jitter, what) @ t
 + return value + residual_cholesky(process.kernel(process.x), blocks, process.jitter, what).diagonal() * t
 sites-forget-the-mean: test_sites.py::test_a_site_stays_where_it_is_when_the_prior_mean_moves
-- linear = torch.where(gone, 0.0, pull + change + precision * away)
-+ linear = torch.where(gone, 0.0, pull + change + precision * centre)
+- return Sites(sites.inputs, precision, torch.where(gone, 0.0, pull + change + precision * away))
++ return Sites(sites.inputs, precision, torch.where(gone, 0.0, pull + change + precision * centre))
 detached-prior-variance: test_sites.py::test_sgpr_gradients_are_the_dense_bounds
 - return (*coefficients.moments(self(x) if known is None else known), self.cross.diag(x))
 + return (*coefficients.moments(self(x) if known is None else known), self.cross.diag(x).detach())

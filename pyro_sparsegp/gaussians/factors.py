@@ -69,11 +69,7 @@ class Factor(Documented):
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ)."""
-        return (phi @ self.loc[..., None])[..., 0], self.variance_change(phi)
-
-    def variance_change(self, phi: Tensor) -> Tensor:
-        """diag(Φ(S − I)Φᵀ)."""
-        return row_squares(self.scaled(phi)) - row_squares(phi)
+        return (phi @ self.loc[..., None])[..., 0], row_squares(self.scaled(phi)) - row_squares(phi)
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -229,11 +225,16 @@ class DiagonalFactor(Factor):
 
     @property
     def root(self) -> Tensor:  # type: ignore[override]
-        """R, formed, for draws and their densities."""
         return torch.diag_embed(self.scale_diag)
 
     def scaled(self, phi: Tensor) -> Tensor:
         return phi * self.scale_diag[..., None, :]
+
+    def unscale(self, v: Tensor) -> Tensor:
+        return v / self.scale_diag
+
+    def noise(self, shape: torch.Size) -> Tensor:
+        return self.scale_diag * torch.randn(*shape, self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         # tr S = Σ s², log|S| = 2 Σ log s
@@ -305,11 +306,11 @@ class LowRankFactor(Factor):
         """ΦL of each block, ``(..., C, N, M)``, and ΦV, of a wide Φ."""
         return each_times(self.stack.cut(phi.mT).mT, self.tril), phi @ self.low_rank
 
-    def variance_change(self, phi: Tensor) -> Tensor:
-        phi = self.stack.wide(phi)
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        mean, phi = (phi @ self.loc[..., None])[..., 0], self.stack.wide(phi)
         own, coupled = self._scaled(phi)
         # diag(Φ(LLᵀ − VVᵀ − I)Φᵀ)
-        return row_squares(own).sum(-2) - row_squares(coupled) - row_squares(phi)
+        return mean, row_squares(own).sum(-2) - row_squares(coupled) - row_squares(phi)
 
     def covariance(self, phi: Tensor) -> Tensor:
         own, coupled = self._scaled(self.stack.wide(phi))

@@ -82,8 +82,7 @@ def update(
     limit = farthest * variance.sqrt() * size.detach()
     change = (step * (gradient - pull)).nan_to_num(0.0).clamp(-limit, limit)
     # λ(z − μ) from the pull at m
-    linear = torch.where(gone, 0.0, pull + change + precision * away)
-    return Sites(sites.inputs, precision, linear)
+    return Sites(sites.inputs, precision, torch.where(gone, 0.0, pull + change + precision * away))
 
 
 def within_reach(sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) -> Sites:

@@ -261,8 +261,7 @@ class _Given(Model):
         cross = solve_lower(factor, covariance[..., :num, num:])
         missed = self.values.movedim(-1, 0) - mean[..., :num]
         change = (cross.mT @ solve_lower(factor, missed[..., None]))[..., 0]
-        reduced = covariance[..., num:, num:] - cross.mT @ cross
-        return mean[..., num:] + change, reduced
+        return mean[..., num:] + change, covariance[..., num:, num:] - cross.mT @ cross
 
 
 def _by_output(values: Tensor, dims: int = 1) -> Tensor:
