@@ -178,9 +178,8 @@ class ExpectationPropagation:
             self._known = terms.owners, terms.rowwise
             runs = [SiteRun(self, *one, terms, trace, indices) for one in processes.items()]
         part = next((run.index for run in runs if run.index is not None), None)
-        relation = guide.relation(*call)
         # After guide.double() data in float64 have other digits: test_float32.py, `keeps_the_sites`.
-        if part is None and self._whole == guide.like.dtype and not relation.same:
+        if part is None and self._whole == guide.like.dtype and not guide.relation(*call).same:
             raise ValueError(
                 f"GP site {runs[0].name!r} has a site for each of {runs[0].num} data, and this call brings others, or "
                 "these in another order. Give the same rows in the same order; for other data, make a new guide."
@@ -243,13 +242,14 @@ class ExpectationPropagation:
         for i in range(most):
             for run in runs:
                 run.look(terms)
-            value = finite("−log Z_EP", self._loss(runs, terms, False)[1], self.guide, *call)
+            loss, total = self._loss(runs, terms, train)
+            value = finite("−log Z_EP", total, self.guide, *call)
             for run in runs if sweeps else ():
                 run.refine()
             far = train and whole and any(run.progress.far for run in runs)
             if not far and (i + 1 >= sweeps or all(run.progress.change <= self.tolerance for run in runs)):
                 break
-        return self._loss(runs, terms, train)[0], value
+        return loss, value
 
     def _loss(self, runs: list[SiteRun], terms: Terms, train: bool) -> tuple[Tensor, Tensor]:
         """Minus the objective: this process's part of it, with the gradient wanted, and all of it."""
