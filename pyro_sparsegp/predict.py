@@ -269,8 +269,7 @@ class Trained(Messenger):
                 mean, variance = self.moments[msg["name"]] = given.mean, given.variance.clamp(min=0)
                 msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
 
-        new = AtNewInputs(self.trace, self.sample, self.warned, function)
-        return new.run(self.model, args, kwargs)
+        return AtNewInputs(self.trace, self.sample, self.warned, function).run(self.model, args, kwargs)
 
 
 # Whitening, so that NUTS mixes over function values.

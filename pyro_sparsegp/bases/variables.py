@@ -153,7 +153,7 @@ def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:
 def freeze(module: Any) -> None:
     """Make a module's parameters buffers: they stay as they are."""
     for part in module.modules():
-        for name in {name.removesuffix("_unconstrained") for name in part._parameters}:  # as Pyro has a PyroParam
+        for name in [name.removesuffix("_unconstrained") for name in part._parameters]:  # as Pyro has a PyroParam
             value = getattr(part, name).detach().clone()
             delattr(part, name)
             part.register_buffer(name, value)

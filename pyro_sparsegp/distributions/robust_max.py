@@ -126,8 +126,7 @@ class RobustMax(TorchDistribution):
         """
         self._require_classes(value)
         hit, miss = self._levels()
-        loss = self._losing_probability(value.long(), variance)
-        return hit + loss * (miss - hit)
+        return hit + self._losing_probability(value.long(), variance) * (miss - hit)
 
     def expected_probs(self, variance: Tensor) -> Tensor:
         """E[p(y | f)] of each class for independent f_c ~ N(this distribution's f_c, variance), ``(..., P)``.

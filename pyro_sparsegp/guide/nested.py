@@ -331,8 +331,9 @@ def _precision(found: Predictors, curvature: Slopes) -> Tensor:
     """P = I + JᵀWJ without its graph, and without products of the columns of owned latents."""
     like, num, common = found.x.detach(), found.layout.num, found.layout.common(found.x)
     total = torch.eye(num, dtype=like.dtype, device=like.device)
+    parts = {place: found.columns(place) for place in found.rows}
     for (one, other), weight in curvature.items():
-        (first, owned), (second, others) = found.columns(one), found.columns(other)
+        (first, owned), (second, others) = parts[one], parts[other]
         right = weight.detach()[:, None] * second
         columns = like.new_zeros(num, len(common)).index_copy(0, common, first.mT @ right)
         for own, entry in owned:

@@ -290,10 +290,8 @@ class Search:
         field = field if self._wants_field(field, intercepts, handler) else []
         # An independent posterior is that given all others, of these variances: of θ, and of a field in its units.
         alone = nested.theta_of(1 / torch.linalg.inv(covariance).diagonal())
-        variances = 1 / best.root.square().sum(-1)
-        alone |= {
-            n: handler.priors[n].variance.reshape(-1).to(variances) * variances[layout.rows[n]] for n in self.normal
-        }
+        given = 1 / best.root.square().sum(-1)
+        alone |= {n: handler.priors[n].variance.reshape(-1).to(given) * given[layout.rows[n]] for n in self.normal}
         for name, latent in _without(facts.latents, [*joint, *field]).items():
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], alone[name].sqrt()))
             guide.set_latent(name, mean, latent["event_dim"], scale.to(mean))

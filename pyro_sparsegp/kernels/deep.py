@@ -72,8 +72,7 @@ class DeepBasis(FeatureKernel):
 
     def explicit(self, x: Tensor) -> Explicit:
         phi = self.features(x)
-        squares = row_squares(phi)
-        return Explicit(phi, self._diagonal(squares))
+        return Explicit(phi, self._diagonal(row_squares(phi)))
 
     def _diagonal(self, squares: Tensor) -> Tensor:
         return squares.clamp(min=squares.amax(-1, keepdim=True) if self.level is None else self.level)

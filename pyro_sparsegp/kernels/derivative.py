@@ -108,8 +108,7 @@ class Derivative(Kernel):
         def one(row: Tensor) -> Tensor:
             return self._cross(row[..., None, :], row[..., None, :])[..., 0, 0]
 
-        found = vmap(one, in_dims=-2, out_dims=-1)(x)
-        return torch.where(slopes, found, self.kernel.diag(inner))
+        return torch.where(slopes, vmap(one, in_dims=-2, out_dims=-1)(x), self.kernel.diag(inner))
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         inner, along, slopes = _split(x)

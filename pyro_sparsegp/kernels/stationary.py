@@ -267,8 +267,7 @@ class RationalQuadratic(RBF):
         s = _clean(x, z)
         # (1 + s/2α)^−α = exp(−α log1p(s/2α))
         alpha = as_tensor(self.alpha, s)[..., None, None]
-        value = (-alpha * (s / (2 * alpha)).log1p()).exp()
-        return variance * value
+        return variance * (-alpha * (s / (2 * alpha)).log1p()).exp()
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         alpha = as_tensor(self.alpha, x)[..., None].expand(*shape)

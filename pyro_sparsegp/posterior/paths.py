@@ -71,5 +71,4 @@ def _first_of_equal(x: Tensor) -> Tensor:
     # For each row of (..., N, D) the number of the first that is equal to it, (N,).
     _, kind = x.detach().movedim(-2, 0).flatten(1).unique(dim=0, return_inverse=True)
     numbers = torch.arange(len(kind), device=x.device)
-    first = torch.full_like(numbers, len(kind)).scatter_reduce(0, kind, numbers, "amin")
-    return first[kind]
+    return torch.full_like(numbers, len(kind)).scatter_reduce(0, kind, numbers, "amin")[kind]
