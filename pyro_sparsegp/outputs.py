@@ -6,8 +6,8 @@ from typing import Optional
 
 from torch import Tensor
 
-from .numerics.codes import require_codes
-from .numerics.shapes import shape_of
+from .numerics.arguments import require_codes
+from .numerics.functions import shape_of
 from .warned import without
 
 

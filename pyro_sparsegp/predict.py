@@ -18,12 +18,11 @@ from pyro.poutine.reparam_messenger import ReparamHandler
 from torch import Tensor
 
 from .guide import AutoSparseGP
-from .numerics.codes import require_count
+from .numerics.arguments import require_count
 from .numerics.linalg import NumericalWarning, solve_lower
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
-from .program.handlers import Held
-from .program.mapping import Draw, in_blocks
+from .program.handlers import Draw, Held, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned, warn_once
 

@@ -18,8 +18,8 @@ from torch.distributions import constraints
 
 from .kernels.algebra import Kernel, as_kernel
 from .kernels.base import hyperparameters
+from .numerics.functions import broadcast_shapes
 from .numerics.linalg import cholesky, solve_lower, times
-from .numerics.shapes import broadcast_shapes
 
 Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
 

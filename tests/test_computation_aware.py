@@ -13,7 +13,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, Tr
 from pyro_sparsegp.bases import policies
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 from pyro_sparsegp.gaussians import ProjectedGaussian
-from pyro_sparsegp.numerics import chunks
+from pyro_sparsegp.numerics import functions as chunks
 
 from .models import (
     assert_alike,

@@ -25,7 +25,7 @@ from pyro_sparsegp.families import (
     WeightSpace,
 )
 from pyro_sparsegp.kernels import DeepBasis
-from pyro_sparsegp.numerics import chunks as blocks
+from pyro_sparsegp.numerics import functions as blocks
 
 from .models import data, gaussian, maximise, observed, prepared, refused, restored, train, trained
 

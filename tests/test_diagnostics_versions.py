@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
-weights = pytest.importorskip("pyro_sparsegp.diagnostics.weights")
+weights = pytest.importorskip("pyro_sparsegp.diagnostics.calibration")
 
 ROOT = Path(__file__).parents[1]
 

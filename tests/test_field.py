@@ -24,7 +24,7 @@ from pyro_sparsegp import (
     predict,
 )
 from pyro_sparsegp.gaussians import DrawnGaussian
-from pyro_sparsegp.gaussians.record import recording
+from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide.arrival import _Compared, moments_of
 from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.nested import Nested

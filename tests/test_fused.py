@@ -5,9 +5,9 @@ import torch
 from torch.func import jacrev, jvp
 
 from pyro_sparsegp.gaussians.about_values import _Known, inverse_of
+from pyro_sparsegp.gaussians.base import Stack
 from pyro_sparsegp.gaussians.factors import CovarianceFactor, DenseFactor
-from pyro_sparsegp.gaussians.record import recording
-from pyro_sparsegp.gaussians.stack import Stack
+from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics import linalg
 
 SIZES = pytest.mark.parametrize("size", [5, 300])

@@ -109,28 +109,28 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
-    "root": 840,
-    "numerics": 1145,
-    "kernels": 2370,
-    "gaussians": 3307,
-    "bases": 2132,
-    "posterior": 736,
-    "approximations": 624,
-    "families": 964,
-    "distributions": 249,
-    "program": 2331,
-    "guide": 4572,
-    "inference": 2511,
-    "diagnostics": 1729,
-    "interop": 289,
+    "root": 838,
+    "numerics": 1126,
+    "kernels": 2351,
+    "gaussians": 3263,
+    "bases": 2113,
+    "posterior": 730,
+    "approximations": 582,
+    "families": 958,
+    "distributions": 248,
+    "program": 2306,
+    "guide": 4524,
+    "inference": 2497,
+    "diagnostics": 1715,
+    "interop": 288,
 }
-ALL_LINES = 23799
-STATEMENTS = 14095
-BRANCHES_PER_1000_LINES = 103
+ALL_LINES = 23539
+STATEMENTS = 13852
+BRANCH_POINTS = 2445  # 1,600 are asked: 80 per 1,000 of 20,000 lines
 COMMENTS = 0.0293  # at least
 FILE_LINES = 412
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23848
+TEST_LINES = 23847
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def test_statements_branches_and_comments():
     lines = [line.strip() for found, _ in sources().values() for line in found]
     trees = [tree for _, tree in sources().values()]
     assert sum(counted(ast.stmt, tree) for tree in trees) <= STATEMENTS
-    assert 1000 * sum(counted(BRANCHES, tree) for tree in trees) / len(lines) <= BRANCHES_PER_1000_LINES
+    assert sum(counted(BRANCHES, tree) for tree in trees) <= BRANCH_POINTS
     assert sum(line.startswith("#") for line in lines) / len(lines) >= COMMENTS
 
 

@@ -9,12 +9,12 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
-from pyro_sparsegp.gaussians import factor_analysis, natural_low_rank
+from pyro_sparsegp.gaussians import factor_analysis, natural
+from pyro_sparsegp.gaussians.base import Stack
 from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, sweep
-from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank
-from pyro_sparsegp.gaussians.record import recording
+from pyro_sparsegp.gaussians.natural import NaturalLowRank
 from pyro_sparsegp.gaussians.seats import seen_from
-from pyro_sparsegp.gaussians.stack import Stack
+from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 
 from .models import gaussian
@@ -193,7 +193,7 @@ def test_a_step_is_the_same_whether_its_precision_is_formed_or_not(monkeypatch):
     model = gaussian(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], 0.3)
     losses = []
     for limit in (512, 0):
-        monkeypatch.setattr(natural_low_rank, "_FEW", limit)
+        monkeypatch.setattr(natural, "_FEW", limit)
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(model, CoupledPrecision([x[:4], x[4:8]], rank=8, trainable=False))
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))

@@ -29,9 +29,8 @@ from pyro_sparsegp.families import (
 )
 from pyro_sparsegp.gaussians import Diagonal, Falling, NaturalGaussian, NaturalLowRank, Product, from_natural
 from pyro_sparsegp.gaussians.factors import LowRankFactor
-from pyro_sparsegp.gaussians.record import recording
 from pyro_sparsegp.gaussians.seats import seen_from
-from pyro_sparsegp.gaussians.steps import steppers
+from pyro_sparsegp.gaussians.steps import recording, steppers
 
 from .models import (
     assert_alike,

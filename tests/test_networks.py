@@ -14,7 +14,7 @@ from torch import nn
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
-from pyro_sparsegp.guide.networks import Calls
+from pyro_sparsegp.guide.known import Calls
 from pyro_sparsegp.inference.optimisers import FallingAdam
 
 from .models import assert_alike, observed, restored, train

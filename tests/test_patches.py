@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, bases, kernels, predict
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SVGP, CollapsedOrthogonal, ComputationAware, FreeFormFamily, OrthogonalInducing
-from pyro_sparsegp.numerics import chunks as blocks
+from pyro_sparsegp.numerics import functions as blocks
 from pyro_sparsegp.posterior.drawing import GroupedSite
 
 from .models import FAMILIES, observed, one_function, prepared, refused, restored, train, trained

@@ -19,7 +19,7 @@ from pyro_sparsegp.families import (
     WeightSpace,
 )
 from pyro_sparsegp.gaussians.sites import KeptSites, Sites
-from pyro_sparsegp.numerics import chunks
+from pyro_sparsegp.numerics import functions as chunks
 from pyro_sparsegp.posterior.drawing import MarginalSite
 from pyro_sparsegp.posterior.sparse_posterior import SparsePosterior
 from pyro_sparsegp.process import PriorProcess

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..gaussians.sites import Sites
-from ..numerics.chunks import at_once, dropping, in_pieces
+from ..numerics.functions import at_once, dropping, in_pieces
 from ..numerics.linalg import cholesky, over_upper, solve_lower
 from .base import CrossFeatures
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..gaussians.base import Gaussian
 from ..modules import AbstractModule
-from ..numerics.chunks import in_chunks
+from ..numerics.functions import in_chunks
 
 Component = tuple[Any, "Features", tuple[int, ...]]
 

@@ -18,7 +18,7 @@ from ..gaussians.product import weighted_gram
 from ..gaussians.seats import AtRows
 from ..gaussians.sites import Sites
 from ..kernels.base import Explicit
-from ..numerics.chunks import by_rows, dropping, is_long, pieces
+from ..numerics.functions import by_rows, dropping, is_long, pieces
 from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features
 

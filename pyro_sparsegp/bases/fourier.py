@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels import Matern12, Matern32, Matern52, Scaled, Select
 from ..kernels.base import as_tensor
-from ..numerics.codes import require_count
+from ..numerics.arguments import require_count
 from .variables import InducingVariables
 
 _ORDERS = {Matern12: 1, Matern32: 2, Matern52: 3}  # derivatives that make f Markov

@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from ..numerics.codes import require_count
+from ..numerics.arguments import require_count
 
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
 

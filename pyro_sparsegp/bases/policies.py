@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..gaussians.sites import Sites
 from ..modules import AbstractModule
-from ..numerics.chunks import in_pieces
-from ..numerics.shapes import broadcast_shapes, shape_of
+from ..numerics.functions import broadcast_shapes, in_pieces, shape_of
 from .actions import Actions, BlockActions, DenseActions, inverse_root, safe_root, white
 
 _WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32

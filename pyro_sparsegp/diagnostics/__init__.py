@@ -3,11 +3,10 @@
 from typing import Any
 
 try:
-    from .calibration import sbc
+    from .calibration import PSIS, psis, sbc
     from .effects import plot_effects
     from .scores import PredictiveScores, predictive_scores
     from .tree import prior_predictive, to_datatree
-    from .weights import PSIS, psis
 except ModuleNotFoundError as error:
     remedy = 'pip install "pyro-sparsegp[diagnostics]"'
     raise ImportError(f"pyro_sparsegp.diagnostics needs {error.name}: {remedy}") from error

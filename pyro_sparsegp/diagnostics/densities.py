@@ -19,10 +19,9 @@ from torch import Tensor
 
 from ..numerics.tilted import tilted
 from ..program.declared import expectation, parameter_of, rewrapped
-from ..program.dependence import Owners
 from ..program.explore import TERM, Program
-from ..program.handlers import held_trace
-from ..program.mapping import mapped
+from ..program.facts import Owners
+from ..program.handlers import held_trace, mapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, whole_plates
 

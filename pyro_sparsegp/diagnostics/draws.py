@@ -24,8 +24,8 @@ from ..inference.expected import weighted_sum
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs, Call
 from ..program.checks import require_sizes
-from ..program.dependence import COUPLED
-from ..program.mapping import in_blocks
+from ..program.facts import COUPLED
+from ..program.handlers import in_blocks
 from ..program.traces import bare, free_values, is_observation, sample_sites, without_event
 from .densities import DensityReader, Moments
 

@@ -16,7 +16,7 @@ import xarray
 from torch import Tensor
 
 from ..distributions.probit import Probit
-from ..numerics.codes import require_count
+from ..numerics.arguments import require_count
 from ..program.traces import bare, unmasked, unmasked_rows
 from .densities import DensityReader
 from .draws import seeded

@@ -9,7 +9,7 @@ import xarray
 from torch import Tensor
 
 from ..inference.batches import arguments_of
-from ..numerics.codes import require_count
+from ..numerics.arguments import require_count
 from ..predict import Call
 from ..program.traces import is_observation
 from ..warned import without

@@ -10,7 +10,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..numerics.codes import require_codes
+from ..numerics.arguments import require_codes
 
 
 class Probit(TorchDistribution):

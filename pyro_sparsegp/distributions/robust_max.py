@@ -11,8 +11,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..numerics.codes import require_codes
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.arguments import require_codes
+from ..numerics.functions import broadcast_shapes
 
 # The trapezoidal rule on ±_REACH standard deviations: for a product of normal curves that differ in width it is far
 # more precise than Gauss-Hermite of as many nodes (1e-6 where the largest is three times the smallest, not 1e-3).

@@ -15,13 +15,18 @@ from .additive import (
     MeanFieldAdditive,
 )
 from .base import ExpectationFamily, Family, FreeFormFamily, OptimalFamily, SiteFamily
-from .inducing import SGPR, SVGP, Exact, FreeSites, InducingFamily, SparseEP
-from .orthogonal import (
+from .inducing import (
+    SGPR,
+    SVGP,
     CollapsedOrthogonal,
     ConditionalSGPR,
+    Exact,
+    FreeSites,
+    InducingFamily,
     OrthogonalInducing,
     OrthogonallyDecoupled,
     SemiCollapsedOrthogonal,
+    SparseEP,
 )
 from .projected import ComputationAware
 from .weight_space import ExactWeightSpace, WeightSpace

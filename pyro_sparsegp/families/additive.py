@@ -12,7 +12,7 @@ from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, BlockPlusLowRank, Coefficients, FullCholesky, IdentityPlusLowRank, NaturalLowRank
 from ..kernels.algebra import term_names
-from ..numerics.codes import require_choice, require_count
+from ..numerics.arguments import require_choice, require_count
 from ..process import GaussianProcess
 from .base import (
     BasisFamily,

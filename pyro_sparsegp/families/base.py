@@ -9,17 +9,15 @@ from typing import Any, ClassVar, Optional, Self, Union
 
 from torch import Tensor
 
-from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
-from ..approximations.on_sites import OptimalGP
+from ..approximations.on_sites import ExpectationGP, OptimalGP
 from ..bases import Basis, InducingVariables
 from ..bases.additive import rebuilt
 from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import DEFAULT_RATE
-from ..numerics.codes import require_choice, require_count, require_share
-from ..numerics.documented import Documented
+from ..numerics.arguments import Documented, require_choice, require_count, require_share
 from ..process import GaussianProcess
 
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]

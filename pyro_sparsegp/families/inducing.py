@@ -1,14 +1,21 @@
-"""Families on one set of inducing points."""
+"""Families on one set of inducing points, and on nested sets of them (Shi, Titsias and Mnih, 2020)."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar, Optional, Union
 
-from ..approximations.on_sites import ExactGP
+from torch import Tensor
+
+from ..approximations.free import BlockwiseGP, ConditionalGP, DecoupledGP, SemiCollapsedGP, SparseGP
+from ..approximations.on_sites import ExactGP, OptimalGP
 from ..bases import Basis, InducingPoints
 from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser
-from ..gaussians import FullCholesky, Unwhitened
+from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity, Unwhitened
+from ..numerics.arguments import require_choice, require_count
 from ..process import GaussianProcess
 from .base import (
     BasisFamily,
@@ -141,3 +148,136 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
 
     inducing: Inducing = 64
     trainable: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OnNestedPoints(OnInducingPoints):
+    """A family on nested sets of inducing points.
+
+    :param inducing: the first set: a number or inputs ``(M₁, D)``.
+    :param orthogonal: the second set, or a list of further sets.
+    """
+
+    inducing: Inducing = 64
+    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
+
+    def sets(self, num_terms: int = 1) -> list[Any]:
+        more = self.orthogonal
+        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OrthogonalInducing(OnNestedPoints, InducingFamily):
+    """SOLVE-GP: nested sets of inducing points with independent covariances.
+
+    Shi, Titsias and Mnih, 2020, "Sparse Orthogonal Variational Inference for Gaussian Processes", eq. 8 and 9:
+    M₁ + M₂ points at a lower cost than one set of that size. With L₁L₁ᵀ = K_ZZ, A = L₁⁻¹K_ZO and L₂L₂ᵀ = K_OO − AᵀA the
+    features are φ = [L₁⁻¹k_Z ; L₂⁻¹(k_O − AᵀL₁⁻¹k_Z)], and q(w) = N(m₁, S₁) N(m₂, S₂); further sets likewise.
+    """
+
+    def new_coefficients(self) -> NewCoefficients:
+        return BlockCholesky
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OrthogonallyDecoupled(OrthogonalInducing):
+    """ODVGP: a second set of inducing points for the mean alone.
+
+    (Salimbeni, Cheng, Boots and Deisenroth, 2018; Shi, Titsias and Mnih, 2020, section 3.4.)
+    :class:`OrthogonalInducing` with the prior's covariance for all sets but the first.
+
+    :param num_columns: by default the second set is whitened by a Cholesky factor, in O(M₂³). With a number, its mean
+        is c(x, O)a for free coefficients a instead, and the divergence ½aᵀC_OO a is estimated from that many random
+        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set. It takes
+        gradients: the natural gradient by a is C_OO⁻¹ times the gradient (C_OO is its Fisher information), and C_OO is
+        what is never factorised here.
+    """
+
+    num_columns: Optional[int] = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num = self.num_columns
+        require_count(num, "OrthogonallyDecoupled's num_columns", or_none=True)
+        if self.natural and not self.can_step:
+            raise ValueError(
+                "OrthogonallyDecoupled's num_columns has a mean that gradients train; leave natural=True out, or "
+                "leave num_columns out: the second set then has natural steps, too."
+            )
+        if num is not None and len(self.sets()) != 2:
+            raise ValueError(
+                f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
+            )
+
+    couples = False
+
+    @property
+    def can_step(self) -> bool:
+        return self.num_columns is None
+
+    def declared(self) -> dict[str, Any]:
+        found = super().declared()  # how many columns a step takes is no part of what was learned
+        return found if self.num_columns is None else found | {"num_columns": "some"}
+
+    def new_coefficients(self) -> NewCoefficients:
+        return CholeskyIdentity if self.num_columns is None else FullCholesky
+
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> SparseGP:
+        if self.num_columns is None:
+            return super().on_basis(basis, batch_shape, x)
+        first, means = basis.split(1)
+        coefficients = self.chosen_coefficients()(first.sizes, batch_shape, x)
+        return DecoupledGP(first, means, coefficients, batch_shape, self.declared(), self.num_columns, x)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
+        basis, means = spec["basis"], spec.get("means", {})
+        both = {key: [*basis[key], *means[key]] for key in ("shapes", "of_source") if means}
+        return super()._rebuild(spec | {"basis": basis | both}, like, name)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CollapsedOrthogonal(OnNestedPoints, SGPR):
+    """SOLVE-GP with optimal independent posteriors of its sets (Shi, Titsias and Mnih, 2020, eq. 27 to 30).
+
+    Each S_b is the inverse of its own block of P = I + ΦᵀΛΦ; m solves the whole system, Pm = ΦᵀΛ(z − μ).
+    """
+
+    module: ClassVar = BlockwiseGP
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
+    """SOLVE-GP with the optimal posterior of the first set given free ones of the others.
+
+    (Shi, Titsias and Mnih, 2020, eq. 9 and 10.) For a Gaussian likelihood the bound is
+    log N(y; μ + C_fv C_vv⁻¹m_v, Q_ff + σ²I) − tr(S_f⊥)/(2σ²) − KL[N(m_v, S_v) ‖ N(0, C_vv)], which is Titsias' (2009)
+    where q(v) is the prior, as it starts.
+
+    :param covariance: S_v: "free" (eq. 9), or "prior", C_vv (eq. 10).
+    """
+
+    covariance: str = "free"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice(self.covariance, "SemiCollapsedOrthogonal's covariance", "free", "prior")
+
+    module: ClassVar = SemiCollapsedGP
+
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: Any) -> OptimalGP:
+        kind = BlockCholesky if self.covariance == "free" else Identity
+        return super().on_basis(basis, batch_shape, x, kind(basis.sizes[1:], batch_shape, x))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ConditionalSGPR(SGPR):
+    """Inducing points whose posterior depends on the rest of f: a tighter bound than SGPR's.
+
+    (Shi, Titsias and Mnih, 2020, appendix A.)
+
+    q(u | f⊥) = p(u | f⊥, y). For a Gaussian likelihood the bound is log N(y; μ, A) − ½tr(A⁻¹(K_ff − Q_ff)) with
+    A = Q_ff + σ²I (eq. 14), which lies above Titsias' by ½tr((σ⁻²I − A⁻¹)(K_ff − Q_ff)) (eq. 15). A step
+    takes O(N²M) time and, in blocks, O(NM) memory: for some ten thousands of data.
+    """
+
+    module: ClassVar = ConditionalGP

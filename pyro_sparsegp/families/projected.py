@@ -6,11 +6,11 @@ from typing import Any, Union
 
 from torch import Tensor
 
-from ..approximations.projected import ProjectedGP
+from ..approximations.on_sites import ProjectedGP
 from ..bases.policies import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
 from ..gaussians.sites import KeptSites
 from ..kernels.base import white_share
-from ..numerics.codes import require_count
+from ..numerics.arguments import require_count
 from ..process import GaussianProcess
 from .base import SiteFamily, require_matrix
 

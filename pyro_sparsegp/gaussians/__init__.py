@@ -11,12 +11,11 @@ from .free import (
     FullCholesky,
     Identity,
     IdentityPlusLowRank,
+    ProjectedGaussian,
     Unwhitened,
 )
-from .natural import NaturalGaussian
-from .natural_low_rank import NaturalLowRank
+from .natural import NaturalGaussian, NaturalLowRank
 from .product import Continued, Product, from_natural, optimal, weighted_gram
-from .projected import ProjectedGaussian
 from .seats import AtOutputs, AtRows, AtValues, seen_from
 from .shared import Part, Share, Shared, Whole, padded
 from .sites import Sites

@@ -26,12 +26,11 @@ from torch.autograd.function import once_differentiable
 from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, plus_one, root_of_inverse, side_by_side, tril_of_product, wider
 from ..numerics.processes import is_shared, joined
+from .base import Stack, each_times, eye_like
 from .factors import CovarianceFactor
 from .product import Product, Recorded, from_natural
-from .record import Pass, recorded
 from .seats import Seat
-from .stack import Stack, each_times, eye_like
-from .steps import Natural, Rate, cautious
+from .steps import Natural, Pass, Rate, cautious, recorded
 
 _KNOWN = 9  # steps that sums of more than a batch count for
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.processes import by_draws
-from .record import Pass, recorded
-from .steps import Natural, Rate
+from .steps import Natural, Pass, Rate, recorded
 
 _LEAST = 0.02  # ρ at last: an average over some fifty steps
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..numerics.linalg import cholesky, over_upper, plus_one, rounding, solve_lower
 from ..numerics.processes import joined
-from .stack import Stack, each_times, eye_like, solved
+from .base import Stack, each_times, eye_like, solved
 
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
 

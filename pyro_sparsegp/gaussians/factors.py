@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributions import constraints
 
-from ..numerics.documented import Documented
+from ..numerics.arguments import Documented
 from ..numerics.functions import Function
 from ..numerics.linalg import (
     cholesky,
@@ -24,8 +24,8 @@ from ..numerics.linalg import (
     times,
     tril_of_product,
 )
-from .record import is_recorded
-from .stack import Stack, each_times, eye_like
+from .base import Stack, each_times, eye_like
+from .steps import is_recorded
 
 
 class Factor(Documented):

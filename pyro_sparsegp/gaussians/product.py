@@ -13,11 +13,11 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import cholesky, gram, on_diagonal, plus_one, side_by_side, solve_lower
-from ..numerics.shapes import broadcast_shapes
 from .base import Gaussian
 from .factors import CovarianceFactor, Factor, by_precision
-from .record import Pass, Row
+from .steps import Pass, Row
 
 
 def slices(sizes: Sequence[int], groups: Sequence[Sequence[int]]) -> list[slice]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..modules import AbstractModule
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.functions import broadcast_shapes
 from .base import Coefficients, Gaussian
 
 

@@ -1,20 +1,236 @@
-"""Coefficients that take natural steps: how far these go, how many there were, and what plain gradients leave."""
+"""Natural steps: the record of one evaluation of an objective, and coefficients that take a step by it.
+
+A record has what Gaussians gave, as tensors whose gradients autograd retains. An objective evaluates a loss within
+:func:`recording`, goes back through it once, and calls :meth:`Record.step`. The gradients by marginals, draws and
+divergences are all that a natural step needs. Outside of :func:`recording` nothing is kept and nothing moves: Gaussians
+are plain functions of their parameters, which any optimiser may train.
+"""
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter, methodcaller
-from typing import Any, Optional, Union
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter, methodcaller
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from ..modules import size_buffers
+from ..numerics.linalg import lift_to
 from ..numerics.processes import joined, largest, total_share
 from .base import Coefficients
-from .record import Pass, recorded
+
+
+@dataclass(eq=False)
+class Row:
+    """Marginals at some inputs.
+
+    :param phi: Φ of all blocks side by side, without its graph.
+    :param mean: Φm.
+    :param change: diag(Φ(S − I)Φᵀ).
+    :param covariance: S, if it is one of these marginals' alone: its gradient is Φᵀ diag(h) Φ.
+    """
+
+    phi: Tensor
+    mean: Tensor
+    change: Tensor
+    covariance: Optional[Tensor] = None
+    is_signed: bool = True  # whether a curvature may be negative: not, once an objective has looked
+
+
+class Curvature(NamedTuple):
+    """h, ``(..., N)``, the gradient by variances of Φw, and Φᵀ diag(h) Φ if it is known."""
+
+    phi: Tensor
+    h: Tensor
+    gram: Optional[Tensor]
+    is_signed: bool
+
+
+@dataclass(eq=False)
+class Pass:
+    """What one run of the guide took of one q(w).
+
+    :param record: of the evaluation.
+    :param base: what the step starts from, of the module's own making.
+    :param divergences: tensors whose gradients add up to c, the objective's weight of KL[q ‖ p].
+    :param crosses: two rows, and the covariances of their functions.
+    :param draws: w − m, or what stands for it, and w, ``(..., M)``.
+    :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
+    """
+
+    record: Record
+    base: Any
+    divergences: list[Tensor] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    crosses: list[tuple[Row, Row, Tensor]] = field(default_factory=list)
+    draws: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    by_draws: bool = False
+
+    def keep(self, value: Tensor) -> Tensor:
+        """A tensor whose gradient is retained."""
+        # One without a graph gets a leaf, or no backward pass would come by.
+        value = value if value.requires_grad else value + self.record.zero
+        self.record.tensors.append(value)
+        return value
+
+    def weight(self, batch_shape: torch.Size) -> Tensor:
+        """c, of the batch's shape."""
+        num, found = len(batch_shape), self.divergences
+        grads = [g.sum_to_size(batch_shape) if g.dim() > num else g for p in found if (g := p.grad) is not None]
+        return sum(grads[1:], grads[0]).expand(batch_shape)
+
+    def slope(self, loc: Tensor) -> Tensor:
+        """The gradient by m but for the divergence's: Φᵀg of all rows, and the gradients by draws.
+
+        :param loc: m, ``(..., M)``.
+        """
+        # Φᵀg
+        total = [(row.phi.mT @ g[..., None])[..., 0] for row in self.rows if (g := row.mean.grad) is not None]
+        if self.draws:
+            total += [w.grad.reshape(-1, *loc.shape).sum(0) for _, w in self.draws if w.grad is not None]
+        return sum(total, torch.zeros_like(loc))
+
+    def curvature(self, like: Tensor, precision: Callable[[], Tensor]) -> tuple[Tensor, Optional[Tensor]]:
+        """The gradient by S but for the divergence's, ``(..., M, M)``, ΦᵀHΦ of all rows and that by draws; and what is
+        to be added to have no negative curvature in it, ``None`` where there is none.
+
+        :param like: a matrix of that shape.
+        :param precision: gives S⁻¹, for draws.
+        """
+        found = self.curvatures()
+        # ΦᵀHΦ, and what lacks to Φᵀ|H|₊Φ
+        grams = [phi.mT @ (phi * h[..., None]) if gram is None else gram for phi, h, gram, _ in found]
+        cuts = [phi.mT @ (phi * (-h).clamp(min=0)[..., None]) for phi, h, _, is_signed in found if is_signed]
+        if self.draws:
+            # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
+            pairs = [(g[..., None], precision() @ v[..., None]) for v, w in self.draws if (g := w.grad) is not None]
+            each = [(grad * centred.mT).reshape(-1, *like.shape).sum(0) for grad, centred in pairs]
+            drawn = [0.25 * (one + one.mT) for one in each]
+            grams, cuts = grams + drawn, cuts + [lift_to(one.nan_to_num(), 0.0) for one in drawn]
+        return sum(grams, torch.zeros_like(like)), sum(cuts[1:], cuts[0]) if cuts else None
+
+    def curvatures(self) -> list[Curvature]:
+        """The gradients by variances, and of functions that have covariances too those along :func:`_axes_of`."""
+        crosses = [(a, b, value.grad) for a, b, value in self.crosses if value.grad is not None]
+        # Rows that meet others in a density; a group has as many data.
+        crossed = dict.fromkeys(itertools.chain(*map(itemgetter(slice(2)), crosses)))
+        found = [
+            Curvature(row.phi, h, getattr(row.covariance, "grad", None), row.is_signed)
+            for row in self.rows
+            if (h := row.change.grad) is not None and row not in crossed
+        ]
+        for shape in set(map(attrgetter("phi.shape"), crossed)):
+            group = [row for row in crossed if row.phi.shape == shape]
+            found += _axes_of(group, [cross for cross in crosses if cross[0] in group])
+        return found
+
+
+def _axes_of(group: list[Row], crosses: Sequence[tuple[Row, Row, Tensor]]) -> list[Curvature]:
+    """Curvatures of functions φ₁, …, φ_K with the gradients H, K × K a datum, by their variances and covariances: along
+    the axes of H, Σ_j e_jφ_j with the eigenvalues, so that one that is positive stays so.
+    """
+    hessian = torch.diag_embed(
+        torch.stack([torch.zeros_like(crosses[0][2]) if r.change.grad is None else r.change.grad for r in group], -1)
+    )
+    for a, b, grad in crosses:
+        i, j = group.index(a), group.index(b)
+        # the covariance of two values stands twice in S
+        hessian[..., i, j] = hessian[..., j, i] = 0.5 * grad
+    # H = EΛEᵀ: ΣΣ h_jkφ_jφ_kᵀ = Σ_j λ_j(Φe_j)(Φe_j)ᵀ
+    values, axes = torch.linalg.eigh(hessian.nan_to_num())
+    turned = torch.stack([row.phi for row in group], -1) @ axes  # (..., N, M, K)
+    each = zip(turned.unbind(-1), values.unbind(-1))
+    return [Curvature(phi, h, None, bool((h < 0).any())) for phi, h in each]
+
+
+class Record:
+    """What one evaluation of an objective took of the Gaussians that take natural steps.
+
+    :param like: a tensor of the dtype and device wanted.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.zero = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=True)
+        self.tensors: list[Tensor] = []
+        self._passes: dict[Any, list[Pass]] = {}
+
+    def new(self, module: Any, base: Any) -> Pass:
+        """A pass of a module's, of kind :class:`~.steps.Natural`."""
+        one = Pass(self, base)
+        self._passes.setdefault(module, []).append(one)
+        return one
+
+    def retain(self) -> None:
+        """Have autograd retain the gradients of the next way back."""
+        for value in self.tensors:
+            value.retain_grad()
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Go back from a loss as far as this, and no further: no parameter's gradient is touched."""
+        self.retain()
+        # torch.autograd.grad leaves .grad alone
+        for value, grad in zip(self.tensors, torch.autograd.grad(loss, self.tensors, allow_unused=True)):
+            value.grad = grad
+        for row, sign in self.signs.items():
+            row.is_signed = bool(sign)
+
+    @property
+    def signs(self) -> dict[Row, Tensor]:
+        """Whether a curvature is negative, of each row that has some: to be read with other numbers at one look. Where
+        nobody looks, steps cut what may be negative: more work, the same step.
+        """
+        rows = itertools.chain(*map(attrgetter("rows"), itertools.chain(*self._passes.values())))
+        return {row: (h < 0).any() for row in rows if (h := row.change.grad) is not None}
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest gradient by means, variances and draws, 0 where no data depend on q."""
+        every = list(itertools.chain(*self._passes.values()))
+        tensors = [w for one in every for _, w in one.draws]
+        tensors += [part for one in every for row in one.rows for part in (row.mean, row.change)]
+        found = [part.grad.abs().amax() for part in tensors if part.grad is not None]
+        return torch.stack([self.zero.detach(), *found]).amax()
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        """Have each module take its step.
+
+        :param share: of all rows, those that the evaluation was on.
+        """
+        for module, passes in self._passes.items():
+            # A run whose divergence has no gradient is not of the loss: it was made anew, or mapped.
+            module.take([one for one in passes if any(part.grad is not None for part in one.divergences)], share)
+
+
+_RECORD: ContextVar[Optional[Record]] = ContextVar("record of an evaluation", default=None)
+
+
+@contextmanager
+def recording(like: Tensor) -> Iterator[Record]:
+    """Record what Gaussians give, of a loss that is differentiated once."""
+    record = Record(like)
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
+def recorded() -> Optional[Record]:
+    """The record of the evaluation that this is part of; ``None`` where there is none, or nothing is differentiated."""
+    return _RECORD.get() if torch.is_grad_enabled() else None
+
+
+def is_recorded() -> bool:
+    """Whether this is part of such an evaluation, differentiated or not."""
+    return _RECORD.get() is not None
+
 
 _BY_MARGINALS = 0.1  # the largest rate where marginals are drawn from: at 1 a first draw throws an inner layer away
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself

@@ -11,13 +11,12 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..approximations.expectation import require_refined
+from ..approximations.on_sites import require_refined
 from ..modules import drop_stored, take_name, unique_name
-from ..numerics.codes import require_count
+from ..numerics.arguments import require_count
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import require_sizes
-from ..program.handlers import observes, unrecorded
-from ..program.mapping import in_blocks
+from ..program.handlers import in_blocks, observes, unrecorded
 from ..program.traces import repeatable, whole_plates
 from ..warned import without
 from .absorb import absorb

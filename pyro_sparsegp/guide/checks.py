@@ -14,8 +14,7 @@ from ..numerics.linalg import default_jitter
 from ..program import checks
 from ..program.declared import is_normal
 from ..program.traces import bare, log_densities
-from .known import Core, KnownGuide
-from .networks import Calls, rows_to_follow
+from .known import Calls, Core, KnownGuide, rows_to_follow
 from .runs import Run, probed
 
 

@@ -24,13 +24,11 @@ from ..approximations.on_sites import ExactGP
 from ..gaussians import AtValues, NaturalGaussian, Shared, Whole
 from ..numerics.linalg import residual_cholesky, side_by_side
 from ..program.declared import parameters
-from ..program.dependence import COUPLED
 from ..program.enumeration import Enumeration
-from ..program.facts import Structure
+from ..program.facts import COUPLED, Structure
 from ..program.handlers import NO_RUN, trace_like
 from ..program.traces import as_process, bare, repeatable, sample_sites
-from .known import KnownGuide
-from .networks import rows_kept
+from .known import KnownGuide, rows_kept
 
 LARGEST = 2000  # entries of a field, whose covariance is dense
 

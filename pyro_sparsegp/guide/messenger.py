@@ -22,9 +22,8 @@ from ..program.checks import warn_of_groups
 from ..program.facts import Structure
 from ..program.handlers import stand_in
 from ..program.traces import as_process, fill_masked, piecewise_constant, without_event
-from .coupled import condition_on_held, coupled_params, coupled_posterior
-from .field_latent import BaseMeasure, FieldLatent
 from .known import KnownGuide
+from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params, coupled_posterior
 
 
 def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[str, Any], Any]) -> Any:

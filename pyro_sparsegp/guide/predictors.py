@@ -16,7 +16,7 @@ from torch import Tensor
 from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import above_rounding
 from ..program.declared import LINKS, candidates, expectation, is_declared, parameters, rebuilt, rewrapped
-from ..program.mapping import mapped
+from ..program.handlers import mapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, is_observation, sample_sites
 from .field import Layout, slices

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..approximations.projected import ProjectedGP
+from ..approximations.on_sites import ProjectedGP
 from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess

@@ -20,14 +20,14 @@ from ..gaussians import Drawn, Part, Shared, Whole
 from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.dependence import NONE
 from ..program.enumeration import Enumeration
+from ..program.facts import NONE
 from ..program.handlers import Held, unrecorded
 from ..program.traces import free_values, repeatable, sample_sites
 from ..warned import warn_once
 from .field import basis_of, field_given
-from .field_latent import FieldLatent
 from .known import KnownGuide, Rows
+from .latents import FieldLatent
 from .reading import SiteReading
 
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of

@@ -17,16 +17,14 @@ from torch import Tensor
 from torch.distributions import biject_to
 from tqdm.auto import tqdm
 
-from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
-from ..approximations.on_sites import ExactGP, OptimalGP
+from ..approximations.on_sites import ExactGP, ExpectationGP, OptimalGP
 from ..bases import InducingPoints
 from ..gaussians import NaturalGaussian
 from ..numerics.functions import jacobian
 from ..program.checks import holds_part
 from ..program.data import map_tensors
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, whole_plates
-from .coupled import couple, drop_latents
 from .field import (
     LARGEST,
     Layout,
@@ -41,6 +39,7 @@ from .field import (
     run_standardised,
 )
 from .known import KnownGuide
+from .latents import couple, drop_latents
 from .nested import Nested, Optimum, units_of
 from .predictors import Predictors, find_links
 from .runs import Run

@@ -14,12 +14,11 @@ from ..modules import drop_stored, take_name, unique_name
 from ..program.data import TrainingData
 from ..program.facts import Structure
 from .conditions import conditions_now
-from .coupled import couple
 from .field import keep_rows, make_field
-from .joint import join
-from .known import Core, KnownGuide
+from .first_call import join
+from .known import Calls, Core, KnownGuide
+from .latents import couple
 from .messenger import SiteMessenger
-from .networks import Calls
 
 
 def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:

@@ -15,13 +15,13 @@ from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
 from ..guide.rows import require_data, rows_of, share_of_rows
 from ..guide.runs import Priors
-from ..numerics.codes import require_choice, require_count, require_share
+from ..numerics.arguments import require_choice, require_count, require_share
 from ..numerics.processes import Workers, put_gradients
 from ..program.checks import require_sizes
 from ..program.data import TrainingData
-from ..program.dependence import ELEMENTWISE, NONE
+from ..program.facts import ELEMENTWISE, NONE
 from ..program.handlers import held_runs
-from ..program.terms import Owners, Terms
+from ..program.reader import Owners, Terms
 from ..warned import without
 from .batches import signature_of
 from .optimisers import agree

@@ -19,8 +19,7 @@ from ..guide.predictors import Pair, Place, Predictors
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
 from ..program.traces import free_values, is_observation
-from .expected import weighted_sum
-from .grid import log_density_minus_kl
+from .expected import log_density_minus_kl, weighted_sum
 
 
 def bound_of_field(

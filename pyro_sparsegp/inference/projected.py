@@ -11,8 +11,7 @@ from ..bases import ProjectedFeatures
 from ..guide import AutoSparseGP
 from ..program.facts import Structure
 from ..program.traces import without_event
-from .expected import weighted_sum
-from .grid import log_density_minus_kl
+from .expected import log_density_minus_kl, weighted_sum
 from .quadrature import TraceQuadrature_ELBO
 
 

@@ -18,22 +18,30 @@ from pyro.infer.elbo import ELBOModule
 from pyro.infer.util import torch_item
 from torch import Tensor
 
-from ..gaussians.record import Record, recording
 from ..gaussians.sites import KeptSites
-from ..gaussians.steps import steppers
+from ..gaussians.steps import Record, recording, steppers
 from ..guide import AutoSparseGP
 from ..guide.checks import explain_nan
 from ..guide.first_call import closed_forms_of
-from ..numerics.codes import require_count
+from ..numerics.arguments import require_count
 from ..numerics.linalg import flags_kept
 from ..numerics.processes import joined
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once, without
-from .expected import sum_of_expectations, warn_of_unused
+from .expected import (
+    Grid,
+    Ran,
+    log_density_minus_kl,
+    on_grid,
+    one_by_one,
+    require_shown,
+    sum_of_expectations,
+    warn_of_draws,
+    warn_of_unused,
+)
 from .field import bound_of_field
-from .grid import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, require_shown, warn_of_draws
 
 _PASSES = 5  # at most, of posteriors that have met no data
 _STANDS = 1e-3  # of all that they have gained: where the last one changes less, they are there

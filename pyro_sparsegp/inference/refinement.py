@@ -14,7 +14,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..approximations.expectation import ExpectationGP
+from ..approximations.on_sites import ExpectationGP
 from ..gaussians.sites import Sites, update
 from ..guide import AutoSparseGP
 from ..numerics.linalg import (
@@ -28,8 +28,8 @@ from ..numerics.linalg import (
 )
 from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..process import GaussianProcess
-from ..program.dependence import NONE
-from ..program.terms import Terms
+from ..program.facts import NONE
+from ..program.reader import Terms
 from ..warned import warn_once
 from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola, prior_of
 

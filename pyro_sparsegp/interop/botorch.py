@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP
 from ..inference.quadrature import own_guide
+from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import cholesky, solve_lower
-from ..numerics.shapes import broadcast_shapes
 from ..posterior.drawing import by_groups
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.traces import bare

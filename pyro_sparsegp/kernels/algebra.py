@@ -12,8 +12,8 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import side_by_side
-from ..numerics.shapes import broadcast_shapes
 from .base import CovarianceFunction, Explicit, PriorFunctions, Scalar, as_tensor, describe, positive
 
 _NUMBERS = (int, float, numbers.Real, Tensor)  # NumPy's scalars are numbers.Real

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics.codes import require_count
+from ..numerics.arguments import require_count
 from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
 from .base import Scalar, as_tensor, describe, per_column, require_one
 from .stationary import RBF, Matern12, Matern32, Matern52, covariance, root

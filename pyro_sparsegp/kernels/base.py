@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..numerics.documented import Documented
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.arguments import Documented
+from ..numerics.functions import broadcast_shapes
 
 Scalar = Union[float, int, Tensor]
 EventDims = tuple[tuple[str, int], ...]

@@ -7,9 +7,9 @@ from typing import ClassVar, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.codes import require_codes, require_count
+from ..numerics.arguments import require_codes, require_count
+from ..numerics.functions import shape_of
 from ..numerics.linalg import side_by_side
-from ..numerics.shapes import shape_of
 from .algebra import Level
 from .base import Scalar, as_tensor, require_one
 from .features import FeatureKernel

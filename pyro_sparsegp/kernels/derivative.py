@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..numerics.codes import require_codes
+from ..numerics.arguments import require_codes
 from .algebra import Kernel
 from .base import CovarianceFunction, PriorFunctions
 from .stationary import Matern12

@@ -8,8 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.chunks import in_pieces
-from ..numerics.shapes import broadcast_shapes, shape_of
+from ..numerics.functions import broadcast_shapes, in_pieces, shape_of
 from .algebra import Kernel, Product, Select, as_kernel
 from .base import as_tensor
 

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.functions import broadcast_shapes
 from .algebra import Kernel, Product, Scaled, Select
 from .anova import Anova
 from .base import Scalar, as_tensor

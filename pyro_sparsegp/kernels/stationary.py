@@ -14,9 +14,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.functions import Function, aligned
+from ..numerics.functions import Function, aligned, broadcast_shapes
 from ..numerics.linalg import wider
-from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
 from .base import EventDims, Scalar, as_tensor, per_column, positive
 

@@ -10,8 +10,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .functions import Function
-from .shapes import broadcast_shapes
+from .functions import Function, broadcast_shapes
 
 _LARGE = 256  # from here on blocks pay
 _MANY = 8  # right hand sides

@@ -1,14 +1,29 @@
-"""Custom gradients, and matrices of them."""
+"""Functions of tensors: gradients, shapes, and chunks of many rows, whose values are made again on the way back."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
+from torch.utils.checkpoint import checkpoint
+
+
+def shape_of(value: Any) -> str:
+    """A tensor's shape, or the class of what is none, for errors."""
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
+    """As :func:`torch.broadcast_shapes`, whose first call imports sympy, for most of a second."""
+    if shapes and shapes.count(shapes[0]) == len(shapes):
+        return torch.Size(shapes[0])
+    return torch.Size(np.broadcast_shapes(*map(tuple, shapes)))
 
 
 class Function(torch.autograd.Function):
@@ -80,3 +95,62 @@ def depends(value: Tensor, x: Tensor) -> bool:
     return (
         value.requires_grad and torch.autograd.grad(value.sum(), x, allow_unused=True, retain_graph=True)[0] is not None
     )
+
+
+_PIECE = 2**21  # numbers that are made at once: what a CPU's caches like
+_KEPT = 2**24  # numbers that may stay until the way back
+_ROW = 2**9  # numbers that a network is taken to make of a row
+
+
+def more_on(like: Tensor) -> int:
+    """How many times as much as on a CPU is taken at once on a tensor's device."""
+    return 1 if like.device.type == "cpu" else 32
+
+
+def at_once(like: Tensor) -> int:
+    """How many numbers, as of a kernel matrix, are made at once on a tensor's device."""
+    return more_on(like) * _PIECE
+
+
+def is_long(x: Tensor) -> bool:
+    """Whether inputs ``(N, D)`` have too many rows to keep what a network makes of all of them."""
+    return x.dim() == 2 and x.shape[0] * _ROW > more_on(x) * _KEPT
+
+
+def pieces(num: int, like: Tensor, cost: int = _ROW) -> list[slice]:
+    """Slices of ``num`` items, one after the other.
+
+    :param like: a tensor of the device.
+    :param cost: how many numbers are made for each item; by default, what a network makes of a row.
+    """
+    size = max(1, at_once(like) // cost)
+    return [slice(start, start + size) for start in range(0, max(num, 1), size)]
+
+
+def dropping(function: Callable, *args: Any) -> Any:
+    """``function(*args)``, with what it makes on the way dropped, and made again on the way back."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
+    """The tensors ``(..., N)`` that ``function`` gives at inputs ``(N, D)``, evaluated in pieces if these are many."""
+    if not is_long(x):
+        return function(x)
+    return tuple(torch.cat(part, -1) for part in zip(*(dropping(function, x[rows]) for rows in pieces(len(x), x))))
+
+
+def in_chunks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
+    """``function``, x ↦ ``(..., N)``, evaluated in pieces of rows, where it makes ``width`` numbers a row."""
+    return lambda x: in_pieces(lambda rows: function(x[..., rows, :]), x.shape[-2], width, x, -1)
+
+
+def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Tensor, dim: int) -> Tensor:
+    """What ``function`` gives for ``num`` items by :func:`pieces`, joined along ``dim``.
+
+    Where they make many numbers on the way these are dropped, and made again on the way back.
+    """
+    run = dropping if num * cost > more_on(like) * _KEPT else operator.call
+    parts = [run(function, rows) for rows in pieces(num, like, cost)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

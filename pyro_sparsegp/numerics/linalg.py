@@ -22,7 +22,7 @@ from .factors import solve_lower as solve_lower
 from .factors import times_lower as times_lower
 from .factors import tril_of_product as tril_of_product
 from .factors import turn_of as turn_of
-from .shapes import broadcast_shapes
+from .functions import broadcast_shapes
 
 
 class NumericalWarning(UserWarning):

@@ -12,7 +12,7 @@ from pyro import poutine
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.functions import broadcast_shapes
 from ..warned import Warned, warn_once
 from .data import tensors
 from .traces import all_sites, bare, is_observation, sample_sites

@@ -15,8 +15,19 @@ from torch import Tensor
 
 from ..process import GaussianProcess
 from .declared import ExpectedLogProb, is_declared, is_normal, others_of, parameter_of
-from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, Owners, codes_of, find_owners, kept_buffers, stacked_runs
-from .facts import ClosedForms, Structure
+from .facts import (
+    COUPLED,
+    DATAWISE,
+    ELEMENTWISE,
+    NONE,
+    ClosedForms,
+    Owners,
+    Structure,
+    codes_of,
+    find_owners,
+    kept_buffers,
+    stacked_runs,
+)
 from .handlers import Rerun
 from .traces import as_process, bare, entries, sample_sites
 

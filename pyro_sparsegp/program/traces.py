@@ -19,7 +19,7 @@ from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..numerics.shapes import broadcast_shapes
+from ..numerics.functions import broadcast_shapes
 from ..process import GaussianProcess
 
 WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)

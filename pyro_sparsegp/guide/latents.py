@@ -1,6 +1,7 @@
 """Hyperparameters, and other latents that are no part of a field, jointly Gaussian in unconstrained space.
 
-q(θ) = N(a, RRᵀ), drawn when it is first asked for, learned by natural steps.
+q(θ) = N(a, RRᵀ), drawn when it is first asked for, learned by natural steps. Latents of a field have their part of a
+draw of x.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import ExpTransform, biject_to, constraints, register_kl
 
-from ..gaussians import Drawn, DrawnGaussian
+from ..gaussians import Drawn, DrawnGaussian, Share
 from ..modules import at_path
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
+from .field import standardised
 from .known import KnownGuide
 
 
@@ -149,3 +151,46 @@ def condition_on_held(guide: KnownGuide, run: Any, name: str) -> None:
     noise = part.drawn.noise.clone()
     noise[part.rows] = part.noise_of(guide.trace.nodes[name]["value"]).detach()
     run.drawn = guide.together(noise)
+
+
+class FieldLatent(OfPrior):
+    """A normal latent's posterior in a run: its part of a draw of the field."""
+
+    has_rsample = True
+
+    def __init__(self, prior: Any, share: Share) -> None:
+        super().__init__(prior)
+        self.share = share
+        self.drawn: Optional[list[Tensor]] = None  # x, where its value is a draw of its own
+
+    @property
+    def mean(self) -> Tensor:
+        """loc + Lm."""
+        return standardised(self.prior, torch.cat(self.share.loc, -1))
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        self.drawn = self.share.rsample(torch.Size(sample_shape))
+        return standardised(self.prior, torch.cat(self.drawn, -1))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log dq/dp of the draw of all, where this is the member that counts it, spread over the batch."""
+        return self._spread(self.share.log_ratio(self.drawn or []))
+
+    def kl(self) -> Tensor:
+        """The divergence of the whole field, where this is the member that counts it."""
+        return self._spread(self.share.kl())
+
+    def _spread(self, total: Tensor) -> Tensor:
+        return (total / max(self.batch_shape.numel(), 1)).expand(self.batch_shape)
+
+
+class BaseMeasure(OfPrior):
+    """A prior that densities are relative to: it has density 1."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return value.new_zeros(self.batch_shape)
+
+
+@register_kl(FieldLatent, BaseMeasure)
+def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
+    return q.kl()
