@@ -377,7 +377,7 @@ class Configuration(SimpleNamespace):
         num, among = max(self.num, 4), NEWS[kind]
         if kind == "joint":
             likelihood = r.choice(TWO)
-            new |= {"joint": True, "absorbs": r.random() < 0.2}
+            new |= {"joint": likelihood != "product", "absorbs": r.random() < 0.2}  # which has no linear predictor
         elif kind == "absorbs":
             likelihood = r.choice(("normal", "normal", likelihood))
             new["absorbs"] = True

@@ -112,25 +112,25 @@ LINES = {
     "root": 838,
     "numerics": 1126,
     "kernels": 2351,
-    "gaussians": 3263,
+    "gaussians": 3234,
     "bases": 2113,
-    "posterior": 730,
-    "approximations": 582,
-    "families": 958,
+    "posterior": 694,
+    "approximations": 568,
+    "families": 950,
     "distributions": 248,
-    "program": 2306,
-    "guide": 4524,
-    "inference": 2497,
-    "diagnostics": 1715,
+    "program": 2288,
+    "guide": 4445,
+    "inference": 2496,
+    "diagnostics": 1714,
     "interop": 288,
 }
-ALL_LINES = 23539
-STATEMENTS = 13852
-BRANCH_POINTS = 2445  # 1,600 are asked: 80 per 1,000 of 20,000 lines
-COMMENTS = 0.0293  # at least
+ALL_LINES = 23353
+STATEMENTS = 13739
+BRANCH_POINTS = 2420  # 1,600 are asked: 80 per 1,000 of 20,000 lines
+COMMENTS = 0.0299  # at least
 FILE_LINES = 412
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23847
+TEST_LINES = 23749
 
 
 @functools.cache

@@ -12,7 +12,7 @@ WARNINGS = {
     "drawn jointly, at O(N³) time": "draws them independently, in O(N).",
     "drawn jointly, in O(N³), and": "give it one term for each row, in a plate.",
     "dropped sites of negative precision": "lower damping (0.1) and power (0.5) help.",
-    "enter densities by their sum": "or write one site with the sum of their kernels.",
+    "enter densities by their sum": "or give sites of one output one posterior, {({}): SVGP(64)}.",
     "has a value for each datum": "or use quadrature in pyro.factor.",
     "has a variance correction relative to the training inputs": "before or after training.",
     "is drawn from the model, not as it was learned": "and leave the latent in its own.",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..bases import Basis, Features, InducingPoints
 from ..bases.additive import ConditionalFeatures, DecoupledFeatures
-from ..gaussians import Coefficients, DenseFactor, Gaussian, NaturalGaussian, Part, Product, Share, ShiftFactor, optimal
+from ..gaussians import Coefficients, DenseFactor, Gaussian, NaturalGaussian, Product, ShiftFactor, optimal
 from ..gaussians.base import eye_like
 from ..gaussians.sites import Sites
 from ..modules import AbstractModule
@@ -52,19 +52,10 @@ class SparseGP(AbstractModule):
         self.register_buffer("rows", None)
 
     def forward(
-        self,
-        process: GaussianProcess,
-        name: str,
-        kind: type[SparsePosterior] = SparsePosterior,
-        share: Optional[Share] = None,
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
     ) -> SparsePosterior:
-        """The posterior of ``process``, at its inputs and under its hyperparameters.
-
-        :param share: what the run has of the coefficients of several sites, :meth:`join`; by default the marginal.
-        """
+        """The posterior of ``process``, at its inputs and under its hyperparameters."""
         features = self.features_for(process, name)
-        if share is not None:
-            return kind(process, features, share, name)
         anchor = self.coefficients.anchor_of(features, process.mean_function)
         return kind(process, features, self.coefficients(anchor), name)
 
@@ -108,11 +99,6 @@ class SparseGP(AbstractModule):
         """
         self.network, self.kept_rows = list(network), rows.detach().clone()
         self.coefficients.leave_seat()
-
-    def join(self, part: Part) -> None:
-        """Make the coefficients a part of the coefficients of several sites."""
-        del self.coefficients
-        self.coefficients = part
 
     def start(self, process: GaussianProcess, name: str) -> None:
         """Take note of what a guide's first call shows."""

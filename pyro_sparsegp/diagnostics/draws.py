@@ -161,9 +161,8 @@ class GuideSource(Source):
         self.data = [name for name, num in structure.rows.items() if num]
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*structure.inner, *(f for f, kind in structure.dependence.items() if kind == COUPLED)}
-        # Given a latent of the field f has less variance than its marginal has; so has a sum of sites with one
-        # posterior (test_scores_of_a_field, test_scores_of_sites_with_one_posterior).
-        self.marginal = marginal and not structure.joint and not structure.field
+        # Given a latent of the field f has less variance than its marginal has (test_scores_of_a_field).
+        self.marginal = marginal and not structure.field
         self.posteriors: dict[str, SparsePosterior] = {}  # of the last draw
         self.reader = DensityReader(guide.model, args, kwargs, [*structure.rows, *structure.downstream])
 

@@ -13,7 +13,7 @@ from ..approximations.free import SparseGP
 from ..approximations.on_sites import ExpectationGP, OptimalGP
 from ..bases import Basis, InducingVariables
 from ..bases.additive import rebuilt
-from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
+from ..gaussians import Coefficients, NaturalGaussian, Rate
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import DEFAULT_RATE
@@ -140,14 +140,6 @@ class FreeFormFamily(BasisFamily):
     @property
     def is_natural(self) -> bool:
         return self.can_step if self.natural is None else self.natural
-
-    @property
-    def couples(self) -> bool:
-        """Whether its q(w) couples all coefficients, so that several GP sites can share one."""
-        kind = self.new_coefficients()
-        layout = getattr(kind, "layout", None)
-        whole = layout is not None and [factor for factor, _ in layout(2)] == [DenseFactor]
-        return whole and (self.is_natural or self.chosen_coefficients() is kind)  # over w itself
 
     @abstractmethod
     def new_coefficients(self) -> NewCoefficients:

@@ -17,7 +17,7 @@ from .free import (
 from .natural import NaturalGaussian, NaturalLowRank
 from .product import Continued, Product, from_natural, optimal, weighted_gram
 from .seats import AtOutputs, AtRows, AtValues, seen_from
-from .shared import Part, Share, Shared, Whole, padded
+from .shared import Share, Shared, Whole
 from .sites import Sites
 from .steps import Falling, Rate
 
@@ -44,7 +44,6 @@ __all__ = [
     "IdentityPlusLowRank",
     "NaturalGaussian",
     "NaturalLowRank",
-    "Part",
     "Product",
     "ProjectedGaussian",
     "Rate",
@@ -56,7 +55,6 @@ __all__ = [
     "Whole",
     "from_natural",
     "optimal",
-    "padded",
     "seen_from",
     "weighted_gram",
 ]

@@ -71,19 +71,13 @@ class Share(Gaussian):
         return padded(parts, self.blocks, self.whole.q.sizes)
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        found = self.whole.q.moments(self.padded(features))
-        self.row = self.whole.q.row
-        return found
+        return self.whole.q.moments(self.padded(features))
 
     def note_draws(self) -> None:
         self.whole.q.note_draws()
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.whole.q.covariance_change(self.padded(features))
-
-    def row_covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
-        """diag(ΦS_abΨᵀ) with another site's coefficients, ``(..., N)``."""
-        return self.whole.q.cross_change(self.padded(features), other.padded(others), (self.row, other.row))
 
     def covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
         """ΦS_abΨᵀ with another site's coefficients, ``(..., N, N')``."""
@@ -140,24 +134,3 @@ class Shared(AbstractModule):
     def forward(self, anchor: Any = None) -> Whole:
         """q(w) for a run."""
         return Whole(self.coefficients(anchor), self.blocks)
-
-
-class Part(Coefficients):
-    """A site's coefficients where :class:`Shared` has those of several sites: its marginal, outside of a guide's runs.
-
-    :param shared: has them; it is registered elsewhere.
-    :param name: the site's.
-    """
-
-    def __init__(self, shared: Shared, name: str) -> None:
-        super(Coefficients, self).__init__()
-        self._shared, self.name = (shared,), name
-
-    @property
-    def shared(self) -> Shared:
-        """What has them."""
-        return self._shared[0]
-
-    def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
-        whole: Whole = self.shared()
-        return whole.q.marginal(whole.blocks[self.name])

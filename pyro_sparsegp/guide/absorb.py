@@ -118,7 +118,7 @@ def _require_sums(guide: KnownGuide) -> None:
     together = {*facts.field, *facts.local_latents}
     beside = [name for name in facts.latents if name in together]
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
-    why += [f"GP sites {group} have one posterior" for group in (*facts.joint, list(facts.field)) if len(group) > 1]
+    why += [f"{list(facts.field)} have one posterior"] * (len(facts.field) > 1)
     for name, module in guide.modules_by_site().items():
         known = getattr(module, "coefficients", None)
         if not isinstance(known, (NaturalGaussian, NaturalLowRank)) or vars(known).get("rank"):

@@ -62,8 +62,7 @@ class AutoSparseGP(SavedGuide):
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
-        ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and one
-        Gaussian q(w) covers the coefficients of all. The family must be one that couples them.
+        ``{("f", "g"): SVGP(32)}``, asks for one posterior of these sites, u above, and raises where they have none.
     :param init_loc_fn: start of latents other than f: one of ``pyro.infer.autoguide.initialization``.
     :param init_scale: the initial standard deviation of these latents, in unconstrained space.
     :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all, which is the
@@ -110,7 +109,7 @@ class AutoSparseGP(SavedGuide):
             return f"{head}, not called yet"
         apart = [name for name in facts.latents if name not in facts.field and name not in facts.coupled]
         of_kinds = {
-            "one Gaussian given the others": list(facts.field) or list(facts.gps),
+            f"one Gaussian {'given the others' if facts.field else 'each'}": list(facts.field) or list(facts.gps),
             "jointly normal": facts.coupled,
             "independent": [name for name in apart if not self.is_point(name)],
             "points": [name for name in apart if self.is_point(name)],

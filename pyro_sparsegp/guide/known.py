@@ -173,6 +173,7 @@ class KnownGuide(AutoNormalMessenger):
         self.families, by_group = families, by_groups(families)
         self.by_name = {name: family for group, family in by_group.items() for name in group}
         self.declared = list(by_group.values())
+        self.together_by_name = [group for group in by_group if len(group) > 1]  # GP sites that are to have one
         # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
         self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
         self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared)
@@ -303,7 +304,7 @@ class KnownGuide(AutoNormalMessenger):
 
     def forget(self) -> None:
         """Return to the state before the first call."""
-        for name in ("gps", "joints", "locs", "scales", "together", "field"):
+        for name in ("gps", "locs", "scales", "together", "field"):
             if name in self._modules:
                 delattr(self, name)
         self.core = Core()

@@ -16,12 +16,11 @@ from pyro.infer.autoguide import AutoNormalMessenger
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
-from ..gaussians import Drawn, Part, Shared, Whole
-from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
+from ..gaussians import Drawn, Whole
+from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
-from ..program.facts import NONE
 from ..program.handlers import Held, unrecorded
 from ..program.traces import free_values, repeatable, sample_sites
 from ..warned import warn_once
@@ -62,7 +61,6 @@ class Run(ABC):
     enumeration: Optional[Enumeration] = field(init=False, default=None)
     drawn: Optional[Drawn] = field(init=False, default=None)  # latents that are coupled
     parts: dict[str, Any] = field(init=False, default_factory=dict)  # of that draw, which sites are about to take
-    _wholes: dict[Shared, Whole] = field(init=False, default_factory=dict)  # posteriors of several sites
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once."""
@@ -110,22 +108,10 @@ class Run(ABC):
         return process if module is None else module.settled(process)
 
     def free(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
-        """The posterior of a free family: by rows beside those it meets, in groups of the inputs that a layer above
-        couples.
-        """
-        facts, share = self.guide.core.facts, []
-        own = getattr(module, "coefficients", None)
-        if isinstance(own, Part):
-            if own.shared not in self._wholes:
-                self._wholes[own.shared] = own.shared()
-            share.append(self._wholes[own.shared].share(name))
-        posterior = module(self.settled(name, process), name, kind, *share)
+        """The posterior of a free family, in groups of the inputs that a layer above couples."""
+        posterior = module(self.settled(name, process), name, kind)
         if isinstance(posterior, GroupedSite):
-            posterior.group, _ = facts.groups[name]
-        if facts.joint and isinstance(posterior, RowSite) and facts.dependence[name] != NONE:
-            # What no density depends on has no node: test_one_run_has_the_bound_of_a_mapped_one
-            group = [other for other in facts.group(name) if facts.dependence[other] != NONE and other != name]
-            posterior.beside = [self.posteriors[other] for other in group if other in self.posteriors]
+            posterior.group, _ = self.guide.core.facts.groups[name]
         return posterior
 
 
@@ -206,7 +192,7 @@ class Posteriors(Run):
         kind = NodeSite if name in nodes else Site if joint else guide.kind_of_draws(name)
         posterior = self.posteriors[name] = self._at(name, process, module, kind)
         if name in nodes:
-            return posterior.at_nodes(nodes)
+            return posterior.at_node(nodes[name])
         return posterior.mean if self.at_medians else posterior
 
     def _at(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:

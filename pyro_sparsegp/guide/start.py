@@ -76,7 +76,8 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     :param run: the first.
     """
     facts = guide.facts
-    if not (facts.able_to_couple or facts.joint) or guide.independent is True or not is_open(guide):
+    asked = facts.able_to_couple and guide.independent is not True
+    if not (asked or guide.together_by_name) or not is_open(guide):
         return
     try:
         with torch.enable_grad(), whole_plates():
@@ -372,7 +373,7 @@ class Search:
         moves = any(as_process(handler.priors[name])[0].x.requires_grad for name in gps)  # type: ignore[union-attr]
         most = (ExpectationGP, ExactGP) if self.rows < self.num or self.is_part or moves else ExpectationGP
         follows = bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
-        meets = len(field) > len(gps) or bool(self.guide.facts.interactions)
+        meets = len(field) > len(gps) or bool(self.guide.facts.interactions or self.guide.together_by_name)
         return (meets or follows) and not any(isinstance(module, most) for module in gps.values())
 
     def _intercepts(

@@ -15,7 +15,6 @@ from ..program.data import TrainingData
 from ..program.facts import Structure
 from .conditions import conditions_now
 from .field import keep_rows, make_field
-from .first_call import join
 from .known import Calls, Core, KnownGuide
 from .latents import couple
 from .messenger import SiteMessenger
@@ -64,11 +63,9 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
         if loc is not None:
             guide.set_latent(name, loc.new_zeros(latent["shape"]), latent["event_dim"])
     for name, spec in facts.gps.items():
-        places = f"gps.{name}.", "joints."
-        like = next(t for key, t in tensors.items() if key.startswith(places) and t.is_floating_point())
+        like = next(t for k, t in tensors.items() if k.startswith(f"gps.{name}.") and t.is_floating_point())
         deep_setattr(guide, "gps." + name, guide.family_of(name).rebuild(spec, like, name))
         guide.like = like
-    join(guide, facts)
     if facts.coupled:
         like = tensors["together.loc"]
         couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))

@@ -47,7 +47,7 @@ def warn_of_unused(guide: AutoSparseGP, found: ClosedForms) -> None:
         complaint = (
             f"site {name!r} has the distribution {kind.__name__}, which brings its own expectation over normal "
             f"{kind.normal_parameter}, but here this is not an affine function of function values, another parameter, "
-            "the scale or the mask depends on them, too, or entries of one term share functions, or these a posterior"
+            "the scale or the mask depends on them, too, or entries of one term share functions"
         )
         if getattr(kind, "piecewise_constant", False):
             raise ValueError(
@@ -115,7 +115,7 @@ def places_at(node: Sequence[Tensor] | Tensor, axes: Axes) -> dict[str, Any]:
 def values_at(posteriors: Mapping[str, NodeSite], node: Sequence[Tensor] | Tensor, axes: Axes) -> dict[str, Tensor]:
     """GP sites' values at a grid's node."""
     places = places_at(node, axes)
-    return {gp: posteriors[gp].at_nodes(places).rsample() for gp in places}
+    return {gp: posteriors[gp].at_node(place).rsample() for gp, place in places.items()}
 
 
 def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:

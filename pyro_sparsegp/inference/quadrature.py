@@ -73,11 +73,10 @@ class TraceQuadrature_ELBO(ELBO):
     ELBO = Σ E_q[log p(y | f, ·)] − Σ KL. The expectation of every downstream log density over a GP site's
     marginals N(m, v) is Gauss-Hermite quadrature at m + √v·t_k: two nodes are exact for a Gaussian likelihood.
     A linear predictor of several sites and latents is itself normal, and is integrated as one variable. Other densities
-    of two sites use the product grid, rotated by each row's covariance if the sites have one posterior. Densities of
-    more values, and inner layers of a deep GP, use draws. A model runs once if the parameters of its likelihoods are
-    f, ``f.exp()`` or such. Other models run once more under :func:`torch.func.vmap` over the nodes, and see f as
-    ``(N,)``. Models with a network, and models that subsample, run only under vmap. Hyperparameters are drawn
-    once per particle; without them the bound is deterministic.
+    of two sites use the product grid. Densities of more values, and inner layers of a deep GP, use draws. A model runs
+    once if the parameters of its likelihoods are f, ``f.exp()`` or such. Other models run once more under
+    :func:`torch.func.vmap` over the nodes, and see f as ``(N,)``. Models with a network, and models that subsample, run
+    only under vmap. Hyperparameters are drawn once per particle; without them the bound is deterministic.
 
     A distribution's own method ``expected_log_prob(value, variance)``
     (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) gives its expectation over normal parameters. It

@@ -71,9 +71,9 @@ class Model(BoTorchModel, FantasizeMixin):
         unknown = [name for name in self.sites if name not in known]
         if unknown:
             raise ValueError(f"Model's site {unknown[0]!r} is none of the guide's GP sites, {known}")
-        joint = [group for group in facts.joint if len(set(group) & set(self.sites)) > 1]
-        if joint:
-            raise ValueError(f"Model's sites {joint[0]} have one posterior, and outputs are taken to be independent")
+        joint = [name for name in self.sites if name in facts.field]
+        if len(joint) > 1:
+            raise ValueError(f"Model's sites {joint} have one posterior, and outputs are taken to be independent")
         self._parts = model, guide  # in a tuple: BoTorch's train() and eval() are not the guide's
         modules = guide.modules_by_site()
         num = sum(modules[name].batch_shape.numel() for name in self.sites)

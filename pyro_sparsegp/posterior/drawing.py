@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ..numerics.linalg import default_jitter, residual_cholesky, variance_floor
-from .sparse_posterior import SparsePosterior, kept
+from .sparse_posterior import SparsePosterior
 
 OTHER_LATENTS = "for another posterior of a latent override get_posterior(name, prior) in a subclass"
 
@@ -71,44 +70,14 @@ class ExpectedSite(Site):
         return self.kl.expand(value.shape[:-1]).as_subclass(Expected)
 
 
-class RowSite(ExpectedSite):
-    """A site's posterior by rows: values mean + sd·t of standardised t. Sites of one posterior have the covariance of
-    each row's values, (f_n, g_n, …), whose Cholesky factor L makes them: mean_k + Σ_j L_kj t_j.
-
-    :param beside: the sites of its posterior that were met before.
-    :param noise: t.
-    """
-
-    beside: Sequence[RowSite] = ()
-    noise: Any = None
-
-    @kept
-    def roots(self) -> list[Tensor]:
-        """L_kj for the sites j beside it and for itself, ``(..., N)`` each."""
-        if not self.beside:
-            return [self.stddev]
-        roots: list[Tensor] = []
-        for other in self.beside:
-            # L_kj = (Σ_kj − Σ_i L_ki L_ji)/L_jj
-            covariance = sum((-mine * its for mine, its in zip(roots, other.roots)), self.row_covariance(other))
-            roots.append(covariance / other.roots[-1])
-        left = sum((-root.square() for root in roots), self.variance)
-        return [*roots, left.clamp(min=variance_floor(self.variance)).sqrt()]
-
-    def value_of(self, noise: Any) -> Tensor:
-        """The values of its t, and of those of the sites beside it."""
-        self.noise, value = noise, self.mean  # whose row is recorded, before covariances of rows are
-        return sum((root * site.noise for root, site in zip(self.roots, [*self.beside, self])), value)
-
-
-class MarginalSite(RowSite):
+class MarginalSite(ExpectedSite):
     """A site's posterior in training: draws of its marginals, row by row independent, log_prob = KL."""
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of the marginals, ``(*sample_shape, ..., N)``."""
         self.coefficients.note_draws()
         shape = self._extended_shape(sample_shape)
-        return self.value_of(torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device))
+        return self.mean + self.stddev * torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device)
 
 
 class FunctionSite(ExpectedSite):
@@ -156,19 +125,19 @@ def _each(matrix: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("g...rc,g...c->g...r", matrix, v)
 
 
-class NodeSite(RowSite):
-    """A site's posterior at quadrature nodes: ``rsample`` is mean + sd·node, or with those of the sites beside it."""
+class NodeSite(ExpectedSite):
+    """A site's posterior at a quadrature node: ``rsample`` is mean + sd·node."""
+
+    node: Optional[Tensor] = None  # the mean
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """The values at the node, ``(..., N)``."""
-        return self.mean if self.noise is None else self.value_of(self.noise)
+        return self.mean if self.node is None else self.mean + self.stddev * self.node
 
-    def at_nodes(self, nodes: Mapping[str, Optional[Tensor]]) -> NodeSite:
-        """This site, and those beside it, which traces may hold copies of, at nodes.
+    def at_node(self, node: Optional[Tensor]) -> NodeSite:
+        """This site at a node.
 
-        :param nodes: by site, standardised, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean.
+        :param node: standardised, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean.
         """
-        for site in (*self.beside, self):
-            node = nodes[site.name]
-            site.noise = node[..., None] if node is not None and node.dim() else node
+        self.node = node[..., None] if node is not None and node.dim() else node
         return self

@@ -200,11 +200,6 @@ class SparsePosterior(TorchDistribution):
             raise ValueError(f"both posteriors are of site {self.name!r}; its covariance is covariance_matrix")
         return mine.covariance(self.features, its, other.features).expand(shape)
 
-    def row_covariance(self, other: SparsePosterior) -> Tensor:
-        """The diagonal of :meth:`covariance_with`, ``(..., N)``, for as many inputs."""
-        mine: Any = self.coefficients
-        return mine.row_covariance(self.features, other.coefficients, other.features)
-
     def prior_variance_of(self, rows: Tensor) -> Tensor:
         """diag(Ak(x, x)Aᵀ), ``(..., K)``, for a matrix A, ``(..., K, N)``, at O(KN²)."""
         return (rows @ self.process.kernel(self.process.x) * rows).sum(-1)

@@ -62,18 +62,13 @@ def explore(
     found.inner = [name for name in names if above[name]]
     outer = [name for name in names if not above[name]]
     found.dependence, found.interactions = _combined(owners, terms + layers, names)
-    found.crossed = [
-        [f, g]
-        for f, g in found.interactions
-        if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in terms)
-    ]
     coupled = [name for name in found.inner if found.dependence[name] == COUPLED]
     groups = {name: _group(name, program, layers + terms) for name in coupled}
     found.groups = {name: group for name, group in groups.items() if group}
     _couple_below(found, above)
     found.downstream = [site for _, site in terms if program.touching(site, names)]
     found.summed = _summed(found, program)
-    closed = [site for site in program.kinds if program.is_closed(site, outer, found.group)]
+    closed = [site for site in program.kinds if program.is_closed(site, outer)]
     brought = [site for site, kind in program.kinds.items() if isinstance(kind, ExpectedLogProb)]
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
@@ -207,15 +202,15 @@ class Program:
         twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
         return not bool(twice.any() | (num > 1).any())
 
-    def is_closed(self, site: str, outer: list[str], group: Callable[[str], Collection[str]]) -> bool:
+    def is_closed(self, site: str, outer: list[str]) -> bool:
         """Whether a declared density depends on function values, and its expectation over them is in closed form.
 
-        :param outer: the GP sites that enter no other; ``group``: those of one posterior with it.
+        :param outer: the GP sites that enter no other.
         """
         kind, touching = self.kinds[site], self.touching(site, outer)
         # Entries of one term have to be independent, but for a normal's.
         several = not is_normal(kind) and self.first[_THETA, site].dim() > len(kind.batch_shape)
-        if several and not (all(len(group(name)) == 1 for name in touching) and self._of_own_functions(site, touching)):
+        if several and not self._of_own_functions(site, touching):
             return False
         return bool(touching) and self.is_affine(site, outer)
 
@@ -263,8 +258,8 @@ def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
 
 
 def _summed(found: Structure, program: Program) -> list[list[str]]:
-    """Pairs of GP sites of separate posteriors that enter all densities by f + cg, with one number c."""
-    pairs = [[f, g] for f, g in found.interactions if g not in found.group(f) and not {f, g} & {*found.inner}]
+    """Pairs of GP sites that enter all densities by f + cg, with one number c."""
+    pairs = [[f, g] for f, g in found.interactions if not {f, g} & {*found.inner}]
     if not pairs:
         return []
     # Where f is not in proportion to g: there the slopes of a product would have one ratio.

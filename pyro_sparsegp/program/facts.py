@@ -54,13 +54,6 @@ class Owners:
             return COUPLED
         return DATAWISE if (self.outputs[self.touched] < 0).any() else ELEMENTWISE
 
-    def crosses(self, other: Owners) -> bool:
-        """Whether an entry depends on values of this site and of another one that are not of one row, or output."""
-        away = (self.rows != other.rows) | (self.rows < 0)
-        if self.kind == other.kind == ELEMENTWISE:
-            away = away | (self.outputs != other.outputs)
-        return bool((away & self.touched & other.touched).any())
-
 
 def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:
     """What a program shows at several values of its GP sites, stacked: in one mapped run if torch allows it.
@@ -191,13 +184,11 @@ class Structure:
     # make a group, and that layer.
     groups: dict[str, tuple[int, str]] = _field(default_factory=dict)
     interactions: list[list[str]] = _field(default_factory=list)  # pairs of GP sites that meet in a term of a density
-    crossed: list[list[str]] = _field(default_factory=list)  # those of one posterior, at different inputs or outputs
-    # Pairs of GP sites of separate posteriors that enter densities by a sum of them alone, f + cg.
+    # Pairs of GP sites that enter densities by a sum of them alone, f + cg.
     summed: list[list[str]] = _field(default_factory=list)
     downstream: list[str] = _field(default_factory=list)  # sites whose densities move with a GP site's values
     quadratic: list[str] = _field(default_factory=list)  # GP sites on sites in whose values densities are quadratic
     columns: dict[str, int] = _field(default_factory=dict)  # of each GP site's inputs
-    joint: list[list[str]] = _field(default_factory=list)  # groups of GP sites that have one posterior
     enumerated: list[str] = _field(default_factory=list)  # discrete latents, which are summed out
     coupled: list[str] = _field(default_factory=list)  # latents that have one posterior, of hyperparameters
     field: dict[str, list[int]] = _field(default_factory=dict)  # its members, in order: sizes of blocks of coefficients
@@ -241,23 +232,19 @@ class Structure:
         """Whether, besides, no other GP site meets it."""
         return self.is_direct(name) and not self.neighbours(name)
 
-    def group(self, name: str) -> list[str]:
-        """The GP sites that have one posterior with this one, and itself."""
-        return next((group for group in self.joint if name in group), [name])
-
     def axes(self, most: float = MAX_AXES) -> dict[str, tuple[int, ...]]:
         """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
 
         Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
         meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-        so is a group that would need more axes than ``most``. Sites of one posterior have an axis each.
+        so is a group that would need more axes than ``most``.
         """
         width = {
             name: math.prod(self.gps[name]["batch_shape"]) if kind == DATAWISE else 1
             for name, kind in self.dependence.items()
             if name not in self.inner and kind != COUPLED
         }
-        together = [set(group) & width.keys() for group in (*self.interactions, *self.joint)]
+        together = [set(group) & width.keys() for group in self.interactions]
         meets = {name: set[str]().union(*(group for group in together if name in group)) - {name} for name in width}
         axes: dict[str, tuple[int, ...]] = {}
         for name in width:
