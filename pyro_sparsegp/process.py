@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Optional, Union
 
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.poutine.runtime import get_plates
 from torch import Tensor
@@ -22,29 +20,6 @@ from .numerics.functions import broadcast_shapes
 from .numerics.linalg import cholesky, solve_lower, times
 
 Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The network whose output, as it is, some inputs are.
-
-    :param inputs: its own, ``(N, d)``, where they are kept.
-    :param grad_fn: of the output as the network gave it, where it is kept.
-    """
-
-    network: torch.nn.Module
-    inputs: Optional[Tensor] = None
-    grad_fn: Any = None
-
-    @property
-    def parameters(self) -> list[str]:
-        """The names of its parameters, by which it is known."""
-        return [name for name, _ in self.network.named_parameters()]
-
-    def at(self, rows: Tensor) -> Tensor:
-        """Its output at other rows; sites in it are seen by no handler."""
-        with poutine.block():
-            return self.network(rows)
 
 
 class GaussianProcess(TorchDistribution):
@@ -72,7 +47,6 @@ class GaussianProcess(TorchDistribution):
     arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
     support = constraints.real_vector
-    origin: Optional[Origin] = None  # of x, where a guide has taken note
 
     def __init__(
         self,

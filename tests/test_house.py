@@ -109,28 +109,28 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
-    "root": 838,
+    "root": 812,
     "numerics": 1126,
     "kernels": 2351,
-    "gaussians": 3234,
-    "bases": 2113,
+    "gaussians": 3195,
+    "bases": 2108,
     "posterior": 694,
-    "approximations": 568,
-    "families": 950,
+    "approximations": 539,
+    "families": 944,
     "distributions": 248,
-    "program": 2288,
-    "guide": 4445,
+    "program": 2283,
+    "guide": 4348,
     "inference": 2496,
     "diagnostics": 1714,
     "interop": 288,
 }
-ALL_LINES = 23353
-STATEMENTS = 13739
-BRANCH_POINTS = 2420  # 1,600 are asked: 80 per 1,000 of 20,000 lines
+ALL_LINES = 23146
+STATEMENTS = 13615
+BRANCH_POINTS = 2387  # 1,600 are asked: 80 per 1,000 of 20,000 lines
 COMMENTS = 0.0299  # at least
 FILE_LINES = 412
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23749
+TEST_LINES = 23655
 
 
 @functools.cache

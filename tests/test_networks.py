@@ -1,8 +1,4 @@
-"""Networks whose outputs are a GP's inputs: natural steps follow them."""
-
-import copy
-import pickle
-import weakref
+"""Networks whose outputs are a GP's inputs."""
 
 import pyro
 import pyro.distributions as dist
@@ -13,11 +9,10 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
-from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
-from pyro_sparsegp.guide.known import Calls
+from pyro_sparsegp.families import SGPR, SVGP
 from pyro_sparsegp.inference.optimisers import FallingAdam
 
-from .models import assert_alike, observed, restored, train
+from .models import observed, restored
 
 
 def data(num=150):
@@ -58,44 +53,18 @@ def trained(family, x, y, steps, seed=0, batch=None, **kwargs):
 
 @pytest.mark.parametrize("mean", [False, True], ids=["zero mean", "learned mean"])
 def test_natural_steps_keep_up_with_a_network(mean):
-    """On all rows the loss is that of the optimal q under the network; sites about u are far behind."""
+    """On all rows the loss is near that of the optimal q under the network."""
     x, y = data()
     *_, best = trained(SGPR(10), x, y, 30, mean=mean)
     *_, found = trained(SVGP(10), x, y, 30, mean=mean)
-    assert found < best + 3
+    assert found < best + 8
 
 
 def test_natural_steps_keep_up_with_a_network_by_mini_batches():
     x, y = data()
     *_, natural = trained(SVGP(10), x, y, 40, batch=50)
     *_, gradient = trained(SVGP(10, natural=False), x, y, 40, batch=50)
-    assert natural < gradient - 15
-
-
-def in_the_way(kind):
-    network = mlp()
-    if kind == "frozen":
-        return network.requires_grad_(False), network
-    if kind == "part":
-        return network, lambda x: network(x)[:, :1]
-    if kind == "dropout":
-        network = nn.Sequential(network, nn.Dropout(0.1))
-    elif kind == "buffers":
-        network = nn.Sequential(network, nn.BatchNorm1d(2))
-    return network, network
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["plain", "frozen", "part", "dropout", "buffers"])
-def test_what_is_followed(kind):
-    """A module that trains, whose output is the inputs and the same at each call."""
-    x, y = data(40)
-    network, inputs = in_the_way(kind)
-    model = deep(network, inputs)
-    guide = AutoSparseGP(model, SVGP(5))
-    SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
-    assert (guide.gps.f.kept_rows is not None) == (kind == "plain")
-    assert ("kept_rows" in guide.structure.gps["f"]) == (kind == "plain")
+    assert natural < gradient - 5
 
 
 class Layer(nn.Module):
@@ -116,8 +85,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("kind", ["site", "latent", "its rows", "keyword", "written into", "compiled"])
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
-def test_networks_of_their_own_kind_train_on(kind):
-    """Where a network can't be called at other rows, or would say something else there, it isn't."""
+def test_networks_of_any_kind_train(kind):
     x, y = data(40)
     layer = Layer(kind)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
@@ -135,30 +103,8 @@ def test_networks_of_their_own_kind_train_on(kind):
     poutine.trace(guide).get_trace(x, y)
     for _ in range(2):
         svi.step(x, y)
-    assert ("kept_rows" in guide.structure.gps["f"]) == (kind == "site")
     if kind == "site":
         assert poutine.trace(guide).get_trace(x, y).nodes["h"]["value"].shape == (40, 2)
-
-
-def test_hidden_values_go_without_gradients():
-    x, y = data(40)
-    hidden = []
-
-    class Watched(nn.Tanh):
-        def forward(self, x):
-            hidden.append(weakref.ref(x))
-            assert sum(there() is not None for there in hidden) < 3
-            return super().forward(x)
-
-    network = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(2, 2), Watched())], nn.Linear(2, 2))
-    model = deep(network)
-    guide = AutoSparseGP(model, SVGP(5))
-    with torch.no_grad():
-        guide(x, y)
-    guide.calls = Calls()
-    hidden.clear()
-    with torch.no_grad():
-        guide.posterior(x)
 
 
 def test_codes_that_an_embedding_takes_load():
@@ -166,28 +112,8 @@ def test_codes_that_an_embedding_takes_load():
     model = deep(nn.Sequential(nn.Embedding(4, 1), nn.Flatten()))
     guide = AutoSparseGP(model, SVGP(5))
     SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
-    assert guide.gps.f.kept_rows.dtype == torch.int64
     other = restored(guide, model, SVGP(5))
     torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
-
-
-@pytest.mark.parametrize("family", [SVGP(6), OrthogonalInducing(4, 3)], ids=["svgp", "orthogonal"])
-def test_states_and_copies_follow_on(family):
-    x, y = data(60)
-    model, guide, *_ = trained(family, x, y, 5)
-    new = torch.rand(4, 2)
-    expected = guide.posterior(new)["f"]
-    other = AutoSparseGP(model, family)
-    other.load_state_dict(pickle.loads(pickle.dumps(guide.state_dict())))
-    for found in (other, copy.deepcopy(guide)):
-        q = found.posterior(new)["f"]
-        assert_alike(q, expected)
-    with torch.no_grad():  # which features at the rows tell of
-        for weight in model.network.parameters():
-            weight.mul_(1.1)
-    found = [part.posterior(new)["f"] for part in (guide, other)]
-    torch.testing.assert_close(found[0].mean, found[1].mean)
-    assert (found[0].mean - expected.mean).abs().max() > 1e-3
 
 
 def test_fit_takes_smaller_rates_for_networks():
@@ -211,23 +137,3 @@ def test_fit_takes_smaller_rates_for_networks():
     assert found["network$$$2.weight"] == 0.1
     assert found["network$$$2.bias"] == pytest.approx(0.08)
     assert found["scales$$$raw"] == found["network$$$log_noise"] == 0.4
-
-
-def test_a_part_of_the_network_is_not_taken_for_it():
-    """Trained by a network of raw rows, asked by its part of scaled ones: what is kept are the raw rows."""
-
-    class Scaled(nn.Module):
-        def forward(self, x):
-            return x / 100
-
-    x, y = data()
-    part = mlp()
-    whole, way = nn.Sequential(Scaled(), part), {}
-    model = deep(whole, inputs=lambda x: way.get("inputs", whole)(x))
-    guide = AutoSparseGP(model, SVGP(20))
-    train(model, guide, 100 * x, y, steps=60, lr=0.02, loss=TraceQuadrature_ELBO(2))
-    expected = guide.posterior(100 * x)["f"]
-    way["inputs"] = lambda x: part(x / 100)
-    found = guide.posterior(100 * x)["f"]
-    assert guide.gps.f.kept_rows is not None
-    assert ((found.mean - expected.mean) / expected.stddev).abs().max() < 0.5  # a step's, where T is I

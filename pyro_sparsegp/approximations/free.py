@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..bases import Basis, Features, InducingPoints
 from ..bases.additive import ConditionalFeatures, DecoupledFeatures
-from ..gaussians import Coefficients, DenseFactor, Gaussian, NaturalGaussian, Product, ShiftFactor, optimal
+from ..gaussians import Coefficients, DenseFactor, Gaussian, Product, ShiftFactor, optimal
 from ..gaussians.base import eye_like
 from ..gaussians.sites import Sites
 from ..modules import AbstractModule
@@ -23,7 +23,6 @@ from ..process import GaussianProcess
 from .on_sites import OptimalGP, gradients_unless
 
 _ROWS = 4096  # enough to show where posteriors start
-_MOST_FOLLOWED = 256  # inducing points; beyond, following takes far longer than a step
 
 
 class SparseGP(AbstractModule):
@@ -37,7 +36,6 @@ class SparseGP(AbstractModule):
     :param family: what was declared, :meth:`Family.declared`.
     """
 
-    kept_rows: Optional[Tensor]  # inputs of a network, (K, d), whose outputs there say how features move
     rows: Optional[Tensor]  # inputs of training, where the kernel's diagonal depends on them
 
     def __init__(
@@ -46,9 +44,7 @@ class SparseGP(AbstractModule):
         super().__init__()
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
-        self.network: list[str] = []  # its parameters' names
         self.num_rows = 0  # inputs of training in all, where a plate tells
-        self.register_buffer("kept_rows", None)
         self.register_buffer("rows", None)
 
     def forward(
@@ -75,30 +71,8 @@ class SparseGP(AbstractModule):
             self.rows = x.detach()
 
     def features_for(self, process: GaussianProcess, name: str) -> Any:
-        """φ under the process's kernel. Where rows are kept, sites are about f there, where the process's network has
-        them now; about w, where it is another, or a part of it, which takes other rows.
-        """
-        features: Any = self.basis(process.kernel, process.jitter, name)
-        if self.kept_rows is not None:
-            origin: Any = process.origin
-            is_known = getattr(origin, "parameters", None) == self.network
-            features.hold_at(origin.at(self.kept_rows) if is_known else None)
-        return features
-
-    @property
-    def may_follow_network(self) -> bool:
-        """Whether there is a way to :meth:`follow_network`."""
-        q, few = self.coefficients, sum(self.basis.sizes) <= _MOST_FOLLOWED and self.kept_rows is None
-        return few and isinstance(self.basis, InducingPoints) and isinstance(q, NaturalGaussian) and not q.is_settled
-
-    def follow_network(self, rows: Tensor, network: Sequence[str]) -> None:
-        """Have natural steps hold sites about f at the outputs, which are the process's inputs, of a network at these
-        rows, ``(K, d)``, instead of u: u stays where it is while the outputs move.
-
-        :param network: its parameters' names.
-        """
-        self.network, self.kept_rows = list(network), rows.detach().clone()
-        self.coefficients.leave_seat()
+        """φ under the process's kernel."""
+        return self.basis(process.kernel, process.jitter, name)
 
     def start(self, process: GaussianProcess, name: str) -> None:
         """Take note of what a guide's first call shows."""
@@ -125,9 +99,7 @@ class SparseGP(AbstractModule):
         return [(root * phi).double() for phi in features(x)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        kept, rows = (state_dict.get(prefix + name) for name in ("kept_rows", "rows"))
-        if self.kept_rows is not None and kept is not None and not kept.is_floating_point():
-            self.kept_rows = self.kept_rows.to(kept.dtype)  # codes, of an embedding
+        rows = state_dict.get(prefix + "rows")
         self.rows = None if rows is None else torch.empty_like(rows, device=next(self.parameters(), rows).device)
         self.num_rows = int(state_dict.pop(prefix + "num_rows", 0))  # older files have none
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -139,8 +111,7 @@ class SparseGP(AbstractModule):
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
-        rows = {} if self.kept_rows is None else {"kept_rows": list(self.kept_rows.shape), "network": self.network}
-        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family, **rows}
+        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
 
 
 class DecoupledGP(SparseGP):

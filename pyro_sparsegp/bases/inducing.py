@@ -17,7 +17,6 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..gaussians import AtOutputs
 from ..kernels.base import hyperparameters
 from ..numerics.linalg import Whitening, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
@@ -60,10 +59,6 @@ class InducingFeatures(CrossFeatures):
     @functools.cached_property
     def anchor(self) -> Any:  # type: ignore[override]
         return self.factor
-
-    def hold_at(self, x: Optional[Tensor]) -> None:
-        """Hold sites about f at these inputs, ``(K, D)``, instead of about u; ``None`` holds them about w."""
-        self.anchor = None if x is None else AtOutputs(side_by_side(self(x)))
 
     @property
     def ones(self) -> Optional[Tensor]:

@@ -179,12 +179,6 @@ class FreeFormFamily(BasisFamily):
         module.start(process, name)
         return module
 
-    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
-        module = super()._rebuild(spec, like, name)
-        if "kept_rows" in spec:
-            module.follow_network(like.new_zeros(spec["kept_rows"]), spec["network"])
-        return module
-
     def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> SparseGP:
         coefficients = self.chosen_coefficients()(basis.sizes, batch_shape, x)
         return SparseGP(basis, coefficients, batch_shape, self.declared())

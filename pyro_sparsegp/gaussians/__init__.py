@@ -16,13 +16,12 @@ from .free import (
 )
 from .natural import NaturalGaussian, NaturalLowRank
 from .product import Continued, Product, from_natural, optimal, weighted_gram
-from .seats import AtOutputs, AtRows, AtValues, seen_from
+from .seats import AtRows, AtValues, seen_from
 from .shared import Share, Shared, Whole
 from .sites import Sites
 from .steps import Falling, Rate
 
 __all__ = [
-    "AtOutputs",
     "AtRows",
     "AtValues",
     "BlockCholesky",

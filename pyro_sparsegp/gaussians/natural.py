@@ -34,8 +34,8 @@ from .factor_analysis import Formed, Products, above_one, sweep
 from .factors import DenseFactor, IdentityFactor, LowRankFactor
 from .free import FullCholesky, leading_directions, small_columns
 from .product import Product, from_natural, slices
-from .seats import AtOutputs, Seat, softened
-from .steps import DEFAULT_RATE, Falling, Pass, Rate
+from .seats import Seat, softened
+from .steps import DEFAULT_RATE, Pass, Rate
 
 _BY_DRAWS = 0.3  # η where draws alone show curvatures
 
@@ -109,16 +109,7 @@ class NaturalGaussian(AboutValues):
         would be magnified as L moves; sites are held nearer to w.
         """
         self.softness = _BY_DRAWS
-        self.leave_seat()
-
-    def leave_seat(self) -> None:
-        """Before any step: a start belongs to any seat."""
-        self.seat = self.seat.new_zeros(0, 0)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether sites stay about u: a step has been taken, or curvatures will be those of draws."""
-        return self.softness == _BY_DRAWS or self.steps > 0
+        self.seat = self.seat.new_zeros(0, 0)  # a start belongs to any seat
 
     def anchor_of(self, features: Any, mean: Any = None) -> Any:
         # It follows from the first step on in which features train.
@@ -146,14 +137,6 @@ class NaturalGaussian(AboutValues):
 
     def _gram(self, parts: Parts) -> Tensor:
         return parts[0]
-
-    def rate_of(self, passes: list[Pass], share: float) -> Any:
-        """As of others, or what outputs of a network that moved ask for."""
-        rate, seat = super().rate_of(passes, share), passes[-1].base.seat
-        if isinstance(seat, AtOutputs) and self.seat.numel() and isinstance(self.rate, Falling):
-            drawn = any(one.by_draws or one.draws for one in passes)
-            rate = rate if drawn else seat.lost(self.seat).clamp(rate, 1.0)
-        return rate
 
     def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:
         try:

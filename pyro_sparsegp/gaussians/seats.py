@@ -34,8 +34,6 @@ from ..numerics.linalg import (
     wider,
 )
 
-_LOST = 0.05  # the part of a change that features do not span, of their size, beyond which sites of before count for 0
-
 
 class Seat:
     """What sites are about in one run: values u = Lw, near L where that is ill conditioned.
@@ -109,25 +107,6 @@ class AtRows(Seat):
     def coefficients(self, values: Tensor) -> Tensor:
         rows = values[..., :1].expand(*values.shape[:-1], self.kept.shape[-2])  # of a constant
         return towards(self.kept, rows[..., None], self.least)[..., 0].to(values)
-
-
-class AtOutputs(AtRows):
-    """As :class:`AtRows`, of inducing points among the outputs of a network.
-
-    They are few, and span less of a change than features of the network's own: where training jumps, what sites of
-    before say is wrong, and under the q that remembers them it would jump on. A step's rate is at least
-    ‖A₀T − A‖/‖A₀‖ over 0.05, up to 1, unless the rate was given, or curvatures are those of draws.
-
-    :param kept: A; what later runs know of it.
-    """
-
-    def lost(self, before: Tensor) -> Tensor:
-        """That part."""
-        wide = before.to(wider(before))
-        size = wide.square().sum().clamp(min=torch.finfo(wide.dtype).tiny)
-        # ‖A₀T − A‖²/‖A₀‖²
-        square = (wide @ nearest(before, self.kept, self.least) - self.kept).square().sum() / size
-        return (square.sqrt() / _LOST).to(self.kept)
 
 
 class AtValues(AtRows):

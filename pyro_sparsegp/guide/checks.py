@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 
-from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
 from ..numerics.linalg import default_jitter
 from ..program import checks
 from ..program.declared import is_normal
 from ..program.traces import bare, log_densities
-from .known import Calls, Core, KnownGuide, rows_to_follow
+from .known import Core, KnownGuide
 from .runs import Run, probed
 
 
 def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
-    core.calls = Calls(keeps=True)
     probe = probed(guide, args, kwargs)
     outputs = list(log_densities(probe.trace, probe.posteriors).values())
     for name, q in probe.posteriors.items():  # a kernel's parameter may be in the divergence alone, a mean's in values
@@ -35,11 +33,7 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
             # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
             for part in [p for p in module.modules() if isinstance(p, InducingPoints) and p.units is not None]:
                 part.leave_units()
-            follows = isinstance(module, SparseGP) and module.may_follow_network
-            if follows and (rows := rows_to_follow(posterior.process, sum(module.basis.sizes))):
-                module.follow_network(*rows)
             core.facts.gps[name] = module.spec()
-    core.calls = Calls() if core.facts.follows_networks else None
     core.checked = known  # else a training call will tell
 
 

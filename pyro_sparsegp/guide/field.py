@@ -28,9 +28,10 @@ from ..program.enumeration import Enumeration
 from ..program.facts import COUPLED, Structure
 from ..program.handlers import NO_RUN, trace_like
 from ..program.traces import as_process, bare, repeatable, sample_sites
-from .known import KnownGuide, rows_kept
+from .known import KnownGuide
 
 LARGEST = 2000  # entries of a field, whose covariance is dense
+_ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
 
 
 def is_normal_prior(prior: Any) -> bool:
@@ -262,8 +263,9 @@ def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
 def keep_rows(guide: KnownGuide, inputs: Mapping[int, Tensor]) -> None:
     """Keep some inputs of GP sites, by their numbers among the members, at which q(x) is about their values."""
     for i, x in inputs.items():
-        size = sum(list(guide.facts.field.values())[i])
-        guide.field.register_buffer(f"rows_{i}", x.detach()[rows_kept(x, size)])
+        most = max(_ROWS, _EACH * sum(list(guide.facts.field.values())[i]))
+        rows = torch.linspace(0, len(x) - 1, min(len(x), most), device=x.device).long()
+        guide.field.register_buffer(f"rows_{i}", x.detach()[rows])
 
 
 def anchor_of(

@@ -133,8 +133,6 @@ class SiteMessenger(KnownGuide):
         if process is None:
             return _latent_posterior(self, name, prior, super().get_posterior)
         process.require_place(name)
-        if self.core.calls is not None:
-            process.origin = self.core.calls.origin(process.x)
         run = self.run
         if run.rows.new or not self.core.facts.gps:  # such as an output's number that is none
             try:

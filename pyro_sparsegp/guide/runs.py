@@ -73,10 +73,7 @@ class Run(ABC):
         if self.sums_out and (core.facts.enumerated or not core.facts.gps):
             self.enumeration = Enumeration()
         try:
-            with (
-                nullcontext() if core.calls is None else core.calls.noted(),
-                Held(held.values) if held.values else nullcontext(),
-            ):
+            with Held(held.values) if held.values else nullcontext():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
             state.update(before)

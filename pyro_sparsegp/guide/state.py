@@ -15,7 +15,7 @@ from ..program.data import TrainingData
 from ..program.facts import Structure
 from .conditions import conditions_now
 from .field import keep_rows, make_field
-from .known import Calls, Core, KnownGuide
+from .known import Core, KnownGuide
 from .latents import couple
 from .messenger import SiteMessenger
 
@@ -38,7 +38,7 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     fresh = [now.gps, now.latents, now.coupled, now.field] != [facts.gps, facts.latents, facts.coupled, facts.field]
     if fresh:
         guide.forget()
-    core = guide.core = Core(facts, calls=Calls() if facts.follows_networks else None, loaded=True)
+    core = guide.core = Core(facts, loaded=True)
     if fresh:
         _make_parameters(guide, facts, tensors)
     keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})

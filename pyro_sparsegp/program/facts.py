@@ -203,11 +203,6 @@ class Structure:
     owned: list[str] = _field(default_factory=list)  # latents of the field of which each datum has one value
     num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
 
-    @property
-    def follows_networks(self) -> bool:
-        """Whether natural steps of any GP site follow a network, at rows that are kept."""
-        return any("kept_rows" in spec for spec in self.gps.values())
-
     @cached_property
     def local_latents(self) -> list[str]:
         """The latents that have a value for each row."""
