@@ -104,6 +104,14 @@ def test_joint_posterior(family, batch):
     assert_close(centred @ centred.mT / len(draws), own.covariance_matrix, atol=0.12, rtol=0.05)
 
 
+def test_a_basis_has_a_component_for_each_summand(monkeypatch):
+    x, y = data()
+    q = trained(gaussian(KERNEL), SVGP(6), x, y, steps=1).posterior(x)["f"]
+    monkeypatch.setattr(type(q.basis), "components", lambda self: [(self.kernel, self, (0,))])
+    with pytest.raises(ValueError, match=r"'f' has 1 components, its kernel the terms.*one for each of kernel.terms"):
+        assert q.components
+
+
 @pytest.mark.parametrize(
     "family",
     [MeanFieldAdditive(5), SVGP(9), CoupledPrecision(5), CoupledPrecision(5, base="identity")],

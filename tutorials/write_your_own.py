@@ -19,7 +19,10 @@
 # On the command line: `python tutorials/write_your_own.py [--steps 100] [--out DIR] [--short]`.
 
 # %% tags=["hide-input"]
+import copy
 import math
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import command_line  # what can be said on the command line, beside this file
@@ -283,29 +286,41 @@ print(f"{'dense optimum':15}                           {poisson_best:.4f}")
 # are a basis: f = φᵀw + r with w ~ N(0, I), and the rest r independent of w. Nothing is inverted.
 #
 # `Features` says φ under one kernel; `Basis` is a module (here without parameters) that makes them; a family says which
-# basis, and which Gaussian over w. `spec` and `old_basis` are for loading a state.
+# basis, and which Gaussian over w. A family is a frozen dataclass, whose fields a saved state is compared with; `spec`
+# and `old_basis` are for loading it. `components` says what φ is of each summand of a kernel.
 
 
 # %%
+recipe = partial(dataclass, frozen=True, eq=False, repr=False)
+
+
 class Waves(Features):
     """φ, the leading eigenfunctions of a kernel of period 1."""
 
     def __init__(self, kernel, num, like):
         super().__init__(kernel, (2 * num + 1,))
-        self.num, fine = num, 512
-        row = kernel(like.new_zeros(1, 1), torch.arange(fine).to(like)[:, None] / fine)[
-            0
-        ]
-        values = torch.fft.rfft(row).real[: num + 1] / fine
-        self.roots = values.clamp(min=1e-14).sqrt()
+        self.num, self.like = num, like
+        self.weights = self.eigenvalues(kernel).sqrt()
+
+    def eigenvalues(self, kernel, fine=512):
+        circle = torch.arange(fine).to(self.like)[:, None] / fine
+        row = kernel(self.like.new_zeros(1, 1), circle)[0]
+        return (torch.fft.rfft(row).real[: self.num + 1] / fine).clamp(min=1e-14)
 
     def __call__(self, x):
         angle = 2 * math.pi * x * torch.arange(1, self.num + 1).to(x)
-        level, waves = self.roots[:1].expand(len(x), 1), math.sqrt(2) * self.roots[1:]
+        level = self.weights[:1].expand(len(x), 1)
+        waves = math.sqrt(2) * self.weights[1:]
         return [torch.cat([level, waves * angle.cos(), waves * angle.sin()], -1)]
 
     def components(self):
-        return [(self.kernel, self, (0,))]
+        """Of each summand f_c of the kernel, whose covariance with wⱼ is that of f times λ_cj/λⱼ."""
+        found = []
+        for term in self.kernel.terms:
+            part = copy.copy(self)
+            part.cross, part.weights = term, self.eigenvalues(term) / self.weights
+            found.append((term, part, (0,)))
+        return found
 
 
 class WaveBasis(Basis):
@@ -321,12 +336,14 @@ class WaveBasis(Basis):
         return {"kind": "waves", "num": self.num}
 
 
-class OnWaves:
-    """What the families below have in common."""
+@recipe
+class OnWaves(families.BasisFamily):
+    """What the families below have in common.
 
-    def __init__(self, num):
-        super().__init__()
-        object.__setattr__(self, "num", num)  # recipes are frozen
+    :param num: of waves.
+    """
+
+    num: int
 
     def new_basis(self, process, name):
         return WaveBasis(self.num, process.x)
@@ -335,6 +352,7 @@ class OnWaves:
         return WaveBasis(spec["num"], like)
 
 
+@recipe
 class FreeWaves(OnWaves, families.FreeFormFamily):
     """A full covariance of w, learned, from mini-batches and under any likelihood."""
 
@@ -342,6 +360,7 @@ class FreeWaves(OnWaves, families.FreeFormFamily):
         return FullCholesky
 
 
+@recipe
 class DiagonalWaves(OnWaves, families.FreeFormFamily):
     """Independent waves: a mean and a variance each."""
 
@@ -349,6 +368,7 @@ class DiagonalWaves(OnWaves, families.FreeFormFamily):
         return Diagonal
 
 
+@recipe
 class OptimalWaves(OnWaves, families.OptimalFamily):
     """q(w) as it follows from the likelihood, the collapsed bound."""
 

@@ -1,4 +1,4 @@
-"""A basis with a free Gaussian over its coefficients, and what Shi, Titsias and Mnih (2020) add to it."""
+"""A basis with a free Gaussian over its coefficients."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..bases import Basis, Features, InducingPoints
-from ..bases.additive import ConditionalFeatures, DecoupledFeatures
-from ..gaussians import Coefficients, DenseFactor, Gaussian, Product, ShiftFactor, optimal
-from ..gaussians.base import eye_like
-from ..gaussians.sites import Sites
+from ..bases.additive import DecoupledFeatures
+from ..gaussians import Coefficients, Product, ShiftFactor
 from ..modules import AbstractModule
-from ..numerics.linalg import sum_blocks
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from .on_sites import OptimalGP, gradients_unless
 
 _ROWS = 4096  # enough to show where posteriors start
 
@@ -152,51 +148,3 @@ class DecoupledGP(SparseGP):
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
         return super().spec() | {"means": self.means.spec()}
-
-
-class BlockwiseGP(OptimalGP):
-    """Nested inducing points with the independent posteriors of their sets that are optimal for the sites."""
-
-    blockwise = True
-
-
-class SemiCollapsedGP(OptimalGP):
-    """Nested inducing points whose first set has the posterior that is optimal for the sites and for the other sets'.
-
-    q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂
-    (Shi, Titsias and Mnih, 2020, eq. 9 and appendix C).
-
-    :param others: the free posterior of the other sets.
-    """
-
-    def __init__(self, basis: Basis, others: Coefficients, *args: Any, **kwargs: Any) -> None:
-        super().__init__(basis, *args, **kwargs)
-        self.others = others
-
-    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
-        others = self.others()
-        with gradients_unless(exact):
-            linear = sites.linear - sites.precision * sum_blocks(phi[1:], others.loc)
-            first = optimal(phi[:1], sites.precision, linear, None, name)
-        groups = [(0,), *(tuple(block + 1 for block in group) for group in others.groups)]
-        return features, phi, Product((*first.sizes, *others.sizes), [*first.factors, *others.factors], groups)
-
-
-class ConditionalGP(OptimalGP):
-    """Inducing points whose posterior depends on what is left of f, q(w | r) = p(w | r, z).
-
-    (Shi, Titsias and Mnih, 2020, appendix A.)
-    """
-
-    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
-        (known,) = phi
-        with gradients_unless(exact):
-            (head,) = optimal(phi, sites.precision, sites.linear, None, name).factors
-            # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X).
-            weights = sites.precision[..., None] * (known @ head.covariance_matrix)
-        both = ConditionalFeatures(features, sites.inputs, weights, known, name)
-        # (w, v) with w | v ~ N(m − Rv, S) and v ~ N(0, I), as under the prior: mean (m, 0), root [[S^½, −R], [0, I]]
-        eye, none = eye_like(both.root).expand_as(both.root), torch.zeros_like(both.root)
-        root = torch.cat([torch.cat([head.root, -both.root], -1), torch.cat([none, eye], -1)], -2)
-        loc = torch.cat([head.loc, torch.zeros_like(head.loc)], -1)
-        return both, both.known, Product(both.sizes, [DenseFactor(loc, root, upper=True)], [(0, 1)])

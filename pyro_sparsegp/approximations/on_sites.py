@@ -12,14 +12,26 @@ from torch import Tensor
 
 from ..bases import Basis
 from ..bases.actions import DenseActions, project
+from ..bases.additive import ConditionalFeatures
 from ..bases.inducing import features_of
 from ..bases.policies import Policy
 from ..bases.variables import Values
-from ..gaussians import Gaussian, ProjectedGaussian, from_natural, optimal, seen_from, weighted_gram
+from ..gaussians import (
+    Coefficients,
+    DenseFactor,
+    Gaussian,
+    Product,
+    ProjectedGaussian,
+    from_natural,
+    optimal,
+    seen_from,
+    weighted_gram,
+)
+from ..gaussians.base import eye_like
 from ..gaussians.sites import FreeSites, KeptSites, Sites
 from ..modules import AbstractModule, size_buffers
 from ..numerics.functions import is_long
-from ..numerics.linalg import over_lower
+from ..numerics.linalg import over_lower, sum_blocks
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 
@@ -167,6 +179,54 @@ class ExactGP(OptimalGP):
     def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
         features = features_of(process.kernel, [Values(x)], process.jitter, name)
         return features, features(x)
+
+
+class BlockwiseGP(OptimalGP):
+    """Nested inducing points with the independent posteriors of their sets that are optimal for the sites."""
+
+    blockwise = True
+
+
+class SemiCollapsedGP(OptimalGP):
+    """Nested inducing points whose first set has the posterior that is optimal for the sites and for the other sets'.
+
+    q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂
+    (Shi, Titsias and Mnih, 2020, eq. 9 and appendix C).
+
+    :param others: the free posterior of the other sets.
+    """
+
+    def __init__(self, basis: Basis, others: Coefficients, *args: Any, **kwargs: Any) -> None:
+        super().__init__(basis, *args, **kwargs)
+        self.others = others
+
+    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
+        others = self.others()
+        with gradients_unless(exact):
+            linear = sites.linear - sites.precision * sum_blocks(phi[1:], others.loc)
+            first = optimal(phi[:1], sites.precision, linear, None, name)
+        groups = [(0,), *(tuple(block + 1 for block in group) for group in others.groups)]
+        return features, phi, Product((*first.sizes, *others.sizes), [*first.factors, *others.factors], groups)
+
+
+class ConditionalGP(OptimalGP):
+    """Inducing points whose posterior depends on what is left of f, q(w | r) = p(w | r, z).
+
+    (Shi, Titsias and Mnih, 2020, appendix A.)
+    """
+
+    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
+        (known,) = phi
+        with gradients_unless(exact):
+            (head,) = optimal(phi, sites.precision, sites.linear, None, name).factors
+            # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X).
+            weights = sites.precision[..., None] * (known @ head.covariance_matrix)
+        both = ConditionalFeatures(features, sites.inputs, weights, known, name)
+        # (w, v) with w | v ~ N(m − Rv, S) and v ~ N(0, I), as under the prior: mean (m, 0), root [[S^½, −R], [0, I]]
+        eye, none = eye_like(both.root).expand_as(both.root), torch.zeros_like(both.root)
+        root = torch.cat([torch.cat([head.root, -both.root], -1), torch.cat([none, eye], -1)], -2)
+        loc = torch.cat([head.loc, torch.zeros_like(head.loc)], -1)
+        return both, both.known, Product(both.sizes, [DenseFactor(loc, root, upper=True)], [(0, 1)])
 
 
 class ExactWeightSpaceGP(OptimalGP):

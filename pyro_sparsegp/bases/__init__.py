@@ -2,7 +2,7 @@
 
 from .actions import Actions, ProjectedFeatures
 from .additive import Additive, AdditiveFeatures
-from .base import Basis, Features
+from .base import Basis, CrossFeatures, Features
 from .features import ExplicitFeatures, KernelFeatures
 from .fourier import FourierCoefficients
 from .images import as_images, inducing_patches, random_convolution
@@ -15,6 +15,7 @@ __all__ = [
     "Additive",
     "AdditiveFeatures",
     "Basis",
+    "CrossFeatures",
     "ExplicitFeatures",
     "Features",
     "FourierCoefficients",

@@ -81,7 +81,11 @@ class Features(ABC):
 
 
 class CrossFeatures(Features):
-    """φ from covariances with f: of the whole f, or of a summand f_c, whose own kernel these are then."""
+    """φ from covariances with f: of the whole f, or of a summand f_c, whose own kernel these are then.
+
+    :param kernel: of f, to which the features belong.
+    :param sizes: M_b, the number of coefficients of each block.
+    """
 
     @abstractmethod
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:

@@ -130,7 +130,7 @@ def _smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
     """Pareto-smoothed log weights, normalised, and k-hat, of draws' log p − log q."""
     if log_weights.size < _FEWEST:
         raise ValueError(f"k-hat needs at least {_FEWEST} draws, got {log_weights.size}: take more, num_samples=1000")
-    # Equal weights, but for rounding, have no tail to fit (test_psis_of_equal_weights).
+    # Equal weights, but for rounding, have no tail to fit (test_khat_comes_with_its_standard_error).
     if np.ptp(log_weights) <= 1e-4:
         return np.full_like(log_weights, -np.log(log_weights.size)), -np.inf
     psislw = arviz_stats.base.array_stats.psislw  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from .additive import (
     CoupledPrecision,
     MeanFieldAdditive,
 )
-from .base import ExpectationFamily, Family, FreeFormFamily, OptimalFamily, SiteFamily
+from .base import BasisFamily, ExpectationFamily, Family, FreeFormFamily, OptimalFamily, SiteFamily
 from .inducing import (
     SGPR,
     SVGP,
@@ -37,6 +37,7 @@ __all__ = [
     "AdditiveFamily",
     "AdditiveFreeSites",
     "AdditiveSGPR",
+    "BasisFamily",
     "CollapsedOrthogonal",
     "ComputationAware",
     "ConditionalSGPR",

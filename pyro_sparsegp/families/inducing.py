@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Optional, Union
 
 from torch import Tensor
 
-from ..approximations.free import BlockwiseGP, ConditionalGP, DecoupledGP, SemiCollapsedGP, SparseGP
-from ..approximations.on_sites import ExactGP, OptimalGP
+from ..approximations.free import DecoupledGP, SparseGP
+from ..approximations.on_sites import BlockwiseGP, ConditionalGP, ExactGP, OptimalGP, SemiCollapsedGP
 from ..bases import Basis, InducingPoints
 from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser

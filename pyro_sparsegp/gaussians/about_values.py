@@ -105,7 +105,7 @@ class _Known(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        # which torch asks for: test_a_program_that_runs_twice_has_the_bound_of_one_that_runs_once
+        # which torch asks for: test_a_step_and_a_posterior_run_a_model_once
         raise ValueError("q(w) does not depend on quadrature nodes")
 
 
@@ -271,8 +271,7 @@ class AboutValues(Natural):
             right = right + (1 - rate[..., None]) * left
         new, shift, cut, failed = self._stepped(taken, parts, right, rate, weight)
         moved = base.near + cautious(shift, taken, cut)
-        # test_gradients_that_are_not_finite_change_nothing, test_a_step_without_a_factor_is_left_out
-        # (a P̂ that is not finite has no factor): 0 times a number that is finite is 0
+        # test_a_step_without_a_factor_is_left_out (a P̂ that is not finite has none): 0 times a finite number is 0
         fine = (0 * moved.sum(-1) == failed) & (rate > 0)
         pairs = zip((moved, *new), (loc, *parts))
         kept = [torch.where(fine.view(fine.shape + (1,) * (b.dim() - fine.dim())), a, b) for a, b in pairs]

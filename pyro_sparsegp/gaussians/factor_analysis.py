@@ -4,7 +4,7 @@ The P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)] is the
 the "covariance" P̂. Sweeps of its expectation maximisation go there (Rubin and Thayer, 1982), with expanded parameters
 (Liu, Rubin and Wu, 1998); they need P̂ times few vectors, and its blocks on the diagonal.
 
-D is a stack, ``(..., C, M, M)``, and B flat, ``(..., C·M, R)``: :class:`~.stack.Stack`.
+D is a stack, ``(..., C, M, M)``, and B flat, ``(..., C·M, R)``: :class:`~.base.Stack`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class _Moments(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        # which torch asks for: test_a_program_that_runs_twice_has_the_bound_of_one_that_runs_once
+        # which torch asks for: test_a_step_and_a_posterior_run_a_model_once
         raise ValueError("q(w) does not depend on quadrature nodes")
 
 

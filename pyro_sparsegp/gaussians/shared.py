@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..modules import AbstractModule
-from ..numerics.functions import broadcast_shapes
 from .base import Coefficients, Gaussian
 
 
@@ -67,24 +66,21 @@ class Share(Gaussian):
         return [parts[b] for b in self.blocks]
 
     def padded(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """A part for each block of all sites."""
-        return padded(parts, self.blocks, self.whole.q.sizes)
+        """Features of all sites' blocks, ``(..., N, M_b)`` each; others' are 0."""
+        own, like = dict(zip(self.blocks, parts)), parts[0]
+        sizes = enumerate(self.whole.q.sizes)
+        return [own[b] if b in own else like.new_zeros(*like.shape[:-1], n) for b, n in sizes]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return self.whole.q.moments(self.padded(features))
-
-    def note_draws(self) -> None:
-        self.whole.q.note_draws()
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.whole.q.covariance_change(self.padded(features))
 
     def covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
         """ΦS_abΨᵀ with another site's coefficients, ``(..., N, N')``."""
-        batch = broadcast_shapes(self.batch_shape, *(phi.shape[:-2] for phi in (*features, *others)))
-        rows, pairs = features[0].shape[-2], zip(self.padded(features), other.padded(others))
-        stacked = [torch.cat([phi.expand(*batch, *phi.shape[-2:]) for phi in pair], -2) for pair in pairs]
-        return self.whole.q.covariance_change(stacked)[..., :rows, rows:]
+        both = [torch.cat(pair, -2) for pair in zip(self.padded(features), other.padded(others))]
+        return self.whole.q.covariance_change(both)[..., : len(features[0]), len(features[0]) :]
 
     def kl(self) -> Tensor:
         return self.whole.q.kl() if self.counts else self.loc[0].new_zeros(self.batch_shape)
@@ -106,17 +102,6 @@ class Share(Gaussian):
     @property
     def covariance_matrix(self) -> Tensor:
         return self.whole.q.marginal(self.blocks).covariance_matrix
-
-
-def padded(parts: Sequence[Tensor], blocks: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """Features of all blocks; others' are 0.
-
-    :param parts: of some blocks, ``(..., N, M_b)`` each.
-    :param blocks: their numbers.
-    :param sizes: the M_b of all.
-    """
-    own, like = dict(zip(blocks, parts)), parts[0]
-    return [own[b] if b in own else like.new_zeros(*like.shape[:-1], n) for b, n in enumerate(sizes)]
 
 
 class Shared(AbstractModule):

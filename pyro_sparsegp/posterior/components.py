@@ -37,6 +37,11 @@ class Components(Sequence):
     def __init__(self, whole: Any, inputs: Optional[Sequence[Tensor]] = None) -> None:
         self._whole, found = whole, whole.basis.components()
         self.names = term_names(whole.process.kernel)
+        if len(found) != len(self.names):  # test_a_basis_has_a_component_for_each_summand
+            raise ValueError(
+                f"the basis of GP site {whole.name!r} has {len(found)} components, its kernel the terms "
+                f"{list(self.names)}: its features' components() must have one for each of kernel.terms"
+            )
         self._blocks = [blocks for _, _, blocks in found]
         inputs = inputs or [whole.process.x] * len(found)
         self._parts = [whole.part(*component, x) for component, x in zip(found, inputs)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -16,27 +16,12 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..distributions import ExpectedLogProb
 from ..numerics.linalg import solve_lower
 from .traces import WRAPPERS, bare
 
 _MULTIVARIATE = (dist.MultivariateNormal, dist.LowRankMultivariateNormal)
 _WITH_LOC = (dist.Normal, *_MULTIVARIATE, dist.Laplace, dist.AsymmetricLaplace)
-
-
-@runtime_checkable
-class ExpectedLogProb(Protocol):
-    """A distribution that knows E[log p(y | θ)] for θ ~ N(its own θ, variance), entry by entry independent.
-
-    :cvar normal_parameter: the name of θ among its parameters, an attribute of shape ``batch_shape + (...)``.
-    """
-
-    normal_parameter: ClassVar[str]
-
-    def expected_log_prob(self, value: Tensor, variance: Tensor) -> Tensor:
-        """E[log p(value | θ)], of the shape of ``log_prob(value)``.
-
-        :param variance: of θ's shape; 0 for entries that are constant.
-        """
 
 
 def is_declared(fn: Any) -> bool:
