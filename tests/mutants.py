@@ -139,7 +139,7 @@ affine-near-the-prior: test_affine.py::test_bent_functions_of_a_value_are_integr
 - MOVES = (1.0, -1.0, 30.0, -30.0)
 + MOVES = (1.0, -1.0, 3.0)
 transposed-solve: test_process.py::TestSparsePosterior::test_nested_sets_are_paper_1s_blocks
-- phi = self.whitened(cross)
+- phi = self.whitened(cross).to(x.dtype)
 + phi = self.whitened(cross).flip(-1)
 nested-sets-overlap: test_patches.py::test_the_mixture_is_the_posterior_given_both
 - below = side_by_side([between(kernel, part, other) for other in sets[:b]])

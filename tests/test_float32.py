@@ -1,20 +1,21 @@
 """float32 beside float64: the jitter and distances of kernel matrices, and guides that change their dtype."""
 
 import copy
+import warnings
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.bases import InducingPoints
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, Exact, MeanFieldAdditive, OrthogonalInducing, SparseEP
 from pyro_sparsegp.gaussians import NaturalGaussian
 from pyro_sparsegp.inference import ExpectationPropagation
 from pyro_sparsegp.numerics.linalg import default_jitter
 
-from .models import additive, data, gaussian, observed, prepared, restored, train, trained
+from .models import additive, data, gaussian, observed, one_function, prepared, restored, train, trained
 
 NOISE = 0.01
 
@@ -247,3 +248,21 @@ def test_draws_at_many_inputs_need_no_warning(family, num, recwarn):
     guide = prepared(gaussian(kernels.Matern32(0.3)), family, x, torch.sin(8 * x[:, 0]))
     guide.posterior(new)["f"].rsample()
     assert [str(each.message) for each in recwarn if "jitter" in str(each.message)] == []
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.01])
+def test_joint_draws_are_as_wide_as_their_marginals(noise):
+    """Under Exact what is left of a value is rounding alone: neither it nor the jitter it needs is variance."""
+    x, new = torch.rand(2, 200, 2).float()
+    kernel, y = kernels.RBF(0.5), torch.sin(8 * x[:, 0])
+    model = one_function(kernel, lambda f: dist.Normal(f, noise))
+    guide = AutoSparseGP(model, Exact())
+    guide(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        q, drawn = guide.posterior(new)["f"], predict(model, guide, new, num_samples=500)["f"]
+    wide, at = x.double(), new.double()
+    gram = kernel(wide) + noise**2 * torch.eye(200, dtype=torch.float64)
+    exact = (kernel(at) - kernel(at, wide) @ torch.linalg.solve(gram, kernel(wide, at))).diagonal().sqrt()
+    for draws in (drawn, q.rsample((500,))):
+        assert abs((draws.std(0) / exact).mean() - 1) < 0.03

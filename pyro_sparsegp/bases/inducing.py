@@ -18,7 +18,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels.base import hyperparameters
-from ..numerics.linalg import Whitening, default_jitter, side_by_side, solve_lower, whitening
+from ..numerics.linalg import Whitening, default_jitter, is_precise, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs, coarse_to_fine, given_inputs, some_distinct, those
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
@@ -40,7 +40,9 @@ class InducingFeatures(CrossFeatures):
     def __init__(self, kernel: Any, variables: Sequence[Variables], whitened: Whitening) -> None:
         super().__init__(kernel, tuple(map(attrgetter("size"), variables)))
         self.variables, self.factor, self.whitened = list(variables), whitened.factor, whitened
-        self._joined = _join(self.variables)
+        self._wide = self._joined = _join(self.variables)
+        if self.factor.dtype != getattr(self._joined[0], "z", self.factor).dtype:  # found within precisely()
+            self._wide, self.factor = _join(widened(kernel, self.variables)), self.factor.to(self.z)
 
     @property
     def z(self) -> Tensor:
@@ -52,8 +54,9 @@ class InducingFeatures(CrossFeatures):
         if type(first) is Values and first.z is x and not others:
             return [self.factor]  # K_ZZ L⁻ᵀ = L, but for the jitter
         # K_fu, (..., N, M)
-        cross = side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
-        phi = self.whitened(cross)
+        at = x.to(self.whitened.factor.dtype)
+        cross = side_by_side([checked(part.cross(self.cross, at), part, "cross", x.shape[-2]) for part in self._wide])
+        phi = self.whitened(cross).to(x.dtype)
         return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
 
     @functools.cached_property
@@ -281,7 +284,9 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
     """
     # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
     exact = widened(kernel, variables)
-    dtype = None if exact is variables else variables[0].z.dtype  # type: ignore[attr-defined]
+    # In predictions Φ is found in float64, too: rounding that L⁻¹ magnifies would be variance of draws, of which the
+    # residual's is then below 0 (test_joint_draws_are_as_wide_as_their_marginals).
+    dtype = None if exact is variables or is_precise() else variables[0].z.dtype  # type: ignore[attr-defined]
     sets = _join(exact)
     whole = checked(sets[0].covariance(kernel), sets[0], "covariance", sets[0].size)
     for b, part in enumerate(sets[1:], 1):

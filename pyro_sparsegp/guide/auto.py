@@ -14,20 +14,21 @@ from torch import Tensor
 from ..approximations.on_sites import require_refined
 from ..modules import drop_stored, take_name, unique_name
 from ..numerics.arguments import require_count
+from ..numerics.linalg import precisely
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import require_sizes
 from ..program.handlers import in_blocks, observes, unrecorded
 from ..program.traces import repeatable, whole_plates
 from ..warned import without
 from .absorb import absorb
-from .arrival import check
-from .checks import check_parameters
+from .check import check
 from .conditions import condition, conditions_now
 from .first_call import initialise, require_arguments
 from .known import Families, Rows
+from .latents import init_to_centre
+from .parameters import check_parameters
 from .rows import note_rows, note_step, rows_of
 from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Run
-from .start import init_to_centre
 from .state import SavedGuide
 
 _KEEP_ROWS = (
@@ -285,7 +286,7 @@ class AutoSparseGP(SavedGuide):
         inputs = bool(self.core.facts.local_latents) and self.relation(args, kwargs).same
         rows = Rows(same=False, inputs=inputs, new=True)
         conditions = conditions or conditions_now(self, asked.get("at_medians", False), rows.inputs)
-        with unrecorded(same=False, learns=False), whole_plates():
+        with unrecorded(same=False, learns=False), whole_plates(), precisely():
             run = Posteriors(self, conditions, rows, **{"sums_out": False} | asked).perform(args, kwargs)
         note_rows(run)
         return run

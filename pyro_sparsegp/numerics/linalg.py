@@ -42,6 +42,24 @@ def default_jitter(dtype: torch.dtype) -> float:
 _FLAGS: ContextVar[Optional[list[Tensor]]] = ContextVar("flags of Cholesky factorisations", default=None)
 
 
+_PRECISE: ContextVar[bool] = ContextVar("whether features are found in float64", default=False)
+
+
+@contextmanager
+def precisely() -> Iterator[None]:
+    """Have features in float32 be found in float64: for predictions, whose draws need them so."""
+    token = _PRECISE.set(True)
+    try:
+        yield
+    finally:
+        _PRECISE.reset(token)
+
+
+def is_precise() -> bool:
+    """Whether this is within :func:`precisely`."""
+    return _PRECISE.get()
+
+
 @contextmanager
 def flags_kept() -> Iterator[list[Tensor]]:
     """Have :func:`cholesky` try one jitter and leave its flag, not 0 if it failed: nothing is read from the device."""

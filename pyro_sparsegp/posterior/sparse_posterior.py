@@ -31,74 +31,13 @@ from ..numerics.linalg import (
     default_jitter,
     plus_one,
     residual_cholesky,
+    row_squares,
     solve_lower,
     sum_blocks,
     times,
 )
 from ..process import GaussianProcess
 from .components import Components
-
-
-def sample_paths(posterior: Any, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
-    """``num`` functions x ↦ ``(num, ..., N)``; see :meth:`SparsePosterior.paths`."""
-    if num < 1 or num_features < 1:
-        raise ValueError(f"paths needs at least one path and one feature, got {num} and {num_features}")
-    process, basis, coefficients = posterior.process, posterior.basis, posterior.coefficients
-    w = coefficients.rsample(torch.Size((num, *posterior.batch_shape)))
-    prior = None
-    if process.batch_shape == posterior.batch_shape == torch.Size():
-        prior = basis.prior_functions(num, num_features, process.x)
-    if prior is None:
-        return _Sequential(posterior, num, w)
-    function, own = prior
-    # f + φᵀ(w − w') (Wilson et al., 2020, eq. 8)
-    update = [a - b for a, b in zip(w, own)]
-
-    def path(x: Tensor) -> Tensor:
-        return process.at(x).mean + function(x) + sum_blocks(basis(x), update)
-
-    return in_chunks(path, num * num_features)
-
-
-class _Sequential:
-    """f = μ + φᵀw + r with w fixed and r drawn given all values of r drawn before.
-
-    An input that was asked for before, or stands twice in x, has one value: a diagonal term, which is drawn anew at
-    every row, would otherwise give it several.
-    """
-
-    def __init__(self, posterior: Any, num: int, w: list[Tensor]) -> None:
-        self.posterior, self.w = posterior, w
-        process, shape = posterior.process, (num, *posterior.batch_shape, 0)
-        # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
-        self.kernel = process.kernel.relative_to(process.x)
-        self.scale = self.kernel.diag(process.x).detach().mean(-1)
-        self.jitter = default_jitter(process.x.dtype) if process.jitter is None else process.jitter
-        self.x, self.noise, self.values = process.x[..., :0, :], process.x.new_zeros(shape), process.x.new_zeros(shape)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        known, process = self.x.shape[-2], self.posterior.process
-        first = _first_of_equal(torch.cat([self.x, x], -2))
-        fresh = first[known:] == torch.arange(known, len(first), device=x.device)
-        if fresh.any():
-            self.x = torch.cat([self.x, x[..., fresh, :]], -2)
-            drawn = torch.randn(*self.noise.shape[:-1], self.x.shape[-2] - known, dtype=x.dtype, device=x.device)
-            self.noise = torch.cat([self.noise, drawn], -1)
-            phi = self.posterior.basis(self.x)
-            what = f"the residual of paths of site {self.posterior.name!r}"
-            # The leading rows of a Cholesky factor are those of before, at the same jitter: so are the values there.
-            tril = residual_cholesky(self.kernel(self.x), phi, self.jitter, what, self.scale)
-            value = sum_blocks(phi, self.w) + times(tril, self.noise)
-            self.values = torch.cat([self.values, value[..., known:]], -1)  # f − μ at the inputs asked for so far
-        place = torch.cat([fresh.new_ones(known), fresh]).cumsum(0) - 1  # of each first one among the values
-        return process.at(x).mean + self.values[..., place[first[known:]]]
-
-
-def _first_of_equal(x: Tensor) -> Tensor:
-    # For each row of (..., N, D) the number of the first that is equal to it, (N,).
-    _, kind = x.detach().movedim(-2, 0).flatten(1).unique(dim=0, return_inverse=True)
-    numbers = torch.arange(len(kind), device=x.device)
-    return torch.full_like(numbers, len(kind)).scatter_reduce(0, kind, numbers, "amin")[kind]
 
 
 class kept(property):
@@ -281,7 +220,11 @@ class SparsePosterior(TorchDistribution):
         """Cholesky factor of ρ, the residual's covariance at the inputs, ``(..., N, N)``."""
         prior, what = self.process.kernel(self.process.x), f"the residual covariance of site {self.name!r}"
         made_of = partial(hyperparameters, self.process.kernel)
-        return residual_cholesky(prior, self.features, self.process.jitter, what, made_of=made_of)
+        root = residual_cholesky(prior, self.features, self.process.jitter, what, made_of=made_of)
+        # Jitter may be far more than what is left of a value, as under Exact in float32: each value keeps its variance
+        # (test_joint_draws_are_as_wide_as_their_marginals).
+        left = prior.diagonal(dim1=-2, dim2=-1) - sum(phi.square().sum(-1) for phi in self.features)
+        return root * (left.clamp(min=torch.finfo(root.dtype).tiny) / row_squares(root)).sqrt()[..., None]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log dq/dp = log q(w) − log p(w) at the coefficients of the last draw, in nats.
@@ -354,3 +297,68 @@ class SparsePosterior(TorchDistribution):
 @register_kl(SparsePosterior, GaussianProcess)
 def _kl_sparse_posterior(q: SparsePosterior, p: GaussianProcess) -> Tensor:
     return q.kl
+
+
+# Sample functions.
+
+
+def sample_paths(posterior: Any, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
+    """``num`` functions x ↦ ``(num, ..., N)``; see :meth:`SparsePosterior.paths`."""
+    if num < 1 or num_features < 1:
+        raise ValueError(f"paths needs at least one path and one feature, got {num} and {num_features}")
+    process, basis, coefficients = posterior.process, posterior.basis, posterior.coefficients
+    w = coefficients.rsample(torch.Size((num, *posterior.batch_shape)))
+    prior = None
+    if process.batch_shape == posterior.batch_shape == torch.Size():
+        prior = basis.prior_functions(num, num_features, process.x)
+    if prior is None:
+        return _Sequential(posterior, num, w)
+    function, own = prior
+    # f + φᵀ(w − w') (Wilson et al., 2020, eq. 8)
+    update = [a - b for a, b in zip(w, own)]
+
+    def path(x: Tensor) -> Tensor:
+        return process.at(x).mean + function(x) + sum_blocks(basis(x), update)
+
+    return in_chunks(path, num * num_features)
+
+
+class _Sequential:
+    """f = μ + φᵀw + r with w fixed and r drawn given all values of r drawn before.
+
+    An input that was asked for before, or stands twice in x, has one value: a diagonal term, which is drawn anew at
+    every row, would otherwise give it several.
+    """
+
+    def __init__(self, posterior: Any, num: int, w: list[Tensor]) -> None:
+        self.posterior, self.w = posterior, w
+        process, shape = posterior.process, (num, *posterior.batch_shape, 0)
+        # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
+        self.kernel = process.kernel.relative_to(process.x)
+        self.scale = self.kernel.diag(process.x).detach().mean(-1)
+        self.jitter = default_jitter(process.x.dtype) if process.jitter is None else process.jitter
+        self.x, self.noise, self.values = process.x[..., :0, :], process.x.new_zeros(shape), process.x.new_zeros(shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        known, process = self.x.shape[-2], self.posterior.process
+        first = _first_of_equal(torch.cat([self.x, x], -2))
+        fresh = first[known:] == torch.arange(known, len(first), device=x.device)
+        if fresh.any():
+            self.x = torch.cat([self.x, x[..., fresh, :]], -2)
+            drawn = torch.randn(*self.noise.shape[:-1], self.x.shape[-2] - known, dtype=x.dtype, device=x.device)
+            self.noise = torch.cat([self.noise, drawn], -1)
+            phi = self.posterior.basis(self.x)
+            what = f"the residual of paths of site {self.posterior.name!r}"
+            # The leading rows of a Cholesky factor are those of before, at the same jitter: so are the values there.
+            tril = residual_cholesky(self.kernel(self.x), phi, self.jitter, what, self.scale)
+            value = sum_blocks(phi, self.w) + times(tril, self.noise)
+            self.values = torch.cat([self.values, value[..., known:]], -1)  # f − μ at the inputs asked for so far
+        place = torch.cat([fresh.new_ones(known), fresh]).cumsum(0) - 1  # of each first one among the values
+        return process.at(x).mean + self.values[..., place[first[known:]]]
+
+
+def _first_of_equal(x: Tensor) -> Tensor:
+    # For each row of (..., N, D) the number of the first that is equal to it, (N,).
+    _, kind = x.detach().movedim(-2, 0).flatten(1).unique(dim=0, return_inverse=True)
+    numbers = torch.arange(len(kind), device=x.device)
+    return torch.full_like(numbers, len(kind)).scatter_reduce(0, kind, numbers, "amin")[kind]
