@@ -238,6 +238,19 @@ def test_what_a_program_draws_from_a_seed_stays():
     assert z.square().mean() < 1.5
 
 
+def test_what_a_program_draws_from_numpy():
+    """One number a draw, and not one a block of draws."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        shift = 0.0 if y is not None else np.random.randn()  # noqa: NPY002
+        return observed(dist.Normal(f + shift, 0.1), y)
+
+    x, y = data(num=20)
+    draws = predict(model, prepared(model, SVGP(4), x, y), x[:5], num_samples=60)
+    assert 0.6 < (draws["y"] - draws["f"]).mean(-1).std() < 1.5
+
+
 LIKELIHOODS = {
     "normal": lambda f: dist.Normal(f, 0.05),
     "bernoulli": lambda f: dist.Bernoulli(logits=4 * f),
@@ -262,7 +275,7 @@ def test_integrated_densities(name, spread):
 
     tolerance = {"normal": 1e-6, "scaled": 1e-6}.get(name, 2e-3)
     torch.testing.assert_close(found["y"], dense_log_evidence(log_density, h, d), atol=tolerance, rtol=1e-3)
-    assert quadratic == ("f" if name in ("normal", "scaled") else None)
+    assert quadratic == ["f"] * (name in ("normal", "scaled"))
     if name != "student":  # 20 nodes do not see its kink when the residual is wide
         t = torch.linspace(-12, 12, 4001)
         weight = dist.Normal(0.0, 1.0).log_prob(t).exp()[:, None] * (t[1] - t[0])
@@ -326,13 +339,53 @@ def test_integrated_densities_of_two_processes():
     held = {"scale": torch.tensor(1.0), "length": torch.tensor([0.5, 0.5])}
     f, g = (torch.randn(12) * 0.3, torch.full((12,), 0.3)), (torch.randn(12) * 0.2 - 1.0, torch.full((12,), 0.2))
     found, _, quadratic = densities_of(heteroscedastic, (x, y), {"f": f, "g": g}, held)
-    assert quadratic == "f"
+    assert quadratic == ["f"]
     t = torch.linspace(-9, 9, 801)
     log_step = dist.Normal(0.0, 1.0).log_prob(t) + math.log(t[1] - t[0])
     ff = f[0] + f[1].sqrt() * t[:, None, None]
     gg = g[0] + g[1].sqrt() * t[:, None]
     joint = dist.Normal(ff, gg.exp()).log_prob(y) + log_step[:, None, None] + log_step[:, None]
     torch.testing.assert_close(found["y"], torch.logsumexp(joint, (0, 1)), atol=1e-4, rtol=1e-4)
+
+
+def test_a_sum_is_one_normal():
+    """Of two functions, of which one is known and the other is wide beside the noise, in either order."""
+    x, _ = data(num=12)
+
+    def model(x, y=None):
+        f, g = (pyro.sample(name, GaussianProcess(KERNEL, x)) for name in "fg")
+        return observed(dist.Normal(f - 2 * g, 0.01), y)
+
+    known, wide = (torch.randn(12), torch.full((12,), 1e-4)), (torch.randn(12), torch.full((12,), 1.0))
+    y = known[0] - 2 * wide[0] + torch.randn(12)
+    for f, g in ((known, wide), (wide, known)):
+        found, total, quadratic = densities_of(model, (x, y), {"f": f, "g": g})
+        mean, variance = f[0] - 2 * g[0], f[1] + 4 * g[1]
+        assert quadratic == ["f", "g"]
+        torch.testing.assert_close(found["y"], dist.Normal(mean, (variance + 1e-4).sqrt()).log_prob(y))
+        expected = dist.Normal(mean, 0.01).log_prob(y) - variance / (2 * 1e-4)
+        assert total == pytest.approx(expected.sum().item())
+
+
+def test_a_narrow_likelihood_beside_another_process():
+    """Where it is narrow in f and wide in g, f is integrated adaptively, and g at fixed nodes."""
+    x, _ = data(num=12)
+
+    def model(x, y=None):
+        g = pyro.sample("g", GaussianProcess(KERNEL, x))
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        return observed(dist.StudentT(3.0, f, 0.01 * g.exp()), y)
+
+    f, g = (torch.randn(12), torch.full((12,), 1.0)), (torch.randn(12) * 0.2, torch.full((12,), 0.2))
+    y = f[0] + torch.linspace(-2, 2, 12)
+    found, *_ = densities_of(model, (x, y), {"g": g, "f": f})
+    t, s = torch.linspace(-6, 6, 60001), torch.linspace(-6, 6, 61)
+    step = [dist.Normal(0.0, 1.0).log_prob(part) + math.log(part[1] - part[0]) for part in (t, s)]
+    exact = []
+    for gs, weight in zip(g[0] + g[1].sqrt() * s[:, None], step[1]):
+        of_f = dist.StudentT(3.0, f[0] + f[1].sqrt() * t[:, None], 0.01 * gs.exp()).log_prob(y)
+        exact.append(torch.logsumexp(of_f + step[0][:, None], 0) + weight)
+    torch.testing.assert_close(found["y"], torch.logsumexp(torch.stack(exact), 0), atol=2e-3, rtol=0)
 
 
 def test_integrated_densities_of_several_outputs_and_grouped_rows():

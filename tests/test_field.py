@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import pyro
@@ -25,10 +26,11 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.gaussians import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
-from pyro_sparsegp.guide.arrival import _Compared, moments_of
+from pyro_sparsegp.guide import start
+from pyro_sparsegp.guide.check import _Compared, moments_of
 from pyro_sparsegp.guide.field import Layout, run_standardised
+from pyro_sparsegp.guide.latents import init_to_centre
 from pyro_sparsegp.guide.nested import Nested
-from pyro_sparsegp.guide.start import init_to_centre
 
 from .models import observed, prepared, refused, restored
 
@@ -462,7 +464,7 @@ def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
         )  # the approximation's, and q's
         for moment, expected in zip(found, (loc, sd, loc, sd)):
             torch.testing.assert_close(moment, expected[rows], atol=1e-3, rtol=0)
-    monkeypatch.setattr("pyro_sparsegp.guide.arrival.ALL_ROWS", 12)  # of which the curvature is; the mean is of all
+    monkeypatch.setattr("pyro_sparsegp.guide.check.ALL_ROWS", 12)  # of which the curvature is; the mean is of all
     guide.check(*data)
     mean, sds, *_ = moments_of([each["c"] for each in seen[1].seen], torch.ones(1), torch.ones(1))
     assert mean.item() == pytest.approx(loc[0].item(), abs=1e-3)
@@ -840,3 +842,112 @@ def test_factors_that_leave_rows_out():
     shares = torch.ones(1, len(x)), torch.stack([y > 1, y <= 1])
     one, two = (_step(model, families.SVGP(8), (x, y, share), steps=4)[1] for share in shares)
     assert two == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_exact_of_many_rows_follows_an_intercept(follows, monkeypatch):
+    """Without a field q(b) is a hyperparameter's, and f is exact given b; where sites are not exact it is told of."""
+    monkeypatch.setattr(start, "_MOST_VALUES", 20)
+    x = torch.rand(40, 1)
+
+    def model(x, y=None):
+        b = pyro.sample("b", dist.Normal(0.0, 5.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        return observed(dist.Normal(b + f, 0.2) if follows else dist.Poisson((b + f).exp()), y)
+
+    y = 1 + torch.sin(6 * x[:, 0]) + 0.2 * torch.randn(40) if follows else torch.ones(40)
+    guide = AutoSparseGP(model, families.Exact())
+    with nullcontext() if follows else pytest.warns(UserWarning, match="'b' have one posterior with f .* Take SVGP"):
+        guide(x, y)
+    if follows:
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+        for _ in range(30):
+            svi.step(x, y)
+        cover = kernels.RBF(0.3)(x) + 0.04 * torch.eye(40)
+        ones = torch.ones(40)
+        exact = (1 / 25 + ones @ torch.linalg.solve(cover, ones)) ** -0.5
+        drawn = torch.stack([guide.draw(x[:1])["b"] for _ in range(300)])
+        assert guide.facts.coupled == ["b"]
+        assert abs(drawn.std() / exact - 1) < 0.25
+
+
+def test_a_mask_beside_an_enumerated_latent():
+    """What a mask leaves out of one site it leaves out of the next one's density, too."""
+    x, seen = torch.rand(12, 1), torch.arange(12) % 2 > 0
+    one, two = torch.randn(2, 12)
+
+    def model(x, one, two):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("d", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.4), infer={"enumerate": "parallel"})
+            with poutine.mask(mask=seen):
+                pyro.sample("one", dist.Normal(f + b + 2 * z, 0.3), obs=one)
+            pyro.sample("two", dist.Normal(f + b - 2 * z, 1.0), obs=two)
+
+    guide = AutoSparseGP(model, families.SVGP(6))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    for _ in range(10):
+        loss = svi.step(x, one, two)
+    guide.eval()
+    with torch.no_grad():
+        loss = svi.evaluate_loss(x, one, two)
+        joint = torch.tensor([Trace_ELBO().loss(model, guide, x, one, two) for _ in range(100)])
+    assert guide.facts.field
+    assert abs(loss - joint.mean()) < 5 * joint.std() / 10
+
+
+def test_check_tells_of_few_inducing_points_where_there_are_no_latents():
+    x = torch.linspace(0, 1, 30)[:, None]
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.Matern12(0.1), x))
+        return observed(dist.Normal(f, 0.1), y)
+
+    guide = AutoSparseGP(model, families.SVGP(4))
+    guide(x, torch.sin(6 * x[:, 0]))
+    assert any("its basis of 4 functions leaves out" in line for line in guide.check())
+    enough = AutoSparseGP(model, families.SVGP(x, trainable=False))
+    SVI(model, enough, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO()).step(x, torch.sin(6 * x[:, 0]))
+    assert enough.check() == []
+
+
+BENT = {
+    "relu": lambda f, b, t: dist.Normal(f + torch.relu(b) * t, 0.2),
+    "comparison": lambda f, b, t: dist.Normal(f + (b > 0) * t, 0.2),
+    "scale": lambda f, b, t: dist.Normal(f + b, torch.where(f + b > 0, 0.3, 1.0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the bound changes")
+@pytest.mark.parametrize("kind", BENT)
+def test_what_bends_at_a_kink_is_no_predictor(kind):
+    x = torch.linspace(0, 1, 30)[:, None]
+
+    def model(x, y=None):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(0.5 * kernels.RBF(0.2), x))
+        return observed(BENT[kind](f, b, x[:, 0]), y)
+
+    for family in (families.SVGP(9), families.SGPR(10)):
+        guide = AutoSparseGP(model, family)
+        guide(x, torch.sin(6 * x[:, 0]))
+        assert not guide.facts.field
+
+
+def test_what_a_first_call_hid_of_a_predictor_is_told_of():
+    x, times, y = torch.rand(12, 1), torch.ones(12), torch.ones(12)
+
+    def model(x, times, y=None):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        return observed(dist.Poisson((f * (1 + times * b)).exp()), y)
+
+    guide = AutoSparseGP(model, families.SVGP(6))
+    guide(x, 0 * times, y)
+    assert guide.facts.field
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    for _ in range(3):
+        svi.step(x, times, y)
+    with pytest.warns(UserWarning, match="densities of site 'y' are not what they were.*Make a new guide"):
+        svi.step(x, times, y)

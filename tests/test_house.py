@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -110,27 +111,27 @@ BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
     "root": 812,
-    "numerics": 1126,
+    "numerics": 1144,
     "kernels": 2351,
-    "gaussians": 3195,
-    "bases": 2108,
-    "posterior": 694,
-    "approximations": 539,
-    "families": 944,
-    "distributions": 248,
-    "program": 2283,
-    "guide": 4348,
-    "inference": 2496,
-    "diagnostics": 1714,
+    "gaussians": 3179,
+    "bases": 2118,
+    "posterior": 707,
+    "approximations": 547,
+    "families": 945,
+    "distributions": 270,
+    "program": 2291,
+    "guide": 4434,
+    "inference": 2525,
+    "diagnostics": 1718,
     "interop": 288,
 }
-ALL_LINES = 23146
-STATEMENTS = 13615
-BRANCH_POINTS = 2387  # 1,600 are asked: 80 per 1,000 of 20,000 lines
-COMMENTS = 0.0299  # at least
+ALL_LINES = 23329
+STATEMENTS = 13715
+BRANCH_POINTS = 2414  # 1,600 are asked: 80 per 1,000 of 20,000 lines
+COMMENTS = 0.0302  # at least
 FILE_LINES = 412
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23655
+TEST_LINES = 23843
 
 
 @functools.cache
@@ -176,6 +177,21 @@ def test_nobody_walks_the_stack():
     walks = ("currentframe", "_getframe", "inspect.stack", "f_back", "walk_stack")
     found = [str(path) for path, (lines, _) in sources().items() if any(w in line for line in lines for w in walks)]
     assert found == []
+
+
+def test_the_tests_that_comments_name_are_there():
+    """Or a guard would stand with no reason that anyone could try."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT.parent / "tests").glob("*.py")]
+    known = {
+        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    named = {
+        (str(path), name)
+        for path, (lines, _) in sources().items()
+        for line in lines
+        for name in re.findall(r"\btest_\w+\b(?!\.py)", line)
+    }
+    assert {(path, name) for path, name in named if name not in known} == set()
 
 
 def test_tests_and_benchmarks_keep_their_lines():

@@ -4,7 +4,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
 from pyro.infer import SVI
 from torch import nn
 
@@ -12,7 +11,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, f
 from pyro_sparsegp.families import SGPR, SVGP
 from pyro_sparsegp.inference.optimisers import FallingAdam
 
-from .models import observed, restored
+from .models import observed
 
 
 def data(num=150):
@@ -65,55 +64,6 @@ def test_natural_steps_keep_up_with_a_network_by_mini_batches():
     *_, natural = trained(SVGP(10), x, y, 40, batch=50)
     *_, gradient = trained(SVGP(10, natural=False), x, y, 40, batch=50)
     assert natural < gradient - 5
-
-
-class Layer(nn.Module):
-    """A network with something of its own in its forward pass."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.network, self.gate = kind, mlp(), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x, *, scale=1.0):
-        h = self.network(x)
-        if self.kind == "site":
-            pyro.deterministic("h", h)
-        if self.kind == "latent":
-            h = h + pyro.sample("shift", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        return torch.eye(40) @ h if self.kind == "its rows" else scale * h
-
-
-@pytest.mark.parametrize("kind", ["site", "latent", "its rows", "keyword", "written into", "compiled"])
-@pytest.mark.filterwarnings("ignore:Using `torch.compile")
-def test_networks_of_any_kind_train(kind):
-    x, y = data(40)
-    layer = Layer(kind)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-
-    def inputs(x):
-        if kind == "keyword":
-            return layer(x, scale=1.0 + layer.gate)
-        if kind == "written into":
-            return layer(x).add_(layer.gate * x)
-        return compiled(x) if kind == "compiled" else layer(x)
-
-    model = deep(layer, inputs)
-    guide = AutoSparseGP(model, SVGP(5), point_estimates=True)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
-    poutine.trace(guide).get_trace(x, y)
-    for _ in range(2):
-        svi.step(x, y)
-    if kind == "site":
-        assert poutine.trace(guide).get_trace(x, y).nodes["h"]["value"].shape == (40, 2)
-
-
-def test_codes_that_an_embedding_takes_load():
-    x, y = torch.randint(0, 4, (40, 2)), torch.randn(40)
-    model = deep(nn.Sequential(nn.Embedding(4, 1), nn.Flatten()))
-    guide = AutoSparseGP(model, SVGP(5))
-    SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
-    other = restored(guide, model, SVGP(5))
-    torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
 
 
 def test_fit_takes_smaller_rates_for_networks():

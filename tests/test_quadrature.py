@@ -588,3 +588,32 @@ def test_closed_form_is_quadrature(model):
     assert one_loss == pytest.approx(other_loss, rel=1e-12)
     for a, b in zip(one_grads, other_grads):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_replicates_are_no_nodes():
+    """As many replicates, in a plate beside the rows', as nodes."""
+    x, _ = data(num=8)
+    y = torch.poisson((1 + torch.sin(6 * x[:, 0])).exp().expand(20, 8))
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("replicates", len(y), dim=-2), pyro.plate("data", len(x), dim=-1):
+            pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+
+    guide = prepared(model, SVGP(6), x, y)
+    elbo = TraceQuadrature_ELBO()
+    assert elbo.differentiable_loss(model, guide, x, y).item() == pytest.approx(elbo.loss(model, guide, x, y))
+
+
+@pytest.mark.filterwarnings("ignore:the bound changes")
+@pytest.mark.parametrize("hides", [torch.detach, lambda f: (f > 0).to(f)], ids=["detach", "comparison"])
+def test_what_the_graph_hides_is_mapped(hides):
+    x, y = data(num=8)
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        observed(dist.Normal(f, 0.2 + 0.8 * torch.sigmoid(hides(f))), y)
+
+    guide = prepared(model, SVGP(6), x, y)
+    elbo = TraceQuadrature_ELBO()
+    assert elbo.differentiable_loss(model, guide, x, y).item() == pytest.approx(elbo.loss(model, guide, x, y))

@@ -14,6 +14,8 @@ WARNINGS = {
     "dropped sites of negative precision": "lower damping (0.1) and power (0.5) help.",
     "enter densities by their sum": "or give sites of one output one posterior, {({}): SVGP(64)}.",
     "has a value for each datum": "or use quadrature in pyro.factor.",
+    "are not what they were around the values of": "for a kink beside a latent give independent=True.",
+    "have one posterior with f under Exact()": "Take SVGP(64).",
     "has a variance correction relative to the training inputs": "before or after training.",
     "is drawn from the model, not as it was learned": "and leave the latent in its own.",
     "is independent noise at each row": "effects of single rows into a plate of latents.",

@@ -28,7 +28,7 @@ from ..program.traces import bare, whole_plates
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
 Values = Mapping[str, Tensor]
 
-_DEVIATION = ""  # among values, the standard deviations of those that are integrated in closed form
+_DEVIATION = "sd "  # before the names of values that are integrated in closed form: their standard deviations
 _NUMBERS = 2**23  # values of function nodes evaluated at once
 _NODES = 32  # of an integral over one function value, at first
 _MOST_NODES = 512  # of one that needs more
@@ -58,7 +58,7 @@ class _Plan:
     """How one site's densities depend on function values."""
 
     aligned: dict[str, bool] = field(default_factory=dict)  # of each GP site: a term a value, in the same place
-    quadratic: Optional[str] = None  # a GP site integrated in closed form
+    quadratic: list[str] = field(default_factory=list)  # GP sites integrated in closed form
     inner: Optional[str] = None  # if none is, one of single function values, integrated adaptively
     others: list[str] = field(default_factory=list)  # at fixed nodes
 
@@ -102,10 +102,9 @@ class DensityReader:
 
     def normal(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Moments:
         """The mean and variance of a site's values at each draw, of a Normal whose mean is integrated."""
-        gp: Any = self.plans[name].quadratic
-        h, d = functions[gp]
+        some = {gp: functions[gp] for gp in self.plans[name].quadratic}
         with whole_plates(), pyro.validation_enabled(False):
-            mean, variance, *_ = self._widened(name, gp, {**held, gp: h}, h, d)
+            mean, variance, *_ = self._widened(name, {**held, **{gp: h for gp, (h, _) in some.items()}}, some)
         return mean, variance
 
     def _run(self, values: Values) -> Any:
@@ -132,13 +131,15 @@ class DensityReader:
             touching, is_one = program.touching(name, means), not sites[name]["fn"].event_shape
             places = {gp: _in_place(program.owners[gp][TERM, name], means[gp].shape) for gp in touching}
             plan.aligned = {gp: is_one and place for gp, place in places.items()}
-            plan.quadratic = next((gp for gp in touching if program.is_mean(gp, name)), None)
-            single = [gp for gp in touching if plan.aligned[gp] and plan.quadratic is None]
+            means_of = [gp for gp in touching if program.is_mean(gp, name)]
+            # All of a sum, of which any may have the wide residual: test_a_sum_is_one_normal.
+            plan.quadratic = means_of if program.is_affine(name, means_of) else means_of[:1]
+            single = [gp for gp in touching if plan.aligned[gp] and not plan.quadratic]
             # The one against whose residual the density is the narrowest: others are at fixed nodes
             # (test_a_narrow_likelihood_beside_another_process).
             changes = {gp: program.moved[gp][TERM, name][1] - program.moved[gp][TERM, name][0] for gp in single}
             plan.inner = max(single, key=lambda gp: float(changes[gp].abs().nan_to_num().sum()), default=None)
-            plan.others = [gp for gp in touching if gp not in (plan.quadratic, plan.inner)]
+            plan.others = [gp for gp in touching if gp not in (*plan.quadratic, plan.inner)]
 
     # One site's densities, of S draws.
 
@@ -164,14 +165,15 @@ class DensityReader:
             shape = [1] * h.dim() if part.shape[-1] == 1 else [1, *h.shape[1:-1], 1]
             stack[gp] = h + d.sqrt() * part.reshape(-1, *shape)
         flat = {key: value.flatten(0, 1) for key, value in stack.items()}  # (J·S, ...) for J nodes
-        integrated = plan.quadratic or plan.inner
-        if integrated is None:
-            # Nothing is left to integrate: ℓ is its own expectation.
-            parts: tuple[Tensor, ...] = (self._at(name, flat),) * 2
-        else:
-            h, d = (part.expand(len(nodes), *part.shape).flatten(0, 1) for part in functions[integrated])
-            closed = plan.quadratic is not None
-            parts = (self._widened if closed else self._adaptive)(name, integrated, flat, h, d)[-2:]
+        integrated = {
+            gp: tuple(part.expand(len(nodes), *part.shape).flatten(0, 1) for part in functions[gp])
+            for gp in (*plan.quadratic, plan.inner)
+            if gp
+        }
+        # Where nothing is left to integrate ℓ is its own expectation.
+        parts: tuple[Tensor, ...] = (self._at(name, flat),) * 2 if not integrated else ()
+        if integrated:
+            parts = (self._widened if plan.quadratic else self._adaptive)(name, flat, integrated)[-2:]
         # Nodes were put before draws in one dimension, so that one mapped run has all.
         log_densities, expectations = (part.reshape(len(nodes), -1, *part.shape[1:]) for part in parts)
         shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
@@ -182,24 +184,26 @@ class DensityReader:
         """A site's log densities at each of stacked values, by vmap where the model allows it."""
         return mapped(lambda values: (_log_density(self._sites(values, [name])[name]),), stack)[0]
 
-    def _widened(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> tuple[Tensor, ...]:
-        """The mean and variance of y ~ N(θ, σ²) with θ = af + b integrated, their density, and E[log p]."""
+    def _widened(self, name: str, stack: Values, some: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The mean and variance of y ~ N(θ, σ²) with θ = Σ af + b integrated, their density, and E[log p]."""
 
         def at(values: dict[str, Tensor]) -> tuple[Tensor, ...]:
             site = self._sites(values, [name])[name]
-            moved = self._sites({**values, gp: values[gp] + values[_DEVIATION]}, [name])[name]
             fn, y = bare(site["fn"]), site["value"]
-            # θ has the variance a²d, y the variance σ² + a²d.
-            variance = (parameter_of(moved["fn"]) - fn.loc).square()
+            # θ has the variance Σ a²d, y the variance σ² + Σ a²d.
+            apart = ({**values, gp: values[gp] + values[_DEVIATION + gp]} for gp in some)
+            moved = (parameter_of(self._sites(other, [name])[name]["fn"]) - fn.loc for other in apart)
+            variance = sum(move.square() for move in moved)
             total = fn.scale.square() + variance
             density = dist.Normal(fn.loc, total.sqrt(), validate_args=False).log_prob(y)
             parts = rewrapped(site["fn"], density), expectation(site["fn"], y, variance)
             masked = (torch.as_tensor(scale_and_mask(part, mask=site["mask"])) for part in parts)
             return fn.loc.expand(total.shape), total, *masked
 
-        return mapped(at, {**stack, _DEVIATION: d.sqrt()})
+        return mapped(at, {**stack, **{_DEVIATION + gp: d.sqrt() for gp, (_, d) in some.items()}})
 
-    def _adaptive(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+    def _adaptive(self, name: str, stack: Values, some: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        ((gp, (h, d)),) = some.items()
         columns, weights = (part.reshape(-1, *[1] * h.dim()) for part in normal_nodes(1, h))
 
         def log_density(f: Tensor) -> Tensor:  # (K, S, ..., N)

@@ -148,7 +148,7 @@ def _method(reader: DensityReader, node: Any) -> str:
         return "log score"
     if isinstance(fn, (torch.distributions.Bernoulli, Probit)):
         return "bernoulli"
-    alone = plan.quadratic is not None and plan.aligned == {plan.quadratic: True}
+    alone = bool(plan.quadratic) and plan.aligned == dict.fromkeys(plan.quadratic, True)
     return "gaussian" if alone and not node["fn"].event_shape else "draws"
 
 

@@ -232,9 +232,7 @@ def _require_positive(trace: poutine.Trace, gp: str, process: GaussianProcess) -
     made_of = _hyperparameters(process.kernel)
     for name, site in sample_sites(trace).items():
         value, prior = site["value"], site["infer"].get("prior")
-        place = (
-            value.untyped_storage().data_ptr()
-        )  # 0 of a tensor without memory, on a pretended device: test_device.py
+        place = value.untyped_storage().data_ptr()  # 0 without memory, on a pretended device: test_device.py
         what = made_of.get(place) if place and is_free(site) else None
         if what and prior and value.is_floating_point() and prior.support.check(torch.full_like(value, -1e-6)).any():
             raise ValueError(

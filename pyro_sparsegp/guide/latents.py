@@ -14,6 +14,7 @@ import torch
 from pyro.distributions import TorchDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import sum_rightmost
+from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
 from torch.distributions import ExpTransform, biject_to, constraints, register_kl
 
@@ -21,6 +22,7 @@ from ..gaussians import Drawn, DrawnGaussian, Share
 from ..modules import at_path
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
+from ..program.traces import bare, repeatable
 from .field import standardised
 from .known import KnownGuide
 
@@ -194,3 +196,17 @@ class BaseMeasure(OfPrior):
 @register_kl(FieldLatent, BaseMeasure)
 def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
     return q.kl()
+
+
+def init_to_centre(site: Any) -> Tensor:
+    """A prior's mean; or its median, where the mean is not finite or beyond nine tenths of the draws, as those of
+    half-Cauchy and wide log-normal priors are.
+    """
+    mean: Tensor = init_to_mean(site, fallback=init_to_feasible)
+    fn = site["fn"]
+    if bare(fn).event_shape or not mean.is_floating_point():
+        return mean
+    with repeatable(mean):
+        draws = fn.sample(torch.Size([199])).sort(0).values
+    is_central = mean.isfinite() & (draws[19] <= mean) & (mean <= draws[-20])
+    return torch.where(is_central, mean, draws[99])

@@ -28,6 +28,8 @@ Again = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]  # the sites of the 
 # The link of a density whose parameters do not show its predictor: it is told in the values of a GP site.
 VALUE = "value"
 _AWAY = 0.37, -0.71  # of a value, from where it may be at a top of its density
+_BENT = 1e-2  # of a log density, and of a nat
+_MOVED = -1.5, 3.0  # times what a member was, to see kinks: through its prior's mean, and out
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2}  # of slopes
 
 
@@ -39,14 +41,14 @@ def find_links(
 
     :param run: the program with a field at x, ``(extended,)``.
     """
-    draws = torch.randn(3, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)
+    draws = torch.randn(2, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)
     several = {n: num for n, num in layout.numbers.items() if n not in layout.residuals and num > 1}
     # An affine function has one slope along any direction; that by each value shows whose a datum's is.
     members = torch.block_diag(*(torch.ones(1, num) for num in [*layout.numbers.values(), *layout.residuals.values()]))
     along = torch.cat(
-        [draws[2] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
+        [draws[1] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
     )
-    runs = [(run(x.requires_grad_()), x) for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1])]
+    runs = [(run(x.requires_grad_()), x) for x in (torch.zeros_like(draws[0]), draws[0])]
 
     def bent(every: Sequence[Tensor]) -> list[str]:
         """The members in which some predictors, of these slopes, are not affine."""
@@ -60,7 +62,7 @@ def find_links(
         apart = bent(slopes[name])
         if best and layout.residuals.keys().isdisjoint(apart):
             continue
-        gp, slope = _in_values(runs[1:], name, layout, along)
+        gp, slope = _in_values(runs, name, layout, along)
         others = [member for member in apart if member not in layout.residuals]
         # Links stay where f is affine without some latents, as without k in mu + k f.
         if gp and not 0 < len(others) <= len(bent([slope])):
@@ -70,7 +72,63 @@ def find_links(
     chosen = list(chain.from_iterable(slopes.values()))
     rows = {name: slice(own.start + len(members), own.stop + len(members)) for name, own in slices(several).items()}
     owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
-    return links, owned, bent(chosen)
+    return links, owned, list(dict.fromkeys([*bent(chosen), *_kinks(run, *runs[1], links, layout)]))
+
+
+def _kinks(
+    run: Callable[[Tensor], poutine.Trace],
+    trace: poutine.Trace,
+    x: Tensor,
+    links: Mapping[str, Mapping[str, str]],
+    layout: Layout,
+) -> list[str]:
+    """The members whose move, up or down, does not do to predictors what their slopes say, or moves what else densities
+    are made of: kinks and comparisons have no slope that tells (test_what_bends_at_a_kink_is_no_predictor).
+
+    :param trace: of a run at x.
+    """
+    pairs = [(n, own, factor) for n, own in layout.rows.items() for factor in _MOVED[: 1 + (n not in layout.residuals)]]
+    moves = x.new_zeros(len(pairs), len(x))
+    for move, (_, own, factor) in zip(moves, pairs):
+        move[own] = (factor - 1) * x.detach()[own]
+    (eta, rest), found = _shown(trace, links), list[str]()
+    along = [jacobian(part, x, moves).detach() for part in eta]
+    for k, (member, *_) in enumerate(pairs):
+        with torch.no_grad():
+            there, others = _shown(run(x.detach() + moves[k]), links)
+        changes = [(b - a, slope[k]) for a, b, slope in zip(eta, there, along)]
+        changes += [(b - a, torch.zeros_like(a)) for a, b in zip(rest, others)]
+        if not all(_are_near(change.detach(), slope) for change, slope in changes):
+            found.append(member)
+    return found
+
+
+def _density_of(site: Any, value: Tensor) -> Tensor:
+    """Log densities of single data; with the masks of other sites that share a discrete latent
+    (test_a_mask_beside_an_enumerated_latent).
+    """
+    return (site["fn"] if hasattr(site["fn"], "without_masks") else bare(site["fn"])).log_prob(value)
+
+
+def _shown(trace: poutine.Trace, links: Mapping[str, Mapping[str, str]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of sites with links the predictors, and what else their densities are made of."""
+    eta, rest, sites = list[Tensor](), list[Tensor](), sample_sites(trace)
+    for name, of_site in links.items():
+        site, made_of = sites[name], parameters(sites[name]["fn"])
+        for key, link in of_site.items():
+            eta.append((sites[key]["value"] if link == VALUE else LINKS[link][0](made_of[key])).reshape(-1))
+        is_hidden = VALUE in of_site.values()  # the predictor of a density is in none of its parameters
+        others = [] if is_hidden else [part for key, part in made_of.items() if key not in of_site]
+        parts = (*others, site["scale"], site["mask"])
+        rest += [part.to(eta[0]).reshape(-1) for part in parts if isinstance(part, Tensor)]
+    return eta, rest
+
+
+def _are_near(one: Tensor, other: Tensor) -> bool:
+    """Whether changes are equal to rounding, where they are finite."""
+    known = one.isfinite() & other.isfinite()
+    size = (one.abs() + other.abs())[known].sum().clamp(min=1.0)
+    return bool(((one - other).abs()[known] <= _ROUNDING[one.dtype] * size).all())
 
 
 def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -183,6 +241,16 @@ class Predictors:
         """η at x, ``(num,)``."""
         return {place: (self.eta[place] + row @ x).requires_grad_() for place, row in self.rows.items()}
 
+    def bent_at(self, x: Tensor, sites: Mapping[str, Any]) -> list[str]:
+        """The sites whose densities at x, ``(extended,)``, are not those of predictors that are affine.
+
+        :param sites: of the same run at x.
+        """
+        move, t = (x - self.x).detach().split([self.layout.num, len(x) - self.layout.num])
+        eta = {place: self.eta[place] + row @ move + self.residuals[place] @ t for place, row in self.rows.items()}
+        pairs = {n: (_density_of(sites[n], sites[n]["value"]), self.log_prob(n, eta)) for n in self.links}
+        return [n for n, (one, other) in pairs.items() if ((one - other).abs() > _BENT * (1 + other.abs())).any()]
+
     def detached(self) -> Predictors:
         """These without their graph."""
         other = copy.copy(self)
@@ -205,7 +273,7 @@ class Predictors:
             return self.distribution(name, eta).log_prob(value)
 
         def at(f: Tensor) -> tuple[Tensor]:
-            return (bare(self.again({key: f})[name]["fn"]).log_prob(value),)
+            return (_density_of(self.again({key: f})[name], value),)
 
         first = eta[name, key]
         return (at(first) if first.dim() == 1 else mapped(at, first))[0]

@@ -43,7 +43,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
         return 0.0
     known = {*facts.gps, *facts.latents, *facts.rows}
     # What the guide has no posterior of is drawn from its prior: a latent that training first meets now would never
-    # learn, test_guide.py::test_a_latent_that_a_later_step_meets_first_is_an_error.
+    # learn, test_guide.py::test_refusals.
     new = [name for name, site in sites.items() if name not in known and not site["is_observed"] and _is_prior(site)]
     if new:
         raise ValueError(

@@ -11,7 +11,6 @@ from typing import Any, Optional
 
 import torch
 from pyro import poutine
-from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
@@ -24,7 +23,7 @@ from ..gaussians import NaturalGaussian
 from ..numerics.functions import jacobian
 from ..program.checks import holds_part
 from ..program.data import map_tensors
-from ..program.traces import all_sites, as_process, bare, is_free, repeatable, whole_plates
+from ..program.traces import all_sites, as_process, is_free, repeatable, whole_plates
 from .field import (
     LARGEST,
     Layout,
@@ -46,6 +45,8 @@ from .runs import Run
 
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _MOST_VALUES = 500  # of rows that are a basis themselves
+_MOST_BESIDE = 50  # normal latents beside more of these
+_BESIDE = 0.3  # in unconstrained space
 ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
 _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
@@ -54,20 +55,6 @@ PATIENCE = 2.0  # seconds, after which a search shows a bar
 _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
 _FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
 _DRAWS = 3  # of the prior, beside the first call's own values
-
-
-def init_to_centre(site: Any) -> Tensor:
-    """A prior's mean; or its median, where the mean is not finite or beyond nine tenths of the draws, as those of
-    half-Cauchy and wide log-normal priors are.
-    """
-    mean: Tensor = init_to_mean(site, fallback=init_to_feasible)
-    fn = site["fn"]
-    if bare(fn).event_shape or not mean.is_floating_point():
-        return mean
-    with repeatable(mean):
-        draws = fn.sample(torch.Size([199])).sort(0).values
-    is_central = mean.isfinite() & (draws[19] <= mean) & (mean <= draws[-20])
-    return torch.where(is_central, mean, draws[99])
 
 
 def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -159,6 +146,11 @@ class Search:
         if normal:
             others = _without(self.held, normal)
             normal = _without(normal, hyperparameters_among(guide, normal, lambda handler: self.run(handler, others)))
+        # Without a field f follows hyperparameters alone, where its sites are exact:
+        # test_exact_of_many_rows_follows_an_intercept.
+        beside = sum(prior.shape().numel() for prior in normal.values()) if exact and self.rows < self.num else 0
+        if 0 < beside <= _MOST_BESIDE and set(self.gps) <= {*guide.facts.quadratic}:
+            normal = {}
         self._split(normal)
         scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
         if len(scales) > 1:
@@ -190,9 +182,13 @@ class Search:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
         first = {name: self._unconstrained(name, self.held[name]) for name in self.hyper}
         layout = self._layout([name for name in self.order if name in self.normal or name in self.gps])
+        # Beside their start, where a hyperparameter may hide what it multiplies, as an LKJCholesky's identity does:
+        # test_a_check_of_points_constant_entries_and_another_dtype.
+        with repeatable(self.guide.like):
+            beside = {name: value + _BESIDE * torch.randn_like(value) for name, value in first.items()}
 
         def at(x: Tensor) -> poutine.Trace:
-            return self.run(Standardised(self.guide, *layout.parts(x), first), {})
+            return self.run(Standardised(self.guide, *layout.parts(x), beside), {})
 
         linked = find_links(at, layout, self.guide.like)
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
@@ -288,6 +284,13 @@ class Search:
         facts.coupled = joint = [name for name in self.hyper if name in free]
         intercepts = self._intercepts(nested, found, mode, best, covariance)
         field = field if self._wants_field(field, intercepts, handler) else []
+        left = [name for name in self.normal if name in free and name not in field]
+        if left and self.rows < self.num and any(isinstance(m, ExactGP) for m in guide.modules_by_site().values()):
+            warnings.warn(
+                f"latents {', '.join(map(repr, left))} have one posterior with f under Exact() up to {_MOST_VALUES} "
+                f"rows, and these are {self.num}: intervals of both are too narrow. Take SVGP(64).",
+                stacklevel=7,
+            )
         # An independent posterior is that given all others, of these variances: of θ, and of a field in its units.
         alone = nested.theta_of(1 / torch.linalg.inv(covariance).diagonal())
         given = 1 / best.root.square().sum(-1)

@@ -1,9 +1,10 @@
 """A bound's terms: of a run's traces, with GP sites at the nodes of a product grid, and in closed form, E[log p(y | θ)]
 under q where θ is an affine function of function values.
 
-A distribution takes part that is normal, Laplace, or brings ``expected_log_prob`` (:class:`ExpectedLogProb`): which
-sites of a program do is found by structure, once, by :func:`~pyro_sparsegp.program.explore.explore`. At the means of q
-the program gives θ's mean, and one more run, mapped or differentiated, θ's variance, whatever the model did:
+A distribution takes part that is normal, Laplace, or brings ``expected_log_prob``
+(:class:`~pyro_sparsegp.distributions.ExpectedLogProb`): which sites of a program do is found by structure, once, by
+:func:`~pyro_sparsegp.program.explore.explore`. At the means of q the program gives θ's mean, and one more run, mapped
+or differentiated, θ's variance, whatever the model did:
 
     Var θ = Σ_e (θ(m + C e) − θ(m))² over the axes e of a row's values, or diag(A Cov(f) Aᵀ) of those at several inputs.
 """
@@ -279,7 +280,10 @@ class Grid:
         require_shown(
             is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.dependence.keys()
         )
-        found = {name: _functions(sites[name], made) for name in names}
+        found = {name: _functions(sites[name], made, self.closed.moving.get(name, ())) for name in names}
+        # Replicates in a plate beside the rows' would be taken for nodes: test_replicates_are_no_nodes.
+        pairs = [(name, gp) for name, functions in found.items() for gp, _ in functions.values()]
+        require_shown(all(sites[name]["fn"].batch_shape == sites[gp]["value"].shape for name, gp in pairs))
         along = [nodes.reshape(-1, *[1] * (self.closed.num_axes - 1 - axis)) for axis in range(self.closed.num_axes)]
         values: dict[str, Tensor] = {}
         total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
@@ -325,10 +329,11 @@ def require_shown(shown: bool) -> None:
         raise ValueError("the graph does not show what densities make of function values")
 
 
-def _functions(site: Any, made: Mapping[Any, str]) -> dict[str, tuple[str, list[Elementwise]]]:
+def _functions(site: Any, made: Mapping[Any, str], moving: Collection[str]) -> dict[str, tuple[str, list[Elementwise]]]:
     """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise.
 
     :param made: the GP sites by the nodes of autograd's graph that their values are from.
+    :param moving: what depends on any, of parameters, the scale and the mask.
     :raises ValueError: if other things are, or the graph does not show it.
     """
     fn = site["fn"]
@@ -345,7 +350,8 @@ def _functions(site: Any, made: Mapping[Any, str]) -> dict[str, tuple[str, list[
             found[key] = made[node], [step for step in steps[::-1] if step]
         else:
             rest.append(part)
-    require_shown(bool(found) and not made.keys() & graph_of(rest))
+    # What .detach() or a comparison hides from the graph moves all the same: test_what_the_graph_hides_is_mapped.
+    require_shown(bool(found) and not made.keys() & graph_of(rest) and found.keys() >= {*moving})
     return found
 
 

@@ -18,8 +18,11 @@ from ..guide.field import Layout, Standardised, residuals_of, run_standardised
 from ..guide.predictors import Pair, Place, Predictors
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
-from ..program.traces import free_values, is_observation
+from ..program.traces import free_values, is_observation, repeatable
+from ..warned import warn_once
 from .expected import log_density_minus_kl, weighted_sum
+
+_LOOKS = {4**k for k in range(1, 16)}  # steps at which it is asked whether predictors are still affine where q is
 
 
 def bound_of_field(
@@ -49,6 +52,26 @@ def bound_of_field(
         data = [name for name in facts.links if name in sites and is_observation(sites[name])]
         links = {name: facts.links[name] for name in data if sites[name]["mask"] is not False}
         found = Predictors(sites, links, x, layout, run)
+        guide.core.looks += guide.is_training
+        if guide.is_training and guide.core.looks in _LOOKS:
+            with repeatable(x), torch.no_grad():
+                # a draw that no step is told of
+                factors: Any = whole.q.factors  # type: ignore[attr-defined]
+                drawn = [factor.loc + factor.noise(torch.Size()) for factor in factors]
+                away = torch.cat([*drawn, torch.randn_like(x[layout.num :])], -1)
+                handler = Standardised(guide, *layout.parts(away), bases=ahead.bases)
+                there = run_standardised(guide, args, kwargs, handler, held, model_trace).nodes
+                bent = found.bent_at(away, there)
+            for name in bent:
+                warn_once(
+                    guide.warned,
+                    "bent",
+                    name,
+                    f"densities of site {name!r} are not what they were around the values of {', '.join(facts.field)} "
+                    "at the guide's first call, by other data or a kink: the bound is not that of q. Make a new guide, "
+                    "and call it first with these data; for a kink beside a latent give independent=True.",
+                    stacklevel=7,
+                )
         eta, covariance = _moments(whole.q, layout, found)
     first = guide_trace.nodes[next(iter(facts.field))]
     total = found.expected(eta, covariance, num_nodes) - weighted_sum(whole.q.kl(), {**first, "mask": None})

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
-from ..guide.arrival import check, moments, moved
+from ..guide.check import check, moments, moved
 from ..numerics.processes import Workers, joined, sharing
 from ..program.traces import repeatable, sample_sites
 from ..warned import without

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Record, recording, steppers
 from ..guide import AutoSparseGP
-from ..guide.checks import explain_nan
 from ..guide.first_call import closed_forms_of
+from ..guide.parameters import explain_nan
 from ..numerics.arguments import require_count
 from ..numerics.linalg import flags_kept
 from ..numerics.processes import joined
@@ -79,7 +79,7 @@ class TraceQuadrature_ELBO(ELBO):
     only under vmap. Hyperparameters are drawn once per particle; without them the bound is deterministic.
 
     A distribution's own method ``expected_log_prob(value, variance)``
-    (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) gives its expectation over normal parameters. It
+    (:class:`~pyro_sparsegp.distributions.ExpectedLogProb`) gives its expectation over normal parameters. It
     replaces quadrature, for any number of function values. :class:`~pyro_sparsegp.distributions.RobustMax` has one.
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
@@ -347,7 +347,7 @@ class TraceQuadrature_ELBO(ELBO):
             warn_once(
                 guide.warned,
                 "vmap refused",
-                ", ".join(guide.structure.gps) if guide.structure else "",
+                ", ".join(guide.facts.gps),
                 "torch.func.vmap refuses what this model does with function values, or a distribution in it: it runs "
                 f"once per node, {self.num_nodes**num_axes} times a step, which is right and slower. Pyro's "
                 "OrderedLogistic writes in place; of your own code, write it without .item() and if.",

@@ -13,8 +13,9 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from ..distributions import ExpectedLogProb
 from ..process import GaussianProcess
-from .declared import ExpectedLogProb, is_declared, is_normal, others_of, parameter_of
+from .declared import is_declared, is_normal, others_of, parameter_of, parameters
 from .facts import (
     COUPLED,
     DATAWISE,
@@ -33,7 +34,7 @@ from .traces import as_process, bare, entries, sample_sites
 
 # What a program shows of a site: its log densities, in whose place a declared one has what it is made of, the parameter
 # and all else; and what the process of a layer above is made of.
-TERM, _THETA, _REST, _LAYER = "term", "parameter", "rest", "layer"
+TERM, _THETA, _REST, _LAYER, _PART = "term", "parameter", "rest", "layer", "part "
 # In prior deviations: values that are cut off come to an end by the larger ones.
 MOVES = (1.0, -1.0, 30.0, -30.0)
 _AFFINE = {torch.float64: 1e-7, torch.float32: 1e-3}  # rounding of moves and slopes of affine functions
@@ -88,6 +89,7 @@ def explore(
         left([key for key in terms if key[1] not in closed]),
         {site: type(program.kinds[site]) for site in closed},
         {site: type(program.kinds[site]) for site in brought if site not in closed and program.touching(site, outer)},
+        program.moving,
     )
 
 
@@ -123,6 +125,9 @@ class Program:
             if name in self.base or site["infer"].get("_deterministic"):
                 continue
             fn = bare(site["fn"])
+            made_of = {**parameters(fn), "its scale": site["scale"], "its mask": site["mask"]}
+            parts = {key: part for key, part in made_of.items() if isinstance(part, Tensor)}
+            shown |= {(_PART + key, name): part.to(next(iter(self.base.values()))) for key, part in parts.items()}
             if not is_declared(fn):
                 shown[TERM, name] = entries(site)
                 continue
@@ -142,6 +147,15 @@ class Program:
     def touching(self, site: str, names: Iterable[str]) -> list[str]:
         """Those GP sites that a site's density depends on."""
         return [name for name in names if self.owners[name][TERM, site].touched.any()]
+
+    @property
+    def moving(self) -> dict[str, list[str]]:
+        """By site of a density, which of its parameters, scale and mask depend on function values."""
+        found: dict[str, list[str]] = {}
+        for kind, site in self.first:
+            if kind.startswith(_PART) and any(own[kind, site].touched.any() for own in self.owners.values()):
+                found.setdefault(site, []).append(kind.removeprefix(_PART))
+        return found
 
     # Declared densities.
 

@@ -263,6 +263,7 @@ class ClosedForms:
     rest: Structure  # how all other densities do
     kinds: dict[str, type]  # of the distributions of sites in closed form
     unused: dict[str, Any]  # those of sites whose distribution brings an expectation that can't be used
+    moving: dict[str, list[str]]  # by site, which of its parameters, scale and mask depend on function values
 
     @cached_property
     def sites(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -222,7 +223,7 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
         faults = [*flags, *(value.isnan() for value in tensors(found) if value.is_floating_point())]
         return found, torch.stack([fault.any() for fault in faults]).any()
 
-    token = MAPPED.set(True)
+    token, state = MAPPED.set(True), _host_state()
     try:
         with _Noise(), pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")  # torch's, of an operation without a rule
@@ -231,7 +232,14 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
         return None
     finally:
         MAPPED.reset(token)
-    return None if failed.any() else found
+    # What a program draws from NumPy or Python would be one number for the block: test_what_a_program_draws_from_numpy.
+    return None if failed.any() or state != _host_state() else found
+
+
+def _host_state() -> bytes:
+    """That of the global generators of Python and NumPy."""
+    state = pyro.util.get_rng_state()
+    return pickle.dumps((state["random"], state.get("numpy")))
 
 
 class _Noise(TorchFunctionMode):

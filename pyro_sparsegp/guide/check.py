@@ -23,11 +23,11 @@ from tqdm.auto import tqdm
 
 from ..numerics.functions import jacobian
 from ..program.traces import repeatable, whole_plates
-from .checks import explain_nan
 from .conditions import conditions_now
 from .field import field_given, slices
 from .known import KnownGuide, Rows
 from .nested import Optimum
+from .parameters import explain_nan
 from .runs import Posteriors, Priors
 from .start import ALL_ROWS, PATIENCE, Search, index_of, is_open
 
@@ -51,7 +51,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     :param whole: whether weighted draws are asked too, and every other start; else Newton's step, and the best start.
     """
     able, relation = guide.facts.able_to_couple, guide.relation(args, kwargs)
-    if not able:
+    if not (able or is_open(guide)):
         return []
     apart = [name for name in able if name not in guide.facts.coupled and name not in guide.facts.field]
     held = (
