@@ -951,3 +951,18 @@ def test_what_a_first_call_hid_of_a_predictor_is_told_of():
         svi.step(x, times, y)
     with pytest.warns(UserWarning, match="densities of site 'y' are not what they were.*Make a new guide"):
         svi.step(x, times, y)
+
+
+def test_rows_of_a_start_are_none_of_a_pattern(monkeypatch):
+    """Of treatments that alternate a start at some rows has both."""
+    monkeypatch.setattr(start, "_MOST_ROWS", 40)
+    x, treated = torch.rand(120, 1), torch.arange(120) % 2 * 1.0
+
+    def model(x, treated, y=None):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        return observed(dist.Poisson((f * (1 + treated * b)).exp()), y)
+
+    guide = AutoSparseGP(model, families.SVGP(6))
+    guide(x, treated, torch.ones(120))
+    assert guide.facts.field or guide.facts.coupled

@@ -379,6 +379,11 @@ def changing(x, y=None, more=""):
     return observed(dist.Normal(f + level, 0.2), y)
 
 
+def doubled(x, y=None):
+    c = pyro.sample("c", dist.Delta(2 * pyro.sample("b", dist.Normal(0.0, 1.0))))
+    return observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x)) + c, 0.1), y)
+
+
 def in_the_plate(x, y=None, batch=None):
     with pyro.plate("data", 60, subsample=batch):
         f = pyro.sample("f", GaussianProcess(RBF, x))
@@ -440,6 +445,7 @@ def numbered(y, value):
         (lambda x, y: guided(in_the_plate)(x, y), "site 'f' stands " + PLATE),
         (lambda x, y: guided(in_the_plate)(x[:20], y[:10], torch.arange(10)), "site 'f' stands " + PLATE),
         (lambda x, y: Predictive(in_the_plate, num_samples=2)(x), "GaussianProcess stands " + PLATE),
+        (lambda x, y: guided(doubled)(x, y), "latent site 'c' has a Delta prior.*pyro.deterministic"),
         (lambda x, y: guided(forgets)(x, y), "these parameters would not train"),
         (lambda x, y: begun(changing)[2](x, more="site"), "GP site 'g' was not there"),
         (

@@ -120,18 +120,18 @@ LINES = {
     "families": 945,
     "distributions": 270,
     "program": 2291,
-    "guide": 4434,
+    "guide": 4438,
     "inference": 2525,
     "diagnostics": 1718,
     "interop": 288,
 }
-ALL_LINES = 23329
-STATEMENTS = 13715
-BRANCH_POINTS = 2414  # 1,600 are asked: 80 per 1,000 of 20,000 lines
+ALL_LINES = 23333
+STATEMENTS = 13719
+BRANCH_POINTS = 2416  # 1,600 are asked: 80 per 1,000 of 20,000 lines
 COMMENTS = 0.0302  # at least
 FILE_LINES = 412
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23843
+TEST_LINES = 23848
 
 
 @functools.cache

@@ -240,7 +240,8 @@ class AutoSparseGP(SavedGuide):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
         args, kwargs = self._or_of_training("median", args, kwargs)
-        return super().median(*args, **kwargs)
+        found = super().median(*args, **kwargs)
+        return {name: value for name, value in found.items() if name not in self.facts.rows}
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:

@@ -170,11 +170,11 @@ class _Compared:
             run = Posteriors(guide, conditions_now(guide, median=True), new, at_medians=True).perform(args, kwargs)
         advice = self._given([name for name in self.search.normal if name not in guide.facts.field]) or "Train longer."
         covariance, lines = torch.cholesky_inverse(found.root), list[str]()
-        step = math.ceil(self.nested.weight)
+        some = self.search.chosen[:_ROWS]
         for name, (mean, by_x, left) in self._members(self.loc, found.x + self.shift)[-1].items():
             if name in apart:
                 q, sd = run.posteriors[name], (_quadratic(by_x, covariance) + left).sqrt()
-                own, its = q.mean[::step][:_ROWS], q.variance[::step][:_ROWS].sqrt()
+                own, its = q.mean[some], q.variance[some].sqrt()
                 away, ratio, is_off = _beside((own - mean) / sd, its / sd)
                 if is_off:
                     lines.append(f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times the best. {advice}")

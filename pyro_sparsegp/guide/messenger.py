@@ -7,6 +7,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import init_to_sample
@@ -21,7 +22,7 @@ from ..process import GaussianProcess, PriorProcess
 from ..program.checks import warn_of_groups
 from ..program.facts import Structure
 from ..program.handlers import stand_in
-from ..program.traces import as_process, fill_masked, piecewise_constant, without_event
+from ..program.traces import as_process, bare, fill_masked, piecewise_constant, without_event
 from .known import KnownGuide
 from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params, coupled_posterior
 
@@ -98,6 +99,8 @@ def _require_row_numbers(guide: KnownGuide, name: str) -> None:
 
 
 def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
+    if isinstance(bare(prior), dist.Delta):  # test_guide.py::test_refusals
+        raise ValueError(f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic")
     with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
         transform = biject_to(prior.support)
         event_dim = transform.domain.event_dim

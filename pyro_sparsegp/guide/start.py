@@ -4,7 +4,6 @@ where they start.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, Optional
@@ -161,15 +160,16 @@ class Search:
         self.hyper = [name for name in self.priors if name not in normal and name not in self.stay]
 
     def _take(self, most: int) -> None:
-        """Take so many rows at most, at equal distances: by a plate's numbers, or those of tensors with as many as the
-        first GP site's inputs.
+        """Take so many rows at most, by a plate's numbers, or those of tensors with as many as a GP site's inputs; at
+        random: equal distances would miss what alternates, test_rows_of_a_start_are_none_of_a_pattern.
         """
-        step = math.ceil(self.num / most)
-        self.rows = math.ceil(self.num / step)
-        held = dict.fromkeys(self.plates, torch.arange(self.num, device=self.guide.like.device)[::step])
+        self.rows = min(self.num, most)
+        chosen = torch.randperm(self.num, generator=torch.Generator().manual_seed(0))[: self.rows].sort().values
+        self.chosen = chosen.to(self.guide.like.device)
+        held = dict.fromkeys(self.plates, self.chosen)
 
         def some(value: Tensor) -> Tensor:
-            return value[::step] if value.dim() and len(value) == self.num else value
+            return value[self.chosen] if self.rows < self.num and value.dim() and len(value) == self.num else value
 
         given: tuple[tuple, dict[str, Any]] = self.whole if self.plates else map_tensors(some, self.whole)
 

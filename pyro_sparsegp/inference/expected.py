@@ -281,9 +281,6 @@ class Grid:
             is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.dependence.keys()
         )
         found = {name: _functions(sites[name], made, self.closed.moving.get(name, ())) for name in names}
-        # Replicates in a plate beside the rows' would be taken for nodes: test_replicates_are_no_nodes.
-        pairs = [(name, gp) for name, functions in found.items() for gp, _ in functions.values()]
-        require_shown(all(sites[name]["fn"].batch_shape == sites[gp]["value"].shape for name, gp in pairs))
         along = [nodes.reshape(-1, *[1] * (self.closed.num_axes - 1 - axis)) for axis in range(self.closed.num_axes)]
         values: dict[str, Tensor] = {}
         total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
@@ -291,6 +288,8 @@ class Grid:
             fn, value = sites[name]["fn"], sites[name]["value"]
             made_of: Any = functions
             gp, steps = next(iter(made_of.values()))
+            # Replicates in a plate beside the rows' would be taken for nodes: test_replicates_are_no_nodes.
+            require_shown(fn.batch_shape == sites[gp]["value"].shape)
             if (type(fn), steps) == (Poisson, [torch.exp]):
                 q = posterior_at(guide_trace, gp)
                 # E[y f − exp(f)] with f ~ N(m, v): what nodes give to rounding, on a K-th of the numbers

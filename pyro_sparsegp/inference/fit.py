@@ -34,6 +34,7 @@ from .quadrature import TraceQuadrature_ELBO, own_guide
 
 # Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
 _FELL, _FELL_A_ROW = 0.5, 1e-3
+_INTERRUPTED = "interrupted"
 _CHECKED = 100  # steps, from which latents are checked at the end
 _FIRST = 8192  # rows of the guide's first call, by which it places inducing inputs, where batches have fewer
 _WHERE = ("losses", "seconds", "epoch", "place")  # a fit has got to
@@ -136,7 +137,7 @@ def fit(
     else:
         loop.begin()
     reason = loop.run(checkpoint_every, progress)
-    notes = loop.notes()
+    notes = [] if reason == _INTERRUPTED else loop.notes()  # who interrupts does not want to wait for a check
     for line in notes if progress else ():
         tqdm.write(line)
     return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds, tuple(notes))
@@ -350,7 +351,7 @@ class _Loop:
     def _why_stop(self, interrupts: list[int]) -> str:
         """Why the step that was taken is the last, if it is: a reason that any process has is one for all."""
         reason = "the stopping rule says so" if self.stopping is not None and self.stopping(self.losses) else ""
-        reason = "interrupted" if interrupts else reason
+        reason = _INTERRUPTED if interrupts else reason
         # Else the others would wait for this one's gradients for ever.
         stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(reason)))))
         return reason or "another process stopped" * stops

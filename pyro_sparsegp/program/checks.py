@@ -81,8 +81,8 @@ def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
     if part := holds_part(trace):
         raise ValueError(
             f"GP site {name!r} has the family {family}, which trains on all data at once; {part}. Give all rows, or "
-            "take a family that trains by mini-batches, such as SVGP or OrthogonalInducing. With batches=True first "
-            "call the guide on the rows of its actions alone, guide(x[rows], y[rows])."
+            "take a family that trains by mini-batches, such as SVGP or OrthogonalInducing; ComputationAware(..., "
+            "batches=True) does, first called on the rows of its actions alone, guide(x[rows], y[rows])."
         )
 
 
