@@ -4,7 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, MeanFieldAdditive, SparseEP
@@ -75,6 +75,17 @@ def test_rows_are_added_to_what_mini_batches_taught():
     torch.testing.assert_close(r1, r0 + phi.mT @ y[40:] / noise**2, atol=1e-6, rtol=1e-6)
     kept = {name: p for name, p in guide.named_parameters() if ".coefficients." not in name}
     assert all(torch.equal(p, parameters[name]) for name, p in kept.items())
+
+
+def test_rows_are_added_to_what_plain_gradients_taught():
+    (x, y), model = data(), gaussian(KERNEL, noise=0.2)
+    guide = AutoSparseGP(model, SVGP(8))
+    SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO()).step(x[:40], y[:40])
+    before = guide.posterior(x[40:])["f"]
+    guide.absorb(x[40:], y[40:])
+    after, phi = guide.posterior(x[40:])["f"], before.features[0]
+    p0, p1 = (torch.linalg.inv(q.coefficients.covariance_matrix) for q in (before, after))
+    assert torch.allclose(p1, p0 + phi.mT @ phi / 0.04, atol=1e-6, rtol=1e-6)
 
 
 def test_several_outputs():

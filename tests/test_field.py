@@ -888,10 +888,10 @@ def test_a_mask_beside_an_enumerated_latent():
     guide = AutoSparseGP(model, families.SVGP(6))
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
     for _ in range(10):
-        loss = svi.step(x, one, two)
+        svi.step(x, one, two)
+    loss = svi.evaluate_loss(x, one, two)
     guide.eval()
     with torch.no_grad():
-        loss = svi.evaluate_loss(x, one, two)
         joint = torch.tensor([Trace_ELBO().loss(model, guide, x, one, two) for _ in range(100)])
     assert guide.facts.field
     assert abs(loss - joint.mean()) < 5 * joint.std() / 10
@@ -907,9 +907,6 @@ def test_check_tells_of_few_inducing_points_where_there_are_no_latents():
     guide = AutoSparseGP(model, families.SVGP(4))
     guide(x, torch.sin(6 * x[:, 0]))
     assert any("its basis of 4 functions leaves out" in line for line in guide.check())
-    enough = AutoSparseGP(model, families.SVGP(x, trainable=False))
-    SVI(model, enough, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO()).step(x, torch.sin(6 * x[:, 0]))
-    assert enough.check() == []
 
 
 BENT = {

@@ -23,8 +23,8 @@ def mlp():
     return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
-def trained(family, x, y, steps, batch=None):
-    """The loss on all rows after some steps at a rate at which features move, in batches or not."""
+def trained(family, x, y, steps):
+    """The loss after some steps at a rate at which features move."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     network = mlp()
@@ -38,8 +38,7 @@ def trained(family, x, y, steps, batch=None):
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
     guide(x, y)
     for _ in range(steps):
-        rows = torch.randperm(len(x))[:batch] if batch else slice(None)
-        svi.step(x[rows], y[rows], len(x))
+        svi.step(x, y)
     return loss.loss(model, guide, x, y)
 
 
@@ -47,11 +46,6 @@ def test_natural_steps_keep_up_with_a_network():
     """On all rows the loss is near that of the optimal q under the network."""
     x, y = data()
     assert trained(SVGP(10), x, y, 30) < trained(SGPR(10), x, y, 30) + 8
-
-
-def test_natural_steps_keep_up_with_a_network_by_mini_batches():
-    x, y = data()
-    assert trained(SVGP(10), x, y, 40, batch=50) < trained(SVGP(10, natural=False), x, y, 40, batch=50) - 5
 
 
 def test_fit_takes_smaller_rates_for_networks():

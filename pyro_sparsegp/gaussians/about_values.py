@@ -305,13 +305,13 @@ class AboutValues(Natural):
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
         """G = P − I and r = Pm under L; those of the prior, 0, where no step has been taken: a start is a guess."""
         seat = self._seat(anchor)
-        if self.is_tilted:
+        if self.is_tilted:  # by plain gradients: test_rows_are_added_to_what_plain_gradients_taught
             self._level_out(seat)
+            self.steps = max(self.steps, 1)
         seen = self._seen_from(seat)
         # r = P(a + P⁻¹b)
         pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0] + seen.rest
-        known = float(self.steps > 0)
-        return known * self._gram(seen.parts), known * pull
+        return (self.steps > 0) * self._gram(seen.parts), (self.steps > 0) * pull
 
     @torch.no_grad()
     def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
