@@ -38,6 +38,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "diagnostics":  # imported when it is first used
         return import_module(".diagnostics", __name__)
-    if name == "FusedAdam":
-        raise ImportError("FusedAdam was removed: pyro.optim.Adam({'lr': 0.03, 'fused': True}) takes the same steps")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

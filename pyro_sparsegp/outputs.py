@@ -8,10 +8,8 @@ from torch import Tensor
 
 from .numerics.arguments import require_codes
 from .numerics.functions import shape_of
-from .warned import without
 
 
-@without(own="add what is an output's own to the result")
 def mix_outputs(mixing: Tensor, shared: Tensor, output: Optional[Tensor] = None) -> Tensor:
     """Mixed outputs f_p(x_n) = Σ_q A_pq g_q(x_n): a linear model of coregionalisation, but for parts of its outputs'
     own, which may be added.

@@ -257,6 +257,4 @@ def test_bad_arguments_leave_the_guide_as_it_is():
         refused("site 'y' observes data of shape", guide.absorb, x, bad)
     with pytest.raises(ValueError):
         guide.absorb(x, torch.full_like(y, torch.inf))
-    refused(r"memory= was removed .* keep some of its rows yourself", guide.absorb, x, y, memory=5)
-    refused(r"relearn was removed: .* keep some of its rows yourself", guide.relearn, len, 1)
     assert torch.equal(guide.posterior(x)["f"].mean, before)

@@ -1,4 +1,4 @@
-"""Simulation-based calibration, what stock ArviZ is served, and what left."""
+"""Simulation-based calibration, and what stock ArviZ is served."""
 
 import numpy as np
 import pyro
@@ -109,14 +109,6 @@ def test_rows_that_are_not_there():
     for rows in (0, -2, [3]):
         message = "sbc's rows must be a whole number of at least 1"
         refused(message, diagnostics.sbc, model, fit_sgpr, x, rows=rows, num_simulations=1, progress=False)
-
-
-@pytest.mark.parametrize("name", ["History", "NUTS", "StoppingRule", "loo", "compare", "plot_ribbon", "resample"])
-def test_what_left_names_what_takes_its_place(name):
-    with pytest.raises(ImportError, match=rf"no {name} any more\. In its place: .*(arviz_|fit)"):
-        getattr(diagnostics, name)
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = diagnostics.nonsense
 
 
 # What stock ArviZ is served: prior groups, one dimension for all draws, whole numbers, plots.

@@ -201,6 +201,5 @@ def test_what_stands_in_the_wrong_place_is_named():
         (lambda: diagnostics.predictive_scores(gaussian, tree, x, y), "got DataTree"),
         (lambda: diagnostics.psis(guide, x, y), first),
         (lambda: diagnostics.psis(svi), "got SVI in its place"),
-        (lambda: diagnostics.to_datatree(gaussian, guide, x, y, exact=True), "exact= was removed.*guide.check"),
     ):
         refused(message, call)

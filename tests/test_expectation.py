@@ -836,7 +836,6 @@ class TestErrors:
             ({"damping": 0}, "damping must be a number in"),
             ({"power": 1.5}, "power must be a number in"),
             ({"schedule": "both"}, 'schedule must be "inner" or'),
-            ({"gradient": "exact"}, "gradient= was removed from ExpectationPropagation: the default"),
             ({"num_nodes": 2}, "num_nodes must be a whole number of at least 4"),
             ({"group": object()}, "torch.distributed"),
         ):

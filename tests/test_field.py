@@ -360,7 +360,6 @@ def test_independent_latents_have_posteriors_of_their_own():
     assert guide.facts.field == {}
     assert guide.scales.c < 0.2 * _exact(*data)[1][0, 0].sqrt()  # the mean field's, given all others
     assert math.isfinite(losses[0])
-    refused("coupled= was removed from AutoSparseGP", AutoSparseGP, _linear(), families.SVGP(8), coupled=True)
     refused("independent must be", AutoSparseGP, _linear(), families.SVGP(8), independent="c")
 
 

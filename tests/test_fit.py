@@ -350,23 +350,11 @@ BATCH = (torch.zeros(4, 1), torch.zeros(4))
         ("fit runs the guide's own model; it was given another", {"model": fit_worker.classes}),
         ("fit needs an AutoSparseGP guide, got function", {"guide": regression}),
         ("fit takes the guide itself", {"guide": pyro.poutine.block(AutoSparseGP(regression, SVGP(4)))}),
-        ("held_out= was removed from fit: score rows", {"held_out": fit_worker.rows(5)}),
-        ("warm_start= was removed from fit: leave it out", {"warm_start": False}),
     ],
 )
 def test_bad_arguments_are_named(named, keywords):
     given = {"model": regression, "guide": AutoSparseGP(regression, SVGP(4)), "data": fit_worker.rows(40)}
     refused(named, fit, **{**given, "progress": False, **keywords})
-
-
-def test_what_left_and_what_never_was():
-    result, _ = fitted(fit_worker.rows(20), steps=1)
-    with pytest.raises(AttributeError, match="no best_score: score rows that were held out"):
-        result.best_score  # noqa: B018
-    with pytest.raises(TypeError, match="unexpected keyword argument 'step'"):
-        fitted(fit_worker.rows(20), step=3)
-    with pytest.raises(ImportError, match=r"pyro.optim.Adam"):
-        from pyro_sparsegp import FusedAdam  # noqa: F401
 
 
 def test_what_batches_cannot_do():

@@ -121,7 +121,6 @@ def test_mix_outputs():
     ("call", "match"),
     [
         (lambda: mix_outputs(MIXING, torch.zeros(3, 4)), r"tensors mixing \(P, Q\).*\(3, 2\) and \(3, 4\)"),
-        (lambda: mix_outputs(MIXING, torch.zeros(2, 4), torch.zeros(3, 4), own=None), "to the result"),
         (lambda: mix_outputs(MIXING, torch.zeros(2, 4), output=torch.zeros(4)), "tensor of 4 whole numbers"),
         (lambda: mix_outputs(MIXING, torch.zeros(2, 2), output=[0, 1]), "output must be a tensor of 2 .* got list"),
         (lambda: mix_outputs(MIXING, torch.zeros(2, 2), output=torch.tensor([0, 3])), "from 0 to 2"),

@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 
 from ..posterior.sparse_posterior import SparsePosterior
-from ..warned import without
 
 _CURVE, _MAP = 200, 40  # points of a curve, and along each side of a map
 _SIDE = 3  # plots side by side
 
 
-@without(
-    num="curves have 200 points; plot components.at(x) for others",
-    rug="clear it from the figure's axes",
-    num_columns="there are three side by side; figure.set_size_inches changes their size",
-)
 @torch.no_grad()
 def plot_effects(
     posterior: SparsePosterior,

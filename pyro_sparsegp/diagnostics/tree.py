@@ -12,7 +12,6 @@ from ..inference.batches import arguments_of
 from ..numerics.arguments import require_count
 from ..predict import Call
 from ..program.traces import is_observation
-from ..warned import without
 from .draws import Draws, Source, seeded
 from .groups import Table, constant_data, name_of
 from .sources import PriorSource, as_source, require_call
@@ -20,10 +19,6 @@ from .sources import PriorSource, as_source, require_call
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
 
-@without(
-    exact="guide.check(x, y) says where inducing points are too few; families.Exact() has none",
-    prior='tree["prior"] = prior_predictive(model, x, y)["prior"], and likewise its "prior_predictive"',
-)
 def to_datatree(
     model: Callable,
     guide: Any,

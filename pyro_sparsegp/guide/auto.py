@@ -19,7 +19,6 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import require_sizes
 from ..program.handlers import in_blocks, observes, unrecorded
 from ..program.traces import repeatable, whole_plates
-from ..warned import without
 from .absorb import absorb
 from .check import check
 from .conditions import condition, conditions_now
@@ -30,11 +29,6 @@ from .parameters import check_parameters
 from .rows import note_rows, note_step, rows_of
 from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Run
 from .state import SavedGuide
-
-_KEEP_ROWS = (
-    "to learn hyperparameters on a stream keep some of its rows yourself, take SVI steps on them, "
-    "svi.step(x, y, size=N) for N rows in all, then absorb them anew, guide.absorb(x, y, forget=1.0)"
-)
 
 
 class AutoSparseGP(SavedGuide):
@@ -77,10 +71,6 @@ class AutoSparseGP(SavedGuide):
         does not fit a site, its kernel or its likelihood.
     """
 
-    @without(
-        coupled="latents have a joint posterior by default, independent=True or names gives them one of their own",
-        amortized_plates="override get_posterior(name, prior) in a subclass",
-    )
     def __init__(
         self,
         model: Callable,
@@ -162,7 +152,6 @@ class AutoSparseGP(SavedGuide):
                 check_parameters(self, core, args, kwargs)
         core.loaded = False
 
-    @without(memory=_KEEP_ROWS)
     def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
 
@@ -183,10 +172,6 @@ class AutoSparseGP(SavedGuide):
         """
         self._ready(args, kwargs)
         absorb(self, args, kwargs, forget)
-
-    def relearn(self, *args: Any, **kwargs: Any) -> None:
-        """Removed: raises a ValueError that says what to do instead."""
-        raise ValueError(f"guide.relearn was removed: {_KEEP_ROWS}.")
 
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
         """Check the posteriors of the latents and of f after training: a line for each that is wrong, with what to do.

@@ -22,7 +22,6 @@ from ..program.data import TrainingData
 from ..program.facts import ELEMENTWISE, NONE
 from ..program.handlers import held_runs
 from ..program.reader import Owners, Terms
-from ..warned import without
 from .batches import signature_of
 from .optimisers import agree
 from .quadrature import finite, own_guide
@@ -66,7 +65,6 @@ class ExpectationPropagation:
     :raises ValueError: for arguments that do not fit, naming them.
     """
 
-    @without(gradient="the default is the only one: at convergence both were log Z_EP's")
     def __init__(
         self,
         model: Callable,

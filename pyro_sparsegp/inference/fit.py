@@ -25,7 +25,6 @@ from ..guide import AutoSparseGP
 from ..guide.check import check, moments, moved
 from ..numerics.processes import Workers, joined, sharing
 from ..program.traces import repeatable, sample_sites
-from ..warned import without
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches, signature_of
 from .expectation import ExpectationPropagation
@@ -38,15 +37,6 @@ _INTERRUPTED = "interrupted"
 _CHECKED = 100  # steps, from which latents are checked at the end
 _FIRST = 8192  # rows of the guide's first call, by which it places inducing inputs, where batches have fewer
 _WHERE = ("losses", "seconds", "epoch", "place")  # a fit has got to
-_SCORE = "score rows that were held out after the fit, diagnostics.predictive_scores(model, guide, x, y)"
-# Since 0.1.0: what took the place of arguments and results.
-_LEFT = {
-    "warm_start": "leave it out; or fit SGPR to some 2,000 rows first and give its values as init_loc_fn and inducing",
-    **dict.fromkeys(
-        ["held_out", "score", "score_every", "patience", "scored", "scores", "best_score", "best_state"], _SCORE
-    ),
-    **dict.fromkeys(("history", "iterates"), "losses has the loss of each step; note more in a loop over svi.step"),
-}
 
 
 @dataclass(frozen=True)
@@ -66,11 +56,7 @@ class FitResult:
     seconds: float
     notes: tuple[str, ...] = ()
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"FitResult has no {name}" + (f": {_LEFT[name]}" if name in _LEFT else ""))
 
-
-@without(**_LEFT)
 def fit(
     model: Callable,
     guide: AutoSparseGP,

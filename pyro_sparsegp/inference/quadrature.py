@@ -29,7 +29,7 @@ from ..numerics.processes import joined
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState, repeatable
-from ..warned import warn_once, without
+from ..warned import warn_once
 from .expected import (
     Grid,
     Ran,
@@ -88,7 +88,6 @@ class TraceQuadrature_ELBO(ELBO):
     :param num_particles: the number of draws of other latents to average over.
     """
 
-    @without(compile="leave it out, steps run as they are; a network of the model's may be given to torch.compile")
     def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: Any) -> None:
         require_count(num_nodes, "TraceQuadrature_ELBO's num_nodes")
         if kwargs.get("vectorize_particles"):
