@@ -1,4 +1,4 @@
-"""Simulation-based calibration, and what stock ArviZ is served."""
+"""What stock ArviZ is served."""
 
 import numpy as np
 import pyro
@@ -8,76 +8,15 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SGPR, SVGP
+from pyro_sparsegp.families import SVGP
 
-from .models import data, one_function, prepared, refused, regression, train, trained
+from .models import data, refused, regression, train, trained
 
 pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
 plots = pytest.importorskip("arviz_plots")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
 ARVIZ = pytest.mark.filterwarnings("ignore")  # ArviZ's own
-
-
-# Simulation-based calibration.
-
-X = torch.linspace(0, 1, 25, dtype=torch.float64)[:, None]
-
-
-model = one_function(kernels.RBF(0.2), lambda f: dist.Normal(f, 0.3))
-
-
-def fit_sgpr(x, y):
-    return prepared(model, SGPR(10), x, y)
-
-
-def test_sbc_of_other_seeds_goes_on_and_leaves_what_others_learned():
-    options = {"num_samples": 9, "progress": False}
-    theirs = pyro.param("theirs", torch.ones(()))
-    whole = diagnostics.sbc(model, fit_sgpr, X, num_simulations=4, **options)["prior_sbc"]["f"]
-    assert pyro.param("theirs") is theirs
-    rest = diagnostics.sbc(model, fit_sgpr, X, num_simulations=2, seed=2, **options)["prior_sbc"]["f"]
-    assert whole.dims == ("chain", "draw", "f_dim_0")
-    assert whole.shape == (1, 4, 4)
-    np.testing.assert_array_equal(whole[:, 2:], rest)
-
-
-def test_sbc_of_hyperparameters_and_refusals():
-    x, _ = data(num=20)
-
-    def fit(x, y):
-        return trained(regression, SGPR(6), x, y, steps=2)
-
-    options = {"num_simulations": 2, "num_samples": 9, "progress": False}
-    tree = diagnostics.sbc(regression, fit, x, rows=3, **options)
-    assert {name: array.shape for name, array in tree["prior_sbc"].data_vars.items()} == {
-        "scale": (1, 2),
-        "length": (1, 2, 2),
-        "noise": (1, 2),
-        "f": (1, 2, 3),
-    }
-    assert all(((array > 0) & (array < 1)).all() for array in tree["prior_sbc"].data_vars.values())
-    refused(r"observed names \['z'\]", diagnostics.sbc, regression, fit, x, observed={"z": "y"}, **options)
-    refused("could not be called", diagnostics.sbc, regression, fit, x, observed={"y": "target"}, **options)
-    refused(
-        "trains and returns a new guide; function returned int",
-        diagnostics.sbc,
-        regression,
-        lambda x, y: 3,
-        x,
-        **options,
-    )
-    refused("num_samples must be a whole number of at least 1", diagnostics.sbc, regression, fit, x, num_samples=0)
-    refused("sbc cannot call the model: .*'processes'", diagnostics.sbc, regression, fit, x, processes=2)
-
-
-def test_ranks_tell_where_the_truth_lies():
-    """Of data 5 above what the truth gave, all draws are above it; of data 5 below, none."""
-    options = {"num_simulations": 2, "num_samples": 9, "rows": 5, "progress": False}
-    above = diagnostics.sbc(model, lambda x, y: fit_sgpr(x, y + 5), X, **options)["prior_sbc"]["f"]
-    below = diagnostics.sbc(model, lambda x, y: fit_sgpr(x, y - 5), X, **options)["prior_sbc"]["f"]
-    assert above.max() < 0.1
-    assert below.min() > 0.9
 
 
 @pytest.fixture
@@ -98,20 +37,8 @@ def test_stock_plots_take_the_trees(pictures):
     plots.plot_ppc_dist(tree)
     plots.plot_khat(stats.loo(tree, pointwise=True))
     assert {"scale", "noise"} <= set(stats.summary(tree, var_names=names).index)
-    ranks = diagnostics.sbc(model, fit_sgpr, X, num_simulations=3, num_samples=9, rows=1, progress=False)
-    plots.plot_ecdf_pit(ranks)
     scores = diagnostics.predictive_scores(regression, guide, x, y, num_samples=5)
     plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["data"])
-
-
-def test_rows_that_are_not_there():
-    x, _ = data(num=20)
-    for rows in (0, -2, [3]):
-        message = "sbc's rows must be a whole number of at least 1"
-        refused(message, diagnostics.sbc, model, fit_sgpr, x, rows=rows, num_simulations=1, progress=False)
-
-
-# What stock ArviZ is served: prior groups, one dimension for all draws, whole numbers, plots.
 
 
 def series(t, y=None):

@@ -34,10 +34,10 @@ def test_expectation_propagation_is_judged_by_its_own_target():
     tree = diagnostics.to_datatree(gaussian, ep, x, y, num_samples=100, seed=0, dtype="float64")
     stats = tree["sample_stats"]
     assert tree.sample_stats.attrs["target"] == "fitc"
-    assert float((stats["log_q"] - stats["lp_fitc"]).std()) < 1e-6  # q is the target, for a Gaussian likelihood
+    assert float((stats["log_q"] - stats["lp"]).std()) < 1e-6  # q is the target, for a Gaussian likelihood
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some observations are influential
-        loo = arviz_stats.loo_approximate_posterior(tree, stats["lp_fitc"], stats["log_q"])
+        loo = arviz_stats.loo_approximate_posterior(tree, stats["lp"], stats["log_q"])
     covariance = kernels.RBF(0.5)(x) + 0.04 * torch.eye(30)
     precision = covariance.inverse()
     mean, variance = y - precision @ y / precision.diagonal(), 1 / precision.diagonal()
@@ -46,7 +46,7 @@ def test_expectation_propagation_is_judged_by_its_own_target():
 
 
 def test_khat_takes_the_guides_own_target():
-    """Towards expectation propagation's target its draws have equal weights; towards the bound's they have not."""
+    """Towards expectation propagation's target its draws have equal weights."""
     x, y = data(80)
 
     poisson = one_function(kernels.RBF(0.5), lambda f: dist.Poisson(f.exp()))
@@ -56,9 +56,7 @@ def test_khat_takes_the_guides_own_target():
         ep.sweep(x, seen, num=20)
         tree = diagnostics.to_datatree(model, ep, x, seen, num_samples=400, seed=0, posterior_predictive=False)
         assert diagnostics.psis(tree).target == "fitc"
-        weights = tree.sample_stats["lp_fitc"] - tree.sample_stats["log_q"]
-        assert float(weights.std()) < tolerance
-        assert float((tree.sample_stats["lp"] - tree.sample_stats["log_q"]).std()) > float(weights.std())
+        assert float((tree.sample_stats["lp"] - tree.sample_stats["log_q"]).std()) < tolerance
 
 
 def deep_model():
@@ -123,9 +121,9 @@ def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
     np.testing.assert_allclose(scores.pointwise["log_score"], expected, rtol=1e-6)
     stats = tree.sample_stats
     assert stats.attrs["target"] == "fitc"
-    assert float((stats["lp_fitc"] - stats["log_q"]).std()) < 1e-6
+    assert float((stats["lp"] - stats["log_q"]).std()) < 1e-6
     evidence = dist.MultivariateNormal(torch.zeros(40), phi @ phi.T + torch.diag(0.04 + c)).log_prob(y)
-    assert abs(float((stats["lp_fitc"] - stats["log_q"]).mean()) - float(evidence)) < 1e-6
+    assert abs(float((stats["lp"] - stats["log_q"]).mean()) - float(evidence)) < 1e-6
     assert diagnostics.psis(tree).khat == -np.inf
     inverse = torch.linalg.inv(phi @ phi.T + torch.diag(0.04 + c))
     scale = inverse.diagonal().rsqrt()
@@ -191,15 +189,10 @@ def test_what_stands_in_the_wrong_place_is_named():
         (lambda: diagnostics.to_datatree(guide, gaussian, x, y), first),
         (lambda: diagnostics.predictive_scores(guide, x, y), first),
         (lambda: diagnostics.prior_predictive(guide, x), first),
-        (lambda: diagnostics.sbc(guide, lambda x, y: guide, x), first),
         (lambda: diagnostics.prior_predictive(svi, x), "got SVI in its place"),
-        (lambda: diagnostics.sbc(gaussian, guide, x), "fit must be a function.*AutoSparseGP returned dict"),
-        (lambda: diagnostics.sbc(gaussian, lambda x, y: guide), "sbc cannot call the model: missing.*'x'"),
         (lambda: diagnostics.to_datatree(gaussian, guide), "cannot call the model: missing.*'x'.*training data"),
         (lambda: diagnostics.to_datatree(gaussian, posterior["f"], x, y), "got Site.*give the guide"),
-        (lambda: diagnostics.psis(gaussian, posterior, x, y), "got dict.*give the guide"),
         (lambda: diagnostics.predictive_scores(gaussian, tree, x, y), "got DataTree"),
-        (lambda: diagnostics.psis(guide, x, y), first),
-        (lambda: diagnostics.psis(svi), "got SVI in its place"),
+        (lambda: diagnostics.psis(guide), r"psis\(to_datatree\(model, guide, x, y\)\), got AutoSparseGP"),
     ):
         refused(message, call)

@@ -127,7 +127,8 @@ def trained(guide):
     bound = -sum(svi.evaluate_loss(*train) for _ in range(10)) / 10
     scores = diagnostics.predictive_scores(model, guide, *test, num_samples=100)
     score = scores.summary.loc["log_score", "mean"]
-    khat = diagnostics.psis(model, guide, *train, num_samples=1000).khat
+    tree = diagnostics.to_datatree(model, guide, *train, num_samples=1000)
+    khat = diagnostics.psis(tree).khat
     return bound, score, khat, seconds
 
 

@@ -1,21 +1,12 @@
 """Diagnostics: every posterior leaves as a standard ArviZ object, and says whether to trust it."""
 
 try:
-    from .calibration import PSIS, psis, sbc
     from .effects import plot_effects
     from .scores import PredictiveScores, predictive_scores
     from .tree import prior_predictive, to_datatree
+    from .weights import PSIS, psis
 except ModuleNotFoundError as error:
     remedy = 'pip install "pyro-sparsegp[diagnostics]"'
     raise ImportError(f"pyro_sparsegp.diagnostics needs {error.name}: {remedy}") from error
 
-__all__ = [
-    "PSIS",
-    "PredictiveScores",
-    "plot_effects",
-    "predictive_scores",
-    "prior_predictive",
-    "psis",
-    "sbc",
-    "to_datatree",
-]
+__all__ = ["PSIS", "PredictiveScores", "plot_effects", "predictive_scores", "prior_predictive", "psis", "to_datatree"]

@@ -33,7 +33,6 @@ def to_datatree(
     dtype: str = "float32",
     seed: Optional[int] = None,
     name: Optional[str] = None,
-    _pointwise: bool = True,
     **kwargs: Any,
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
@@ -46,11 +45,12 @@ def to_datatree(
 
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
     log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Either is times the row's weight (``poutine.scale``): leave-one-out leaves a
-    row out with all of its weight. For MCMC ``sample_stats`` has ``diverging``; for a guide, ``log_q`` (log density of
-    (θ, w) under q) and the targets of importance weights, in float64:
+    row out with all of its weight. For MCMC ``sample_stats`` has ``diverging``; for a guide, in float64, ``log_q``, the
+    log density of (θ, w) under q, and ``lp``, that under the target which the guide was trained towards
+    (``tree.sample_stats.attrs["target"]``):
 
-    * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe", which belongs to the evidence lower bound;
-    * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, the target of expectation propagation.
+    * "vfe", of the evidence lower bound: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ];
+    * "fitc", of expectation propagation: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ.
 
     The draws are of the posterior that the guide predicts with. :class:`~pyro_sparsegp.families.ExactWeightSpace`
     predicts with another q(w) if the kernel has a variance correction. Draws are of that one; the target is "fitc".
@@ -85,11 +85,10 @@ def to_datatree(
             groups = draws.groups(include_f)
             if log_likelihood:
                 densities = source.reader(draws.held, draws.moments)
-                groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data if _pointwise}
-                if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data:
-                    # "vfe", log p(θ) p(w) + Σ E[log p(y | f) | w], or "fitc", the logarithm of each datum's expectation
-                    both = {"lp": densities.expected, "lp_fitc": densities.log_evidence}
-                    groups["sample_stats"] |= {key: draws.log_prior + value for key, value in both.items()}
+                groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data}
+                if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data
+                    of_data = densities.expected if source.target == "vfe" else densities.log_evidence
+                    groups["sample_stats"]["lp"] = draws.log_prior + of_data
             _put(table, source, draws, groups)
     if new is not None:
         table.fix("predictions_constant_data", constant_data(model, *new, {}))

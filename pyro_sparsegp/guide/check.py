@@ -58,8 +58,8 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         f"q takes {', '.join(map(repr, apart))} to be independent of f: intervals may be too narrow. " if apart else ""
     )
     beyond = (
-        f"latents {', '.join(map(repr, able))} can't be checked here. {held}Look at diagnostics.psis(model, guide, "
-        "...), or compare with NUTS."
+        f"latents {', '.join(map(repr, able))} can't be checked here. {held}Look at "
+        "diagnostics.psis(tree), or compare with NUTS."
     )
     if not is_open(guide):
         return [beyond]
