@@ -80,9 +80,9 @@ def use():
     free = [families.SVGP(8), families.OrthogonalInducing(5, 5), families.OrthogonallyDecoupled(5, 5)]
     sites = [families.SGPR(8), families.CollapsedOrthogonal(5, 5), families.SemiCollapsedOrthogonal(5, 5)]
     sites += [families.ComputationAware(8), families.ComputationAware(8, "cg"), families.ConditionalSGPR(8)]
-    sites += [families.FreeSites(8), families.ComputationAware(8, batches=True)]
+    sites += [families.ComputationAware(8, batches=True)]
     additive = [families.CoupledPrecision(6), families.MeanFieldAdditive(6), families.CoupledCovariance(6)]
-    additive += [families.AdditiveSGPR(6), families.AdditiveFreeSites(6)]
+    additive += [families.AdditiveSGPR(6)]
     uses = [(program(smooth, classes), family) for family in free + sites for classes in (False, True)]
     uses += [(program(terms), family) for family in additive]
     weights = (families.WeightSpace(), families.ExactWeightSpace())

@@ -227,10 +227,6 @@ class Recipe:
         return issubclass(self.kind, families.SiteFamily)
 
     @property
-    def keeps_sites(self):
-        return self.on_sites and "FreeSites" not in self.name
-
-    @property
     def is_additive(self):
         return "Additive" in self.name or "Coupled" in self.name
 
@@ -280,14 +276,12 @@ def chosen(**options):
 
 
 FREE = chosen(start=("data", "data", "prior"))
-WHITEN = lambda r, *_: {"whiten": r.random() < 0.7}  # noqa: E731
 SITES = chosen(at=("marginals", "marginals", "mean"), rate=(0.3, 0.7, 0.7, 1.0), updates=(1, 1, 3))
 FAMILIES = {
-    "SVGP": (placed, FREE, WHITEN),
+    "SVGP": (placed, FREE),
     "SGPR": (placed, SITES),
-    "FreeSites": (placed, SITES),
-    "OrthogonalInducing": (nested, FREE, WHITEN),
-    "OrthogonallyDecoupled": (nested, FREE, WHITEN, chosen(num_columns=(None, None, 1, 3))),
+    "OrthogonalInducing": (nested, FREE),
+    "OrthogonallyDecoupled": (nested, FREE, chosen(num_columns=(None, None, 1, 3))),
     "CollapsedOrthogonal": (nested, SITES),
     "SemiCollapsedOrthogonal": (nested, SITES, chosen(covariance=("free", "prior"))),
     "ConditionalSGPR": (placed, SITES),
@@ -295,7 +289,6 @@ FAMILIES = {
     "CoupledCovariance": (placed, FREE),
     "CoupledPrecision": (placed, FREE, chosen(rank=(None, 1, 3), base=("block", "identity"))),
     "AdditiveSGPR": (placed, SITES),
-    "AdditiveFreeSites": (placed, SITES),
     "ComputationAware": (actions, SITES),
     "WeightSpace": (FREE,),
     "ExactWeightSpace": (SITES,),
@@ -1041,7 +1034,7 @@ def draws(fitted):
 def at_least_the_prior(fitted):
     """What is optimal given a Gaussian likelihood has a bound no lower than the prior's."""
     c = fitted.c
-    optimal = issubclass(c.family.kind, families.OptimalFamily) and c.family.keeps_sites
+    optimal = issubclass(c.family.kind, families.OptimalFamily) and c.family.on_sites
     if not optimal or not c.steps or c.likelihood not in GAUSSIAN or not c.is_deterministic or c.missing:
         return
     with torch.no_grad():
@@ -1060,7 +1053,7 @@ def at_least_the_prior(fitted):
 def informed(fitted):
     """A first call that shows the data is enough for what is exact in one step, whatever call it was."""
     c = fitted.c
-    exact = c.family.keeps_sites and c.likelihood in ("normal", "outputs") and c.fixed
+    exact = c.family.on_sites and c.likelihood in ("normal", "outputs") and c.fixed
     if exact and not c.steps and not c.missing:
         with apart():
             wanted = fit(c.replace(first="step", steps=1, rate=1e-12)).posteriors
@@ -1104,10 +1097,10 @@ def paths(fitted):
 def evaluation(fitted):
     """The loss is the same number with gradients and without."""
     c = fitted.c
-    iterated = c.family.keeps_sites and c.likelihood not in GAUSSIAN
+    iterated = c.family.on_sites and c.likelihood not in GAUSSIAN
     if c.family.name == "SparseEP" or iterated or c.family.options.get("num_columns") is not None:
         return
-    if c.family.keeps_sites and not all(status["converged"] for status in fitted.guide.site_status.values()):
+    if c.family.on_sites and not all(status["converged"] for status in fitted.guide.site_status.values()):
         return  # actions that follow the residual are no linear system; the status tells
     pyro.set_rng_seed(3)
     plain = -bound_of(fitted, 6)
@@ -1194,9 +1187,8 @@ def again(fitted):
             wanted, limit, other = fitted, 1e-12, fit(c)
             require(other.losses == fitted.losses, "losses differ at the same seed")
         else:
-            # Training amplifies rounding, so that parameters hardly move, but where they are the sites themselves.
-            free = "FreeSites" in c.family.name
-            slow, limit = (c, 0.02) if free else (c.replace(rate=1e-6), tolerance(c, 1e-3, 0.3))
+            # Training amplifies rounding, so that parameters hardly move.
+            slow, limit = c.replace(rate=1e-6), tolerance(c, 1e-3, 0.3)
             order = torch.randperm(c.num, generator=torch.Generator().manual_seed(c.index))
             wanted = fit(slow)
             _ = wanted.posteriors

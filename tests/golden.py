@@ -29,7 +29,6 @@ from pyro_sparsegp.distributions import Probit, RobustMax
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
-    AdditiveFreeSites,
     AdditiveSGPR,
     CollapsedOrthogonal,
     ComputationAware,
@@ -37,7 +36,6 @@ from pyro_sparsegp.families import (
     CoupledCovariance,
     CoupledPrecision,
     ExactWeightSpace,
-    FreeSites,
     MeanFieldAdditive,
     OrthogonalInducing,
     OrthogonallyDecoupled,
@@ -269,7 +267,6 @@ FREE = {
     "OrthogonalInducing": OrthogonalInducing(5, 5),
     "OrthogonallyDecoupled": OrthogonallyDecoupled(5, 5),
     "DecoupledColumns": OrthogonallyDecoupled(5, 6, num_columns=4),
-    "Unwhitened": OrthogonalInducing(5, 5, whiten=False),
     "MeanFieldAdditive": MeanFieldAdditive(5),
     "CoupledCovariance": CoupledCovariance(5),
     "CoupledPrecision": CoupledPrecision(5),
@@ -278,12 +275,10 @@ FREE = {
 }
 ON_SITES = {
     "SGPR": SGPR(8),
-    "FreeSites": FreeSites(8),
     "CollapsedOrthogonal": CollapsedOrthogonal(5, 5),
     "SemiCollapsedOrthogonal": SemiCollapsedOrthogonal(5, 5),
     "ConditionalSGPR": ConditionalSGPR(8),
     "AdditiveSGPR": AdditiveSGPR(5),
-    "AdditiveFreeSites": AdditiveFreeSites(5),
     "ComputationAware": ComputationAware(8),
     "ComputationAwareCG": ComputationAware(8, "cg"),
 }

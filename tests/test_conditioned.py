@@ -11,7 +11,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
+from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace
 
 from .models import estimate, hermite, observed, one_function, prepared, refused, restored, train
 
@@ -217,23 +217,6 @@ def test_classes_condition_on_the_draw():
     mean, variance = dense_bernoulli(x, y, new, torch.tensor(0.4))
     torch.testing.assert_close(q.mean, mean, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(q.variance, variance, atol=2e-3, rtol=2e-3)
-
-
-def test_free_sites_are_those_of_training_whatever_the_draw():
-    """Their q(f) does not depend on c: mean field, in training and everywhere else."""
-    x, y = data(20)
-    model = program("before")
-    guide = started(model, FreeSites(x, trainable=False), x, y)
-    for seed in range(3):
-        losses = []
-        for evaluate in (TraceQuadrature_ELBO(2).loss_and_grads, TraceQuadrature_ELBO(2).loss):
-            pyro.set_rng_seed(seed)
-            losses.append(evaluate(model, guide, x, y))
-        assert losses[0] == pytest.approx(losses[1], abs=1e-9)
-    new = torch.linspace(0.0, 3.0, 5)[:, None]
-    q = guide.posterior(new)["f"]
-    draws = predict(model, guide, new, num_samples=50, joint=False)
-    assert_standard((draws["f"] - q.mean) / q.stddev)
 
 
 def test_the_state_holds_the_data_and_says_when_it_cannot():

@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, FreeSites
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace
 from pyro_sparsegp.program.data import Relation, TrainingData
 
 from .models import conditional, data, gaussian, prepared, refused, restored, train, trained
@@ -49,7 +49,7 @@ def test_the_first_call_with_data_is_enough(first, family):
     torch.testing.assert_close(other.posterior(new)["f"].mean, exact_mean(x, y, new), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", [SGPR(8), FreeSites(8), ComputationAware(8), ComputationAware(8, "cg")])
+@pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8), ComputationAware(8, "cg")])
 def test_a_loss_at_other_data_leaves_the_posterior_alone(family):
     x, y = data(num=30)
     there, seen = data(num=30, seed=9)
@@ -118,7 +118,7 @@ def test_latents_of_single_rows_are_new_at_new_rows(family):
 
 def test_batches_without_a_size_are_told_of():
     x, y = data(num=60)
-    for family in (SGPR(6), FreeSites(6), ComputationAware(6), ComputationAware(6, "cg"), ExactWeightSpace()):
+    for family in (SGPR(6), ComputationAware(6), ComputationAware(6, "cg"), ExactWeightSpace()):
         model = gaussian(kernels.Linear(1.0), NOISE) if isinstance(family, ExactWeightSpace) else MODEL
         guide = trained(model, family, x[:20], y[:20], steps=1)
         refused(r"brings other rows.*size=N", train, model, guide, x[20:40], y[20:40], steps=1)

@@ -42,11 +42,11 @@ KERNELS = {"additive": additive, "product": product, "interaction": interaction}
 DTYPES = (torch.float64, torch.float32)
 
 # Two processes that meet take long: one family of each way to a posterior.
-WITH_TWO = ("SVGP", "SGPR", "FreeSites", "ComputationAwareCG")
+WITH_TWO = ("SVGP", "SGPR", "ComputationAwareCG")
 
 
 # Another option of a family that is there besides: one dtype and one likelihood each.
-OPTIONS = ("SVGPGradients", "OrthogonalInducing3", "OrthogonalUnwhitened", "DecoupledColumns")
+OPTIONS = ("SVGPGradients", "OrthogonalInducing3", "DecoupledColumns")
 OPTIONS += ("CoupledPrecisionGradients", "CoupledPrecisionIdentity")
 
 

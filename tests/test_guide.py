@@ -17,15 +17,7 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import init_to_value
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.families import (
-    SGPR,
-    SVGP,
-    ComputationAware,
-    FreeSites,
-    MeanFieldAdditive,
-    OrthogonalInducing,
-    WeightSpace,
-)
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, MeanFieldAdditive, OrthogonalInducing, WeightSpace
 from pyro_sparsegp.posterior.sparse_posterior import SparsePosterior
 
 from .models import (
@@ -258,12 +250,12 @@ class TestState:
     def test_the_state_of_another_family_or_model_is_an_error(self, used):
         x, y, guide = begun(num=20)
         for family, said in (
-            (SVGP(5), "SVGP\\(inducing=5, whiten=True, natural=True\\)"),
-            (OrthogonalInducing(4, 3), "OrthogonalInducing\\(inducing=4, orthogonal=3, whiten=True, natural=True\\)"),
+            (SVGP(5), "SVGP\\(inducing=5, natural=True\\)"),
+            (OrthogonalInducing(4, 3), "OrthogonalInducing\\(inducing=4, orthogonal=3, natural=True\\)"),
             (MeanFieldAdditive(7), "MeanFieldAdditive\\(inducing=7, natural=True\\)"),
         ):
             other = prepared(regression, family, x, y) if used else AutoSparseGP(regression, family)
-            saved = r"GP site 'f' is SVGP\(inducing=7, whiten=True, natural=True\)"
+            saved = r"GP site 'f' is SVGP\(inducing=7, natural=True\)"
             refused(rf"{saved}, this guide declares {said}", other.load_state_dict, guide.state_dict())
         refused("no family is given for GP site 'f'", restored, guide, family={"h": SVGP(7)})
         other = prepared(PLAIN, SVGP(7), x, y) if used else AutoSparseGP(PLAIN, SVGP(7))
@@ -632,7 +624,7 @@ def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
     torch.testing.assert_close(draws["f"], draws["level"], rtol=0, atol=8.0)
 
 
-FOLLOWING = [SGPR(5), ComputationAware(4), FreeSites(5)]
+FOLLOWING = [SGPR(5), ComputationAware(4)]
 
 
 @pytest.mark.parametrize(

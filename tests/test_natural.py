@@ -79,7 +79,6 @@ FEATURES = kernels.Polynomial(2, 1.0)  # finite features alone
 
 OPTIMA = {
     "SVGP": (SVGP, SGPR, KERNEL),
-    "unwhitened": (lambda z, **kw: SVGP(z, whiten=False, **kw), SGPR, KERNEL),
     "orthogonal": (
         lambda z, **kw: OrthogonalInducing(z[:6], z[6:], **kw),
         lambda z, **kw: CollapsedOrthogonal(z[:6], z[6:], **kw),

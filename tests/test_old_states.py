@@ -30,6 +30,12 @@ def test_a_state_loads_and_gives_the_posterior_it_had(name, saved):
     torch.testing.assert_close(posterior.variance, variance, rtol=1e-6, atol=1e-8)
 
 
+def test_what_has_left_is_named(saved):
+    for name, told in (("SVGP not whitened", "whiten=False"), ("FreeSites", r"FreeSites\(")):
+        with pytest.raises(ValueError, match=f"{told}.*of an earlier release if it has left"):
+            AutoSparseGP(model_of(name), FAMILIES["SVGP"]()).load_state_dict(saved[name][0])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_state_that_was_loaded_trains_on(name, saved):
     guide = AutoSparseGP(model_of(name), FAMILIES[name]())

@@ -258,8 +258,8 @@ def one_layer(x, y=None, size=None, kernel=None):
 # One of each kind of basis and posterior; the others put the same bases under other posteriors.
 
 
-OF_A_KIND = ["SVGP", "OrthogonalInducing3", "OrthogonalUnwhitened", "DecoupledColumns", "CoupledPrecision"]
-OF_A_KIND += ["AdditiveSGPR", "SemiCollapsedOrthogonal", "FreeSites", "ComputationAwareCG"]
+OF_A_KIND = ["SVGP", "OrthogonalInducing3", "DecoupledColumns", "CoupledPrecision"]
+OF_A_KIND += ["AdditiveSGPR", "SemiCollapsedOrthogonal", "ComputationAwareCG"]
 
 
 @pytest.mark.filterwarnings("ignore:the bound changes by")
@@ -268,10 +268,10 @@ def test_families(i, name):
     family, dtype = FAMILIES[name], (torch.float64, torch.float32)[i % 2]
     torch.set_default_dtype((torch.float32, torch.float64)[i % 2])
     # There are only hyperparameters to learn, or the whole posterior by gradients.
-    steps = {"OrthogonalUnwhitened": 100, "FreeSites": 30}.get(name, 16 if isinstance(family, FreeFormFamily) else 4)
+    steps = 16 if isinstance(family, FreeFormFamily) else 4
     x, y = bars(30 if steps == 4 else 40, dtype=dtype)
     guide = AutoSparseGP(one_layer, family, independent=True)
-    losses = train(one_layer, guide, x, y, steps=steps, lr=0.05 if name == "FreeSites" else 0.1)
+    losses = train(one_layer, guide, x, y, steps=steps, lr=0.1)
     assert torch.tensor(losses).isfinite().all()
     half = min(4, steps // 2)
     assert sum(losses[-half:]) < sum(losses[:half])
@@ -281,7 +281,7 @@ def test_families(i, name):
     assert_close(q.covariance_matrix.diagonal(), q.variance, rtol=1e-3, atol=1e-3)
     if isinstance(family, ComputationAware):
         assert (q.mathematical_variance <= q.variance + 1e-6).all()
-    if name not in ("OrthogonalUnwhitened", "DecoupledColumns"):  # coordinates that learn slowly
+    if name != "DecoupledColumns":  # which learns slowly
         assert ((q.mean > 0) == truth).float().mean() > 0.6
     again = restored(guide, one_layer, family, independent=True)
     assert torch.equal(again.posterior(new)["f"].mean, q.mean)

@@ -21,7 +21,6 @@ from pyro_sparsegp.families import (
     ConditionalSGPR,
     Exact,
     ExactWeightSpace,
-    FreeSites,
     SemiCollapsedOrthogonal,
     SiteFamily,
     WeightSpace,
@@ -284,21 +283,6 @@ def test_bernoulli_with_all_actions_is_the_dense_newton_method(at, actions):
     torch.testing.assert_close(q.variance, variance, atol=1e-6, rtol=1e-6)
 
 
-def test_free_sites_have_the_papers_optimum():
-    """Paper 0, eq. 4 and 6: λ² = −2 ∂E[log p]/∂σ², which is E[exp f] for counts, and the bound is SGPR's."""
-    x, y = (part[:6] for part in observations("poisson", 20))  # 2N = 12 numbers for M(M + 3)/2 = 27: unique
-    model = with_likelihood(LIKELIHOODS["poisson"])
-    z = x + 0.01
-    guide, bound = maximise(model, FreeSites(z, trainable=False), x, y, num_nodes=20, iterations=90)
-    best = best_bound(by_nodes(LIKELIHOODS["poisson"], y), x, z)
-    assert best - 1e-2 < bound < best + 1e-6
-    sgpr = AutoSparseGP(model, SGPR(z, trainable=False), independent=True)
-    assert abs([-TraceQuadrature_ELBO(20).loss_and_grads(model, sgpr, x, y) for _ in range(8)][-1] - best) < 1e-4
-    q = guide.posterior(x)["f"]
-    rate = (q.mean + q.variance / 2).exp()
-    torch.testing.assert_close(guide.gps.f.sites.root.square(), rate, rtol=0.02, atol=0.02)
-
-
 def test_masked_rows_are_dropped_rows():
     x, y = data(num=50)
     missing = y.clone()
@@ -436,7 +420,7 @@ def test_likelihoods_that_do_not_fit_are_refused():
 
 def test_mini_batches_are_refused():
     x, y = data(num=30)
-    families = (SGPR(5), FreeSites(5), ComputationAware(5, "cg"), ComputationAware(5))
+    families = (SGPR(5), ComputationAware(5, "cg"), ComputationAware(5))
     for family in (*families, SemiCollapsedOrthogonal(5, 5), ConditionalSGPR(5)):
         guide = prepared(regression, family, x, y, independent=True)
         name = family.declared()["name"]
@@ -456,7 +440,7 @@ def test_bad_arguments(arguments):
     refused(f"SGPR's {next(iter(arguments))} must be", SGPR, 5, **arguments)
 
 
-@pytest.mark.parametrize("family", [SGPR(8), FreeSites(8), ComputationAware(8, "random")], ids=lambda f: f.__class__)
+@pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8, "random")], ids=lambda f: f.__class__)
 def test_copies_predict_the_same_and_train_on(family):
     x, y = data(bernoulli, 16)
     new = torch.rand(6, 2)

@@ -28,9 +28,7 @@ Z = torch.linspace(0, 1, 5, dtype=torch.float64)[:, None]
 # Each with the sizes of the groups of coefficients that it has a covariance of, None where the prior's stays.
 CASES = {
     "SVGP": (lambda **k: SVGP(7, **k), [(7, True)]),
-    "SVGP, values": (lambda **k: SVGP(7, whiten=False, **k), [(7, True)]),
     "nested": (lambda **k: OrthogonalInducing(5, [4, 3], **k), [(5, True), (4, True), (3, True)]),
-    "nested, values": (lambda **k: OrthogonalInducing(5, 4, whiten=False, **k), [(5, True), (4, True)]),
     "decoupled": (lambda **k: OrthogonallyDecoupled(5, 4, **k), [(5, True), (4, False)]),
     "mean field": (lambda **k: MeanFieldAdditive([Z, Z], **k), [(5, True), (5, True)]),
     "coupled": (lambda **k: CoupledCovariance([Z, Z], **k), [(10, True)]),
@@ -90,8 +88,7 @@ def test_a_million_rows_in_float32():
     x = torch.rand(1_000_000, 2, dtype=torch.float32)
     process = GaussianProcess(kernels.RBF(1.0)[0] + kernels.RBF(1.0)[1] + kernels.Constant(1.0), x)
     z = torch.rand(40, 2, dtype=torch.float32)
-    values = SVGP(z, whiten=False)
-    for family in (SVGP(z), values, CoupledPrecision([z[:10, :1], z[:10, 1:], None], rank=8)):
+    for family in (SVGP(z), CoupledPrecision([z[:10, :1], z[:10, 1:], None], rank=8)):
         module = family.build(process, "f")
         module.inform(process, "f")
         with torch.no_grad():
@@ -101,14 +98,13 @@ def test_a_million_rows_in_float32():
         assert all(p.dtype == torch.float32 for p in module.parameters())
 
 
-@pytest.mark.parametrize("whiten", [True, False])
-def test_it_saves_steps(whiten):
+def test_it_saves_steps():
     x = torch.rand(400, 1)
     y = (9 * x[:, 0]).sin() + 0.05 * torch.randn(400)
     model = gaussian(kernels.RBF(0.2), noise=0.05)
 
     def bound(start):
-        guide, elbo = AutoSparseGP(model, SVGP(15, whiten=whiten, start=start, natural=False)), TraceQuadrature_ELBO(2)
+        guide, elbo = AutoSparseGP(model, SVGP(15, start=start, natural=False)), TraceQuadrature_ELBO(2)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
         for _ in range(30):
             svi.step(x, y)

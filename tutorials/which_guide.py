@@ -43,7 +43,6 @@ from pyro_sparsegp import (
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
-    AdditiveFreeSites,
     AdditiveSGPR,
     CollapsedOrthogonal,
     ComputationAware,
@@ -51,7 +50,6 @@ from pyro_sparsegp.families import (
     CoupledCovariance,
     CoupledPrecision,
     ExactWeightSpace,
-    FreeSites,
     MeanFieldAdditive,
     OrthogonalInducing,
     OrthogonallyDecoupled,
@@ -136,9 +134,7 @@ families = {
     "CollapsedOrthogonal": CollapsedOrthogonal(10, 10),
     "SemiCollapsedOrthogonal": SemiCollapsedOrthogonal(10, 10),
     "ConditionalSGPR": ConditionalSGPR(20),
-    "FreeSites": FreeSites(20),
     "AdditiveSGPR": AdditiveSGPR(10),
-    "AdditiveFreeSites": AdditiveFreeSites(10),
     "ComputationAware": ComputationAware(20),
     "ExactWeightSpace": ExactWeightSpace(),
     "SparseEP": SparseEP(20),
@@ -241,8 +237,6 @@ if options.full:
         score = at.loc[task, "test log density"]
         assert score["SVGP"] > score.max() - 0.1  # on data held out, too
         assert score["SGPR"] > score.max() - 0.1
-        free_sites = bound[["FreeSites", "AdditiveFreeSites"]]
-        assert (free_sites < same.max()).all()  # what is left to Adam is behind,
         assert (
             at.loc[task, "within 90 %"] > 0.8
         ).all()  # and nobody is badly calibrated
@@ -257,10 +251,8 @@ if options.full:
 # On data like these most differ little: take `SVGP` with mini-batches or `SGPR` with all rows, and another for what it
 # alone gives: effects one by one (`CoupledPrecision`), intervals that hold what computation left out
 # (`ComputationAware`), the posterior's shape beyond a bound's optimum (`SparseEP`), features that are known
-# (`WeightSpace`). `MeanFieldAdditive` pays for leaving out how effects depend on each other. `FreeSites` and
-# `AdditiveFreeSites` leave their two numbers a row to Adam, which needs more steps than these: their form is
-# `SGPR`'s, which has its sites from the likelihood itself. The [chooser](../docs/how-to/choose-a-guide.md) has all by
-# problem.
+# (`WeightSpace`). `MeanFieldAdditive` pays for leaving out how effects depend on each other. The
+# [chooser](../docs/how-to/choose-a-guide.md) has all by problem.
 
 # %% [markdown]
 # ## What to try next

@@ -72,10 +72,6 @@ class SparseGP(AbstractModule):
 
     def start(self, process: GaussianProcess, name: str) -> None:
         """Take note of what a guide's first call shows."""
-        if self.coefficients.placed:
-            with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
-                anchor = self.basis.forward(process.kernel, process.jitter, name).anchor
-                self.coefficients.start(anchor, [anchor.new_zeros(0, size) for size in self.basis.sizes])
         if process.kernel.depends_on_rows:
             self.see(process.x)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..gaussians import (
     weighted_gram,
 )
 from ..gaussians.base import eye_like
-from ..gaussians.sites import FreeSites, KeptSites, Sites
+from ..gaussians.sites import KeptSites, Sites
 from ..modules import AbstractModule, size_buffers
 from ..numerics.functions import is_long
 from ..numerics.linalg import over_lower, sum_blocks
@@ -41,17 +41,18 @@ Kind = type[SparsePosterior]
 class SiteGP(AbstractModule):
     """One site's variational module whose posterior follows from Gaussian sites.
 
-    :param sites: where the sites are kept, or are parameters.
+    :param x: some inputs, ``(N, D)``, which say the dtype, the device and D.
     :param at: "marginals" or "mean", where sites that are iterated are read.
     :param rate: the damping of updates where sites are iterated.
     :param updates: how many updates a training step makes there.
     """
 
     takes_batches = False  # whether steps may bring other rows than those whose sites it is conditioned on
+    num_rows: Optional[int] = None  # of the training data, if parameters belong to each
 
     def __init__(
         self,
-        sites: Union[KeptSites, FreeSites],
+        x: Tensor,
         batch_shape: Sequence[int],
         family: dict[str, Any],
         at: str = "marginals",
@@ -59,7 +60,7 @@ class SiteGP(AbstractModule):
         updates: int = 1,
     ) -> None:
         super().__init__()
-        self.sites, self.family = sites, family
+        self.sites, self.family = KeptSites(x, batch_shape), family
         self.at, self.rate, self.updates = at, rate, updates
         self.batch_shape = torch.Size(batch_shape)
 
@@ -103,11 +104,6 @@ class SiteGP(AbstractModule):
     def at_new_inputs(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites) -> SparsePosterior:
         """The posterior at new inputs, where a kernel's diagonal that depends on the rows is that beside the sites'."""
         return self.given(process.relative_to(sites.inputs), name, kind, sites, False)
-
-    @property
-    def num_rows(self) -> Optional[int]:
-        """Of the training data, if parameters belong to each; otherwise ``None``."""
-        return len(self.sites.inputs) if isinstance(self.sites, FreeSites) else None
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
@@ -277,7 +273,7 @@ class ProjectedGP(SiteGP):
         return kind(process, features, q, name, sites, features.of(products) if here else None)
 
     @property
-    def num_rows(self) -> Optional[int]:
+    def num_rows(self) -> Optional[int]:  # type: ignore[override]
         return self.policy.rows
 
     def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:

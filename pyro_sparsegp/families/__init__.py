@@ -6,14 +6,7 @@ A family is a small frozen recipe; the guide builds a module from it for each GP
 """
 
 from ..approximations.free import SparseGP
-from .additive import (
-    AdditiveFamily,
-    AdditiveFreeSites,
-    AdditiveSGPR,
-    CoupledCovariance,
-    CoupledPrecision,
-    MeanFieldAdditive,
-)
+from .additive import AdditiveFamily, AdditiveSGPR, CoupledCovariance, CoupledPrecision, MeanFieldAdditive
 from .base import BasisFamily, ExpectationFamily, Family, FreeFormFamily, OptimalFamily, SiteFamily
 from .inducing import (
     SGPR,
@@ -21,7 +14,6 @@ from .inducing import (
     CollapsedOrthogonal,
     ConditionalSGPR,
     Exact,
-    FreeSites,
     InducingFamily,
     OrthogonalInducing,
     OrthogonallyDecoupled,
@@ -35,7 +27,6 @@ __all__ = [
     "SGPR",
     "SVGP",
     "AdditiveFamily",
-    "AdditiveFreeSites",
     "AdditiveSGPR",
     "BasisFamily",
     "CollapsedOrthogonal",
@@ -48,7 +39,6 @@ __all__ = [
     "ExpectationFamily",
     "Family",
     "FreeFormFamily",
-    "FreeSites",
     "InducingFamily",
     "MeanFieldAdditive",
     "OptimalFamily",

@@ -14,15 +14,7 @@ from ..gaussians import BlockCholesky, BlockPlusLowRank, Coefficients, FullChole
 from ..kernels.algebra import term_names
 from ..numerics.arguments import require_choice, require_count
 from ..process import GaussianProcess
-from .base import (
-    BasisFamily,
-    FreeFormFamily,
-    NewCoefficients,
-    OptimalFamily,
-    WithFreeSites,
-    require_basis,
-    require_own_diagonal,
-)
+from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily, require_basis, require_own_diagonal
 
 _DENSE = 96  # coefficients up to which sums in one matrix are quicker than blocks
 
@@ -145,12 +137,4 @@ class AdditiveSGPR(OnTerms, OptimalFamily):
     (Adam, Durrande and John, 2018, eq. 6.) S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C] and Λ
     the sites' precisions: what :class:`CoupledCovariance` tends to, in a few steps on all rows. It forms a matrix of
     all coefficients.
-    """
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class AdditiveFreeSites(WithFreeSites, AdditiveSGPR):
-    """:class:`AdditiveSGPR` with its sites as 2N free parameters, as :class:`FreeSites`.
-
-    (Adam, Durrande and John, 2018, eq. 4 and 6.)
     """

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, Optional, Self, Union
+from typing import Any, ClassVar, Optional, Self
 
 from torch import Tensor
 
@@ -14,8 +14,6 @@ from ..approximations.on_sites import ExpectationGP, OptimalGP
 from ..bases import Basis, InducingVariables
 from ..bases.additive import rebuilt
 from ..gaussians import Coefficients, NaturalGaussian, Rate
-from ..gaussians.sites import FreeSites as FreeSitesModule
-from ..gaussians.sites import KeptSites
 from ..gaussians.steps import DEFAULT_RATE
 from ..numerics.arguments import Documented, require_choice, require_count, require_share
 from ..process import GaussianProcess
@@ -55,10 +53,12 @@ class Family(Documented, ABC):
 
         :raises ValueError: naming the site, if ``spec`` is of another family or of other numbers.
         """
-        if spec["family"] != self.declared():
+        # Until 2026 families had whiten=True, too, and the other choice, which has left.
+        saved = {key: value for key, value in spec["family"].items() if (key, value) != ("whiten", True)}
+        if saved != self.declared():
             raise ValueError(
-                f"the saved posterior of GP site {name!r} is {_call(spec['family'])}, this guide declares "
-                f"{_call(self.declared())}; make the guide with the saved family."
+                f"the saved posterior of GP site {name!r} is {_call(saved)}, this guide declares "
+                f"{_call(self.declared())}; make the guide with the saved family, of an earlier release if it has left."
             )
         return self._rebuild(spec, like, name)
 
@@ -220,15 +220,13 @@ class OptimalFamily(SiteFamily, BasisFamily):
     """A basis with the posterior of its coefficients that is optimal for the sites."""
 
     module: ClassVar[type[OptimalGP]] = OptimalGP
-    sites: ClassVar[type[Union[KeptSites, FreeSitesModule]]] = KeptSites
 
     def build(self, process: GaussianProcess, name: str) -> OptimalGP:
         require_matrix(process, name)
         return super().build(process, name)
 
     def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: Any) -> OptimalGP:
-        sites = self.sites(x, batch_shape)
-        return self.module(basis, *more, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+        return self.module(basis, *more, x, batch_shape, self.declared(), self.at, self.rate, self.updates)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -240,18 +238,6 @@ class ExpectationFamily(BasisFamily):
 
     def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> ExpectationGP:
         return ExpectationGP(basis, batch_shape, x, self.declared())
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class WithFreeSites(OptimalFamily):
-    """A family whose sites are 2N free parameters."""
-
-    sites: ClassVar = FreeSitesModule
-
-    def build(self, process: GaussianProcess, name: str) -> OptimalGP:
-        module = super().build(process, name)
-        module.sites.start(process.variance.sqrt())
-        return module
 
 
 def require_own_diagonal(kernel: Any, name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
 from torch import Tensor
@@ -14,18 +13,10 @@ from ..approximations.on_sites import BlockwiseGP, ConditionalGP, ExactGP, Optim
 from ..bases import Basis, InducingPoints
 from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser
-from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity, Unwhitened
+from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..numerics.arguments import require_choice, require_count
 from ..process import GaussianProcess
-from .base import (
-    BasisFamily,
-    ExpectationFamily,
-    FreeFormFamily,
-    NewCoefficients,
-    OptimalFamily,
-    WithFreeSites,
-    require_own_diagonal,
-)
+from .base import BasisFamily, ExpectationFamily, FreeFormFamily, NewCoefficients, OptimalFamily, require_own_diagonal
 
 _MOST = 4000  # rows that Exact takes: a step takes some five times N³ operations
 
@@ -54,17 +45,7 @@ class OnInducingPoints(BasisFamily):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InducingFamily(OnInducingPoints, FreeFormFamily):
-    """The base class of families with inducing points and a free posterior.
-
-    :param whiten: whether q's parameters describe whitened coefficients w (default), or the values u = Lw at inducing
-        inputs as in the papers' formulas. It matters only with ``natural=False``: natural steps are the same in both.
-    """
-
-    whiten: bool = field(default=True, kw_only=True)
-
-    def chosen_coefficients(self) -> NewCoefficients:
-        found = super().chosen_coefficients()
-        return found if self.whiten or self.is_natural else partial(Unwhitened, found)
+    """The base class of families with inducing points and a free posterior."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,19 +99,6 @@ class Exact(OptimalFamily):
                 "SVGP, by mini-batches, or ComputationAware."
             )
         return InducingPoints([])  # which are the rows of each call
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FreeSites(WithFreeSites, SGPR):
-    """Inducing points with the optimal form of q and its sites as 2N free parameters.
-
-    (Adam, Durrande and John, 2018, eq. 4 and 6.) S⁻¹ = I + ΦᵀΛΦ with Λ = diag(λₙ²), m = SΦᵀb, for free λ and b.
-
-    At the optimum λₙ² = −2 ∂E[log p(yₙ | f)]/∂σₙ², with σₙ² the marginal variance; the precisions λₙ² are kept
-    non-negative, which likelihoods that are not log-concave may violate. The bound is not concave in these
-    parameters, and with N > M(M + 3)/2, all that a Gaussian over M coefficients has, they are more than
-    :class:`SVGP` needs: :class:`SGPR` finds the same optimum in a few updates.
-    """
 
 
 @dataclass(frozen=True, eq=False, repr=False)

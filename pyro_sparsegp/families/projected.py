@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..approximations.on_sites import ProjectedGP
 from ..bases.policies import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
-from ..gaussians.sites import KeptSites
 from ..kernels.base import white_share
 from ..numerics.arguments import require_count
 from ..process import GaussianProcess
@@ -70,8 +69,8 @@ class ComputationAware(SiteFamily):
 
     def _module(self, x: Tensor, batch_shape: Sequence[int]) -> ProjectedGP:
         policy = _POLICIES.get(self.actions, _by_user)(self, x, batch_shape)  # type: ignore[arg-type]
-        sites, how = KeptSites(x, batch_shape), (self.at, self.rate, self.updates)
-        return ProjectedGP(policy, sites, batch_shape, self.declared(), *how, batches=self.batches)
+        how = self.at, self.rate, self.updates
+        return ProjectedGP(policy, x, batch_shape, self.declared(), *how, batches=self.batches)
 
 
 def _by_user(family: ComputationAware, x: Tensor, batch_shape: Sequence[int]) -> Policy:

@@ -12,7 +12,6 @@ from .free import (
     Identity,
     IdentityPlusLowRank,
     ProjectedGaussian,
-    Unwhitened,
 )
 from .natural import NaturalGaussian, NaturalLowRank
 from .product import Continued, Product, from_natural, optimal, weighted_gram
@@ -50,7 +49,6 @@ __all__ = [
     "Shared",
     "ShiftFactor",
     "Sites",
-    "Unwhitened",
     "Whole",
     "from_natural",
     "optimal",

@@ -13,7 +13,6 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import plus_one, root_of_inverse, side_by_side, solve_lower
 from .base import Coefficients, Given, Stack
 from .factors import DenseFactor, DiagonalFactor, Factor, IdentityFactor, LowRankFactor
@@ -98,54 +97,6 @@ class CholeskyIdentity(_Factored):
     """
 
     later = IdentityFactor
-
-
-class Unwhitened(Coefficients):
-    """q(u_b) = N(m_b, S_b), factor by factor, for u_b = L_bb w_b: the values themselves (Shi et al., 2020, eq. 8).
-
-    L_bb is the factor's own block on the diagonal of the anchor L. For nested sets, u₁ = f(Z), and u₂ = f⊥(O) is what
-    f(O) adds to it, with prior N(0, C_OO): the paper's v⊥. Of w, this is N(L_bb⁻¹m_b, L_bb⁻¹S_bL_bb⁻ᵀ).
-    A factor that keeps the prior's covariance keeps it. q moves with the hyperparameters where a whitened one would
-    not; both reach the same optimum.
-
-    :param kind: the whitened posterior with the same layout of factors.
-    """
-
-    placed: ClassVar[bool] = True
-
-    def __init__(self, kind: Any, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
-        super().__init__(sizes, batch_shape, like)
-        self.values = kind(sizes, batch_shape, like)
-
-    def start(self, anchor: Any, features: Sequence[Tensor]) -> None:
-        """Put q where the whitened one starts, under the first anchor L: at the prior, it is N(0, L_bbL_bbᵀ)."""
-        self.values.start(anchor, features)
-        for i, (factor, block) in enumerate(zip(self.values.forward().factors, self._blocks(anchor))):
-            if factor.scale_name is not None:
-                root = block.detach() @ factor.root  # of LSLᵀ, or the diagonal of it
-                value = root if isinstance(factor, DenseFactor) else root.norm(dim=-1)
-                setattr(self.values, f"{factor.scale_name}_{i}", value)
-
-    def anchor_of(self, features: Any, mean: Any = None) -> Any:
-        return features.anchor
-
-    def _blocks(self, anchor: Any) -> list[Tensor]:
-        """L_bb of each factor."""
-        return [anchor[..., own, own] for own in self.values.slices]
-
-    def forward(self, anchor: Optional[Tensor] = None) -> Product:
-        q = self.values()
-        for i, (factor, block) in enumerate(zip(q.factors, self._blocks(anchor))):
-            # of w = L⁻¹u: N(L⁻¹m, L⁻¹SL⁻ᵀ) (Shi et al., 2020, eq. 8)
-            root, num = factor.root, block.shape[-1]
-            batch = broadcast_shapes(block.shape[:-2], root.shape[:-2])
-            both = torch.cat([root, factor.loc[..., None]], -1).expand(*batch, num, num + 1)
-            whitened = solve_lower(block, both)  # one solve for both
-            loc = whitened[..., -1]
-            # N(L⁻¹m, I) where the values keep the prior's covariance LLᵀ
-            is_free = factor.scale_name is not None
-            q.factors[i] = DenseFactor(loc, whitened[..., :-1].tril()) if is_free else IdentityFactor(loc)
-        return q
 
 
 def leading_directions(features: Sequence[Tensor], small: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Gaussian sites: a likelihood as N(zₙ | fₙ, 1/λₙ) at the training inputs, read off the model or free.
+"""Gaussian sites: a likelihood as N(zₙ | fₙ, 1/λₙ) at the training inputs, read off the model.
 
 They are held as (λ, λ(z − μ)), so that λ = 0, a masked or uninformative datum, is harmless.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..modules import AbstractModule, size_buffers
@@ -159,29 +158,3 @@ class KeptSites(AbstractModule):
         state_dict.pop(prefix + "corrected", None)  # of releases that kept other sites for predictions
         self.progress["marginals"] = None
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class FreeSites(AbstractModule):
-    """Sites as 2N free parameters: the precision λₙ² and the linear term (Adam et al., 2018, eq. 4 and 6).
-
-    :param inputs: X, ``(N, D)``.
-    """
-
-    empty = False
-
-    def __init__(self, inputs: Tensor, batch_shape: Sequence[int]) -> None:
-        super().__init__()
-        self.register_buffer("inputs", inputs.detach())
-        shape = (*batch_shape, inputs.shape[-2])
-        self.root: Any = PyroParam(inputs.new_zeros(shape))
-        self.linear: Any = PyroParam(inputs.new_zeros(shape))
-
-    def start(self, scale: Tensor) -> None:
-        """Start the precisions at a hundredth of the prior's, whose standard deviation at X is ``scale``."""
-        # λ = 0 is a saddle in this parameter: it starts away from it.
-        self.root = torch.zeros_like(self.root) + 0.1 / scale.detach().clamp(min=1e-3)
-
-    def forward(self) -> Sites:
-        """The sites."""
-        # λ = root²: never negative
-        return Sites(self.inputs, self.root.square(), self.linear)

@@ -280,7 +280,7 @@ class AutoSparseGP(SavedGuide):
     def forget_data(self) -> None:
         """Forget the training data. ``SGPR`` and its kind take new data from the next call with observations.
 
-        Parameters stay. Families with parameters for each row (FreeSites, sparse actions) need a new guide.
+        Parameters stay. Sparse actions, which have a parameter for each row, need a new guide.
 
         :raises ValueError: naming the GP site of such a family.
         """

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
-from ..gaussians.sites import KeptSites
 from ..numerics.linalg import MAPPED
 from ..process import GaussianProcess
 from ..program.checks import holds_part, require_full_batch
@@ -73,7 +72,7 @@ class _UnderLatents(Priors):
         if name in self.reads:
             self.moves[name] = torch.zeros_like(process.mean, requires_grad=True)
             return process.mean + self.moves[name]
-        if _is_read(module):
+        if isinstance(module, SiteGP):
             return process.mean
         posterior = self.posteriors[name] = self.free(name, process, module, self.guide.kind_of_draws(name))
         return posterior.mean
@@ -92,7 +91,7 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
             return Conditions()
         args, kwargs = core.data.args, core.data.kwargs
     # Not under vmap, by which predict draws: it has no torch.autograd.grad.
-    kept = [name for name, module in guide.modules_by_site().items() if _is_read(module)]
+    kept = [name for name, module in guide.modules_by_site().items() if isinstance(module, SiteGP)]
     reads = [] if MAPPED.get() else list(filter(core.facts.is_alone, kept))
     run = _UnderLatents(guide, at_medians=median, reads=reads)
     with unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
@@ -113,11 +112,6 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(core.facts.local_latents)
     held = {name: value if learns else value.detach() for name, value in free.items() if name in shared}
     return Conditions(held, readings, run.drawn)
-
-
-def _is_read(module: Any) -> bool:
-    """Whether a module's sites are read; of others they are parameters."""
-    return isinstance(module, SiteGP) and isinstance(module.sites, KeptSites)
 
 
 def _read(reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:

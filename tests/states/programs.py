@@ -8,9 +8,7 @@ from pyro_sparsegp import GaussianProcess, families, kernels
 
 FAMILIES = {
     "SVGP": lambda: families.SVGP(4),
-    "SVGP not whitened": lambda: families.SVGP(4, whiten=False),
     "SGPR": lambda: families.SGPR(4),
-    "FreeSites": lambda: families.FreeSites(4),
     "SparseEP": lambda: families.SparseEP(4),
     "OrthogonalInducing": lambda: families.OrthogonalInducing(3, 3),
     "OrthogonallyDecoupled": lambda: families.OrthogonallyDecoupled(3, 4),
