@@ -43,8 +43,8 @@ FAMILIES = {
     "SemiCollapsedOrthogonal": SemiCollapsedOrthogonal(6, 6),
     "ConditionalSGPR": ConditionalSGPR(12),
     "ComputationAwareSparse": ComputationAware(12),
-    "ComputationAwareCG": ComputationAware(12, "cg"),
     "Exact": Exact(),
+    "ComputationAwareCG": ComputationAware(12, "cg"),
 }
 
 

@@ -62,7 +62,7 @@ def _quick():
         for j, model in enumerate(("regression", ("bernoulli", "poisson")[i % 2])):
             yield family, model, list(KERNELS)[(i + j) % 3], DTYPES[(i // 2 + j) % 2]
     for i, family in enumerate(WITH_TWO):
-        yield family, "heteroscedastic", list(KERNELS)[i % 3], DTYPES[i // 3]
+        yield family, "heteroscedastic", list(KERNELS)[i % 3], DTYPES[i // 2]
 
 
 def _case(family, model, kernel, dtype, steps, marks=()):
