@@ -276,7 +276,7 @@ def chosen(**options):
 
 
 FREE = chosen(start=("data", "data", "prior"))
-SITES = chosen(at=("marginals", "marginals", "mean"), rate=(0.3, 0.7, 0.7, 1.0), updates=(1, 1, 3))
+SITES = chosen(rate=(0.3, 0.7, 0.7, 1.0), updates=(1, 1, 3))
 FAMILIES = {
     "SVGP": (placed, FREE),
     "SGPR": (placed, SITES),

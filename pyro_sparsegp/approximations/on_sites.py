@@ -42,7 +42,6 @@ class SiteGP(AbstractModule):
     """One site's variational module whose posterior follows from Gaussian sites.
 
     :param x: some inputs, ``(N, D)``, which say the dtype, the device and D.
-    :param at: "marginals" or "mean", where sites that are iterated are read.
     :param rate: the damping of updates where sites are iterated.
     :param updates: how many updates a training step makes there.
     """
@@ -55,13 +54,12 @@ class SiteGP(AbstractModule):
         x: Tensor,
         batch_shape: Sequence[int],
         family: dict[str, Any],
-        at: str = "marginals",
         rate: float = 1.0,
         updates: int = 1,
     ) -> None:
         super().__init__()
         self.sites, self.family = KeptSites(x, batch_shape), family
-        self.at, self.rate, self.updates = at, rate, updates
+        self.rate, self.updates = rate, updates
         self.batch_shape = torch.Size(batch_shape)
 
     def forward(

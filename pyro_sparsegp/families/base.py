@@ -63,7 +63,7 @@ class Family(Documented, ABC):
         return self._rebuild(spec, like, name)
 
 
-_NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "tolerance", "batches")  # they change no shape
+_NOT_DECLARED = ("init", "trainable", "start", "rate", "updates", "tolerance", "batches")  # they change no shape
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -198,19 +198,15 @@ class SiteFamily(Family):
     once; a mini-batch is refused. With other latents c the posterior is q(c) q(f | c, data): each draw of c has its
     own sites, read off the model at the training data. The guide refers to these data, and its state holds them.
 
-    :param at: where ℓ' and ℓ'' are taken: "marginals", their expectations under q, the optimum of the bound; or
-        "mean", at q's mean, which is Newton's method for Laplace's approximation.
     :param rate: the step size of these updates in (0, 1].
     :param updates: the number of updates per step. One is enough with Adam. L-BFGS needs some 20 where the likelihood
         is not Gaussian, because its line search needs a function of the parameters alone.
     """
 
-    at: str = field(default="marginals", kw_only=True)
     rate: float = field(default=0.7, kw_only=True)
     updates: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        require_choice(self.at, f"{type(self).__name__}'s at", "marginals", "mean")
         require_share(self.rate, f"{type(self).__name__}'s rate")
         require_count(self.updates, f"{type(self).__name__}'s updates")
 
@@ -226,7 +222,7 @@ class OptimalFamily(SiteFamily, BasisFamily):
         return super().build(process, name)
 
     def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: Any) -> OptimalGP:
-        return self.module(basis, *more, x, batch_shape, self.declared(), self.at, self.rate, self.updates)
+        return self.module(basis, *more, x, batch_shape, self.declared(), self.rate, self.updates)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -69,7 +69,7 @@ class ComputationAware(SiteFamily):
 
     def _module(self, x: Tensor, batch_shape: Sequence[int]) -> ProjectedGP:
         policy = _POLICIES.get(self.actions, _by_user)(self, x, batch_shape)  # type: ignore[arg-type]
-        how = self.at, self.rate, self.updates
+        how = self.rate, self.updates
         return ProjectedGP(policy, x, batch_shape, self.declared(), *how, batches=self.batches)
 
 

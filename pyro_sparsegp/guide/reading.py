@@ -79,8 +79,7 @@ class SiteReading:
     def marginal(self) -> Marginal:
         """Where ℓ is expanded."""
         if self.alone:  # it is the same wherever that is
-            mean = self.process.mean.detach()
-            return mean, torch.zeros_like(mean)
+            return self.process.mean.detach(), self.process.variance.detach()
         return self._known or self.look()[1]
 
     def move(self, sites: Sites, found: Optional[tuple[SparsePosterior, Marginal]] = None) -> None:
@@ -151,17 +150,17 @@ class Readings:
             if all(reading.change <= tolerance for reading in readings):
                 return
 
-    def _expect(self, reading: SiteReading, marginal: Marginal, at_mean: bool) -> Expectation:
+    def _expect(self, reading: SiteReading, marginal: Marginal) -> Expectation:
         """E[ℓ] and its derivatives under a marginal of one GP site, those of all others as they are."""
         every = {other.name: other.marginal for other in self.readings if other is not reading}
-        return self.reader.expect(reading.name, {**self.others, **every, reading.name: marginal}, at_mean)
+        return self.reader.expect(reading.name, {**self.others, **every, reading.name: marginal})
 
     def _target(self, reading: SiteReading, marginal: Optional[Marginal] = None) -> tuple[Expectation, Sites]:
         """E[ℓ] and its derivatives, and the sites that these lead to; how far these are from those that there are is
         the reading's ``change``.
         """
         mean, variance = marginal = marginal or reading.marginal
-        found = self._expect(reading, marginal, reading.quadratic or reading.module.at == "mean")
+        found = self._expect(reading, marginal)
         away = mean - reading.process.mean
         target = reading.expanded(found, away)
         if isinstance(reading.module, ProjectedGP) and not reading.quadratic:
@@ -196,12 +195,11 @@ class Readings:
         if not bound > -_WIDE * marginal[0].numel():  # any step raises it: test_exponential_links_under_wide_priors
             reading.move(self._at_modes(reading))
             return
-        at_mean = reading.quadratic or reading.module.at == "mean"
         for _ in range(_ATTEMPTS):
             sites = _proposed(reading, found, marginal, rate)
             moved = reading.posterior(sites.detached())
             with torch.no_grad():
-                value = float(self._expect(reading, moved[1], at_mean).value - moved[0].kl.sum())
+                value = float(self._expect(reading, moved[1]).value - moved[0].kl.sum())
             if value >= bound - slack:
                 reading.move(sites, moved)
                 reading.pace = min(1.0, 1.5 * reading.pace)
@@ -215,10 +213,11 @@ class Readings:
         farthest tail, as under an exponential link.
         """
         prior_mean = reading.process.mean
-        f, point, tiny = prior_mean, torch.zeros_like(prior_mean), torch.finfo(prior_mean.dtype).tiny
+        # Slopes and curvatures within a hundredth of the prior's deviation.
+        f, near, tiny = prior_mean, 1e-4 * reading.process.variance, torch.finfo(prior_mean.dtype).tiny
         low, high = torch.full_like(f, -math.inf), torch.full_like(f, math.inf)
         for i in range(_NEWTON - 1):
-            found = self._expect(reading, (f, point), True)
+            found = self._expect(reading, (f, near))
             # f ← f − ℓ'/ℓ'' in strides that grow, by bisection where that leaves what is known to hold the mode.
             precision = (-found.second).clamp(min=tiny)
             low, high = torch.where(found.first > 0, f, low), torch.where(found.first < 0, f, high)
@@ -226,7 +225,7 @@ class Readings:
             moved = f + (found.first / precision).nan_to_num(0.0).clamp(-stride, stride)
             between = (moved > low) & (moved < high)
             f = torch.where(between | ~(low.isfinite() & high.isfinite()), moved, (low + high) / 2)
-        return reading.expanded(self._expect(reading, (f, point), True), f - prior_mean, tiny)
+        return reading.expanded(self._expect(reading, (f, near)), f - prior_mean, tiny)
 
     @torch.no_grad()
     def _solve(self, tolerance: float) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -126,31 +126,6 @@ class Expectation(NamedTuple):
     second: Tensor
 
 
-def expand(total: Callable[[Tensor], Tensor], f: Tensor, outputs_meet: bool = True) -> Expectation:
-    """A sum of terms with one input's values each, and its first and second derivatives by each value.
-
-    :param total: f, ``(..., N)``, to a scalar.
-    :param outputs_meet: whether a term may have values of several outputs; if none has, one pass does for all.
-    """
-
-    def of(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # The gradient of the weighted sum of slopes, a Hessian times a vector, gives all ℓ'' of an output at once:
-        # Σₙ oₙℓ'ₙ has the derivatives oₙℓ''ₙ by the values of the output o, where each term has one of these.
-        def weighted(f: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            first, value = torch.func.grad_and_value(total)(f)
-            return (output * first).sum(), (first, value)
-
-        second, (first, value) = torch.func.grad(weighted, has_aux=True)(f)
-        return value, first, second * output
-
-    num = f[..., 0].numel() if outputs_meet else 1
-    if num == 1:
-        return Expectation(*of(torch.ones_like(f)))
-    each = torch.eye(num, dtype=f.dtype, device=f.device).reshape(-1, *f.shape[:-1], 1)
-    values, firsts, seconds = mapped(of, each)
-    return Expectation(values[0], firsts[0], seconds.sum(0))
-
-
 @dataclass(frozen=True)
 class Reader:
     """The log densities downstream of GP sites and their derivatives by function values, all else held."""
@@ -160,46 +135,39 @@ class Reader:
     # The sites after a GP site, if all of them know their expectation over parameters of one value each.
     closed: Collection[str] = ()
 
-    def expect(self, name: str, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:
+    def expect(self, name: str, marginals: Mapping[str, Marginal]) -> Expectation:
         """E[ℓ], E[ℓ'] and E[ℓ''] by a GP site's values over its marginals and those of the GP sites it meets.
 
         E[ℓ'] = ∂E[ℓ]/∂m and E[ℓ''] = 2∂E[ℓ]/∂v (Price, 1958) see kinks of ℓ, and need no second derivative of it.
-
-        :param at_mean: expand ℓ to second order at the mean, where it is exact if ℓ is quadratic.
         """
-        mean, variance = marginals[name]
-        meeting = [other for other in marginals if other in self.found.neighbours(name)]
-        drawn = meeting if at_mean else [name, *meeting]
         # Outputs that meet in one term have an axis of nodes each.
-        meet = {other for other in drawn if self.found.dependence.get(other) == DATAWISE}
-        widths = [marginals[other][0][..., 0].numel() if other in meet else 1 for other in drawn]
-        # f = m + √v ε, one axis of ε for each function; E[·] = Σₖ wₖ (·)(εₖ).
-        nodes, weights = normal_nodes(sum(widths), mean, max(self.found.num_nodes, 2))  # one node has no spread
-        parts = {other: _per_output(part, marginals[other][0]) for other, part in zip(drawn, nodes.split(widths, -1))}
-        held = {other: m for other, (m, _) in marginals.items() if other not in drawn}
-
-        def total(moved: Mapping[str, Tensor]) -> Tensor:
-            return total_after(self.run({**held, **moved}), name, self.found.gps)
-
-        def values(of: Mapping[str, Marginal]) -> dict[str, Tensor]:
-            return {other: of[other][0] + _spread(of[other][1]) * part for other, part in parts.items()}
+        meeting = [other for other in marginals if other in self.found.neighbours(name)]
+        meet = {other for other in (name, *meeting) if self.found.dependence.get(other) == DATAWISE}
+        widths = {other: marginals[other][0][..., 0].numel() if other in meet else 1 for other in (name, *meeting)}
+        # f = m + √v ε, one axis of ε for each function; E[·] = Σₖ wₖ (·)(εₖ). One node has no spread.
+        pairs = widths[name] if name in self.found.quadratic else 0
+        others, like = sum(widths.values()) - pairs, marginals[name][0]
+        nodes, weights = normal_nodes(others, like, max(self.found.num_nodes, 2), pairs)
+        parts = dict(zip(widths, nodes.split([*widths.values()], -1)))
 
         def expected(m: Tensor, v: Tensor) -> Tensor:
             if self.closed and self.found.dependence[name] == ELEMENTWISE:
                 return self._in_closed_form(name, m, v)
-            return weights @ mapped(lambda node: (total(node),), values({**marginals, name: (m, v)}))[0]
+            stack = {}
+            for other, part in parts.items():
+                mean, variance = (m, v) if other == name else marginals[other]
+                shape = [1] * m.dim() if part.shape[-1] == 1 else [*mean.shape[:-1], 1]
+                stack[other] = mean + _spread(variance) * part.reshape(-1, *shape)
+            held = {other: mean for other, (mean, _) in marginals.items() if other not in parts}
 
-        def expanded(beside: Mapping[str, Tensor]) -> Expectation:
-            return expand(lambda f: total({**beside, name: f}), mean, self.found.dependence.get(name) == DATAWISE)
+            def total(moved: Mapping[str, Tensor]) -> tuple[Tensor]:
+                return (total_after(self.run({**held, **moved}), name, self.found.gps),)
+
+            return weights @ mapped(total, stack)[0]
 
         with pyro.validation_enabled(False):
-            if not at_mean:
-                (first, by_variance), value = torch.func.grad_and_value(expected, (0, 1))(mean, variance)
-                return Expectation(value, first, 2 * by_variance)
-            each = mapped(expanded, values(marginals)) if meeting else [part[None] for part in expanded({})]
-        value, first, second = (torch.tensordot(weights, part, 1) for part in each)
-        # E[ℓ] = ℓ(m) + ½ℓ''v
-        return Expectation(value + 0.5 * (second * variance).sum(), first, second)
+            (first, by_variance), value = torch.func.grad_and_value(expected, (0, 1))(*marginals[name])
+        return Expectation(value, first, 2 * by_variance)
 
     def _in_closed_form(self, name: str, mean: Tensor, variance: Tensor) -> Tensor:
         """E[ℓ] over parameters θ = af + b of one value each, of variance a²v."""
@@ -243,23 +211,21 @@ def _spread(variance: Tensor) -> Tensor:
     return torch.where(positive, variance, 1.0).sqrt() * positive
 
 
-def _per_output(nodes: Tensor, like: Tensor) -> Tensor:
-    """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``, one axis for all outputs or one for each."""
-    shape = [1] * like.dim() if nodes.shape[-1] == 1 else [*like.shape[:-1], 1]
-    return nodes.reshape(len(nodes), *shape)
-
-
-def normal_nodes(num_axes: int, like: Tensor, num_nodes: Optional[int] = None) -> tuple[Tensor, Tensor]:
-    """Standard normal nodes, ``(K, A)``, and weights, ``(K,)``: a Gauss-Hermite grid for one or two axes, scrambled
-    Sobol points in plus-minus pairs beyond. They are made once for a dtype and device, so that a step copies nothing.
+def normal_nodes(num_axes: int, like: Tensor, num_nodes: Optional[int] = None, pairs: int = 0) -> tuple[Tensor, Tensor]:
+    """Standard normal nodes, ``(K, pairs + num_axes)``, and weights, ``(K,)``: a Gauss-Hermite grid for one or two
+    axes, scrambled Sobol points in plus-minus pairs beyond. They are made once for a dtype and device, so that a step
+    copies nothing.
 
     :param num_nodes: of the grid along each axis; by default 20 along one axis, 10 along two.
+    :param pairs: axes before these, of what is quadratic in them: two nodes on each are exact.
     """
-    return _normal_nodes(num_axes, num_nodes or (20 if num_axes == 1 else 10), like.dtype, like.device)
+    return _normal_nodes(num_axes, num_nodes or (20 if num_axes == 1 else 10), pairs, like.dtype, like.device)
 
 
 @functools.lru_cache(maxsize=32)
-def _normal_nodes(num_axes: int, num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _normal_nodes(
+    num_axes: int, num: int, pairs: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         if num_axes <= 2:
             # ∫ g(f) N(f | 0, 1) df ≈ Σₖ wₖ g(fₖ), exact for polynomials of degree 2K − 1.
@@ -274,4 +240,10 @@ def _normal_nodes(num_axes: int, num: int, dtype: torch.dtype, device: torch.dev
             uniform = torch.quasirandom.SobolEngine(num_axes, scramble=True, seed=0).draw(64, dtype=torch.float64)
             half = math.sqrt(2) * torch.erfinv(2 * uniform.clamp(1e-6, 1 - 1e-6) - 1)
             points, weights = torch.cat([half, -half]), half.new_full((128,), 1 / 128)
+        if pairs:
+            # ±√P eₚ on each of P axes have the moments of N(0, I) up to the third.
+            axes = math.sqrt(pairs) * torch.eye(pairs, dtype=torch.float64)
+            both = torch.cat([axes, -axes]).repeat(len(points), 1)
+            points = torch.cat([both, points.repeat_interleave(2 * pairs, 0)], -1)
+            weights = weights.repeat_interleave(2 * pairs) / (2 * pairs)
         return points.to(device, dtype), weights.to(device, dtype)
