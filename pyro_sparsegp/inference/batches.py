@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -18,7 +20,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ..program.data import map_tensors
 
 Device = Union[str, torch.device, None]
-_END = object()
 
 
 @dataclass
@@ -140,8 +141,8 @@ class TensorBatches:
 class LoadedBatches:
     """Batches out of a ``DataLoader`` or another iterable: tensors, tuples of the model's arguments or dicts of them.
 
-    An epoch draws from random numbers of its own, seeded by its number, so that those of training do not depend on it
-    and it can be passed over again up to any batch. A method ``set_epoch`` of the source or its sampler is told it.
+    An epoch draws its order from random numbers of its own, seeded by its number, so that it can be passed over again
+    up to any batch. A method ``set_epoch`` of the source or its sampler is told it.
     There are ``size`` rows in all; by default those of the loader's data set.
     """
 
@@ -167,31 +168,20 @@ class LoadedBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from one on."""
-        seed = self.seed + number
+        seed = (self.seed + number) % 2**32
         for part in (self.source, self.sampler):
             if isinstance(getattr(part, "generator", None), torch.Generator):
                 part.generator.manual_seed(seed)  # type: ignore[union-attr]
             getattr(part, "set_epoch", id)(number)
         state = pyro.util.get_rng_state()
-
-        def apart(function: Callable[[], Any]) -> Any:
-            nonlocal state
-            outside = pyro.util.get_rng_state()
-            pyro.util.set_rng_state(state)
-            try:
-                return function()
-            finally:
-                state = pyro.util.get_rng_state()
-                pyro.util.set_rng_state(outside)
-
-        apart(lambda: pyro.set_rng_seed(seed % 2**32))
-        stream, place = apart(lambda: iter(self.source)), -1
-        while (item := apart(lambda: next(stream, _END))) is not _END:
-            place += 1
-            if place >= start:
-                yield self._batch(item)
-        if place < 0:
+        pyro.set_rng_seed(seed)
+        stream = iter(self.source)
+        # Loaders draw an epoch's order with its first batch.
+        first = deque(islice(stream, max(start, 1)), maxlen=1)
+        pyro.util.set_rng_state(state)
+        if not first:
             raise ValueError("data gives no batches")
+        yield from map(self._batch, stream if start else chain(first, stream))
 
     def _batch(self, item: Any) -> Batch:
         args, kwargs = _made(lambda value: value, *arguments_of(item), self.device)

@@ -47,22 +47,18 @@ def read(path: Path, mark: dict[str, Any]) -> dict[str, Any]:
 
 def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any]:
     """The parameters, the optimiser, what expectation propagation keeps, and the random numbers' state."""
-    # Before the guide's state is looked at, which may draw.
-    random = random_state()
     store, own = pyro.get_param_store().get_state(), f"{guide._pyro_name}."
     params = {name: value.detach() for name, value in store["params"].items() if not name.startswith(own)}
-    state = {
+    return {
+        "random": (pyro.util.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []),
         "guide": guide.state_dict(),
         "parameters": {name: (value, store["constraints"][name]) for name, value in params.items()},
         "model": model.state_dict() if isinstance(model, nn.Module) else None,
         # A guide's name is another in each process: its place is taken by "".
         "optim": {str(name).replace(own, ".", 1): value for name, value in own_optim(method).get_state().items()},
-        "expectation": method.get_state() if isinstance(method, ExpectationPropagation) else None,
+        "expectation": getattr(method, "progress", None),
         "sites": {name: sites.progress for name, sites in kept_sites(guide).items()},
-        "random": random,
     }
-    set_random_state(random)
-    return state
 
 
 def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method: Any, call: tuple) -> None:
@@ -81,25 +77,14 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
     optim.grad_clip.clear()
     optim.set_state({own + n[1:] if n.startswith(".") else n: value for n, value in state["optim"].items()})
     if isinstance(method, ExpectationPropagation):
-        method.set_state(state["expectation"])
+        method.progress = state["expectation"]
     for name, sites in kept_sites(guide).items():
         sites.progress = state["sites"][name]
-    set_random_state(state["random"])
+    pyro.util.set_rng_state(state["random"][0])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["random"][1])
 
 
 def own_optim(method: Any) -> Any:
     """The user's optimiser, which :class:`SharedOptim`, of several processes, holds."""
     return getattr(method.optim, "optim", method.optim)
-
-
-def random_state() -> dict[str, Any]:
-    """Of the global generators of torch, NumPy and Python."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return {"pyro": pyro.util.get_rng_state(), "cuda": cuda}
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Have random numbers come as they would have after :func:`random_state`."""
-    pyro.util.set_rng_state(state["pyro"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])

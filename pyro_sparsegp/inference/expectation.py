@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Optional
 
 import pyro
@@ -141,16 +140,6 @@ class ExpectationPropagation:
             | {"change": progress.change, "converged": progress.change <= self.tolerance}
             for name, progress in self.progress.items()
         }
-
-    def get_state(self) -> dict[str, Any]:
-        """What the next sweep needs from this one, beyond the states of guide and optimiser; see
-        :func:`~pyro_sparsegp.fit`.
-        """
-        return {"progress": {name: replace(own) for name, own in self.progress.items()}}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`get_state`."""
-        self.progress = {name: replace(own) for name, own in state["progress"].items()}
 
     # One call.
 

@@ -24,7 +24,6 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import check, moments, moved
 from ..numerics.processes import Workers, joined, sharing
-from ..program.traces import repeatable, sample_sites
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches, signature_of
 from .expectation import ExpectationPropagation
@@ -113,9 +112,11 @@ def fit(
         raise ValueError("fit takes the guide itself: give SVI one under handlers, fit(..., method=SVI(...))")
     if resume and checkpoint is None:
         raise ValueError("resume=True continues from the file checkpoint, and none is given")
+    if steps is not None and epochs is not None:
+        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
     method = _method(model, guide, optim, loss, method, group)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
-    total = _total(steps, epochs, batches)
+    total = (2000 if steps is None else steps) if epochs is None else epochs * len(batches)
     path = None if checkpoint is None else Path(checkpoint)
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path)
     if resume and path is not None and path.exists():
@@ -127,15 +128,6 @@ def fit(
     for line in notes if progress else ():
         tqdm.write(line)
     return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds, tuple(notes))
-
-
-def _total(steps: Optional[int], epochs: Optional[int], batches: Any) -> int:
-    """How many steps there are to be."""
-    if steps is not None and epochs is not None:
-        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
-    if epochs is not None:
-        return epochs * len(batches)
-    return 2000 if steps is None else steps
 
 
 def _method(
@@ -203,9 +195,10 @@ class _Loop:
         return batch.args, {n: value for n, value in more.items() if n in left and value is not None} | batch.kwargs
 
     def _first(self) -> Batch:
-        # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches.
+        # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches. Others
+        # tell by as many rows as a step's whether a plate scales these up.
         on_all = self.guide.on_sites and not self.guide.takes_batches
-        return self.batches.first(max(_FIRST, self.batches.size or 0) if on_all else _FIRST)
+        return self.batches.first(max(_FIRST, (self.batches.size if on_all else self.batches.batch_size) or 0))
 
     def begin(self) -> None:
         """A guide's first call, on rows that stand for all."""
@@ -216,26 +209,7 @@ class _Loop:
                 # Their diagonal is relative to all training inputs: test_a_deep_basis_has_seen_all_rows.
                 args, kwargs = self.call(batches.first(batches.num))
                 self.guide(*args, **kwargs)
-        if not batches.whole:
-            self._require_scaled(next(batches.epoch(0)))
         agree(self.guide, self.workers)
-
-    @torch.no_grad()
-    def _require_scaled(self, batch: Batch) -> None:
-        """Raise if a batch's observations are not scaled up to all rows."""
-        args, kwargs = self.call(batch)
-        # What the look draws is of a batch's size, which differs between processes: their draws have to agree
-        # (test_two_processes_are_one).
-        with repeatable(self.guide.like), poutine.block():
-            self.guide(*args, **kwargs)
-        for name, site in sample_sites(self.guide.trace).items():
-            full = [frame.full_size for frame in site["cond_indep_stack"] if frame.size == batch.num]
-            if full and batch.num < (self.size or 0) and self.size not in full:
-                raise ValueError(
-                    f"data has {self.size} rows, and a batch's {batch.num} at site {name!r} are in a plate of "
-                    f"{full[0]}: give the plate the number of all rows, which fit passes as size: def model(x, y=None, "
-                    "size=None) with pyro.plate('data', size or len(x), subsample=x)"
-                )
 
     def _mark(self) -> dict[str, Any]:
         """What a checkpoint and the fit that goes on from it have alike."""
