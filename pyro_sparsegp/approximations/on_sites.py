@@ -50,12 +50,7 @@ class SiteGP(AbstractModule):
     num_rows: Optional[int] = None  # of the training data, if parameters belong to each
 
     def __init__(
-        self,
-        x: Tensor,
-        batch_shape: Sequence[int],
-        family: dict[str, Any],
-        rate: float = 1.0,
-        updates: int = 1,
+        self, x: Tensor, batch_shape: Sequence[int], family: dict[str, Any], rate: float = 1.0, updates: int = 1
     ) -> None:
         super().__init__()
         self.sites, self.family = KeptSites(x, batch_shape), family
