@@ -53,7 +53,7 @@ class Foreign(Kernel):
 
     :param function: k(x, z), or k(x) where z is ``None``.
     :param variance: its diagonal, a function of x.
-    :param of: what they are of; it may declare ``batch_shape``, ``columns`` and ``features(x)``.
+    :param of: what they are of; it may declare ``batch_shape``.
     """
 
     any_dtype = False
@@ -68,20 +68,8 @@ class Foreign(Kernel):
         return self.variance(x)
 
     @property
-    def name(self) -> Optional[str]:
-        found = self._name or getattr(self.of, "name", None)
-        return found if isinstance(found, str) else None
-
-    @property
     def batch_shape(self) -> torch.Size:
         return getattr(self.of, "batch_shape", torch.Size())
-
-    @property
-    def columns(self) -> Optional[tuple[int, ...]]:
-        return getattr(self.of, "columns", None)
-
-    def features(self, x: Tensor) -> Optional[Tensor]:
-        return self.of.features(x) if hasattr(self.of, "features") else None
 
     def __repr__(self) -> str:
         return describe(self.of)
@@ -144,15 +132,6 @@ class Compound(Kernel):
         features = self.combine_features([part.features for part in known])
         return Explicit(features, self.combine([part.diagonal for part in known], 1))
 
-    def combine_draws(self, values: Sequence[Tensor]) -> Tensor:
-        """A draw of the kernel's process, ``(..., N)``, from independent draws of its parts'."""
-        return self.combine(values, 1)
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        x = x.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), *x.shape[-2:])  # which parts may lack
-        draws: list[Any] = [part.prior_functions(num, num_features, self.own_columns(x)) for part in self.parts]
-        return None if None in draws else lambda x: self.combine_draws([f(self.own_columns(x)) for f in draws])
-
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
         read = [part.columns for part in self.parts]
@@ -178,6 +157,11 @@ class Sum(Compound):
 
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
         return side_by_side(features)
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        x = x.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), *x.shape[-2:])  # which terms may lack
+        draws: list[Any] = [term.prior_functions(num, num_features, x) for term in self.terms]
+        return None if None in draws else lambda x: sum(f(x) for f in draws)
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.terms))
@@ -210,12 +194,6 @@ class Product(Compound):
         found: list[Any] = [factor.frequencies(shape, x) for factor in self.factors]
         return None if any(omega is None for omega in found) else functools.reduce(torch.add, found)
 
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        # Features and frequencies leave out a diagonal term; a factor that has one has no draw.
-        if any(factor.prior_functions(1, 1, x) is None for factor in self.factors):
-            return None
-        return Kernel.prior_functions(self, num, num_features, x)
-
     def __repr__(self) -> str:
         return " * ".join(_bracketed(factor, Sum) for factor in self.factors)
 
@@ -224,7 +202,7 @@ class _Modified(Compound):
     """A kernel made of one other, k₀, whose name and source it has."""
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> Any:
         """k₀."""
         return self.parts[0]
 
@@ -245,6 +223,9 @@ class _Modified(Compound):
     def source_inputs(self, x: Tensor) -> Tensor:
         return self.kernel.source_inputs(self.own_columns(x))
 
+    def from_source(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.combine([self.kernel.from_source(self.own_columns(x), z)], 2)
+
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         return self.kernel.frequencies(shape, self.own_columns(x))
 
@@ -262,9 +243,6 @@ class Scaled(_Modified):
         super().__init__([kernel], "Scaled's kernel")
         self.variance = positive(variance, "the variance that scales a kernel")
 
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.parts[0].scaled(as_tensor(self.variance, x)[..., None, None], x, z)
-
     def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
         variance = as_tensor(self.variance, values[0])
         return variance[(..., *[None] * dims)] * values[0]
@@ -276,12 +254,6 @@ class Scaled(_Modified):
     def source(self) -> Optional[Any]:
         found = self.kernel.source
         return None if found is None else Scaled(found, self.variance)
-
-    def from_source(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.combine([self.kernel.from_source(x, z)], 2)
-
-    def combine_draws(self, values: Sequence[Tensor]) -> Tensor:
-        return as_tensor(self.variance, values[0]).sqrt()[..., None] * values[0]
 
     def __repr__(self) -> str:
         return f"{describe(self.variance)} * {_bracketed(self.kernel, Sum)}"
@@ -339,16 +311,10 @@ class Select(_Modified):
             return x[..., dims[0] : dims[-1] + 1]
         return torch.stack([x[..., d] for d in dims], -1)  # an index list would be copied to the device
 
-    def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.kernel.scaled(variance, self.own_columns(x), None if z is None else self.own_columns(z))
-
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
         dims, inner = self.dims, self.kernel.columns
         return None if dims is None else tuple(sorted(dims if inner is None else (dims[i] for i in inner)))
-
-    def from_source(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.kernel.from_source(self.own_columns(x), z)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         omega = super().frequencies(shape, x)

@@ -190,7 +190,7 @@ class Anova(Kernel):
         centre = other.detach().mean(-2)
         rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
         at, others = ((part[..., 0] - centre) * ends.inverse.to(x) for part in (x, other))
-        less = covariance(at[..., None], None if z is None else others[..., None], x.new_ones(1, 1), self._profile)
+        less = covariance(at[..., None], None if z is None else others[..., None], self._profile)
         # (rest − c(xᵢ)) − (1 + c(xᵢ)/v)c(zⱼ): of rank 2
         ends_share = torch.stack([rest - left, -1 - left / v], -1) @ torch.stack([torch.ones_like(right), right], -2)
         return self._times_variance(less + ends_share, 2)

@@ -145,10 +145,6 @@ class CovarianceFunction(Documented, ABC):
         """The kernel for inputs with ``num`` columns, where slices and negative numbers of columns are resolved."""
         return self.with_parts(list(map(operator.methodcaller("on_columns", num), self.parts))) if self.parts else self
 
-    def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        """v·k(x, z) for a variance v, ``(..., 1, 1)``; a kernel may compute it more cheaply than as a product."""
-        return variance * self(x, z)
-
     def code_columns(self, num: int) -> frozenset[int]:
         """The columns, of ``num``, that hold category codes: inducing inputs keep them as they are."""
         return frozenset(i for part in self.parts for i in part.code_columns(num))
@@ -184,17 +180,15 @@ class CovarianceFunction(Documented, ABC):
         """The kernel of g, where f(x) = Σ_p w_p g(x_p) is made of the values of another process; else ``None``.
 
         Inducing inputs are then by default those of g, such as the patches of an image. A kernel that has a source
-        gives :meth:`source_inputs` and :meth:`from_source`, too.
+        gives ``source_inputs(x)``, the inputs x_p of g, ``(..., N, P, d)``, and ``from_source(x, z)``, cov(f(xₙ),
+        g(zₘ)), ``(..., N, M)``, too.
         """
         return None
 
-    def source_inputs(self, x: Tensor) -> Tensor:
-        """The inputs x_p of g that f reads at x, ``(..., N, P, d)``."""
-        raise TypeError(f"{self!r} has no source")
-
-    def from_source(self, x: Tensor, z: Tensor) -> Tensor:
-        """cov(f(xₙ), g(zₘ)), ``(..., N, M)``, for inputs z of g, ``(M, d)``."""
-        raise TypeError(f"{self!r} has no source")
+    @property
+    def has_residual(self) -> bool:
+        """Whether k(x) has a diagonal term beside what features or waves give."""
+        return any(part.has_residual for part in self.parts)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         """Draws of the spectral measure, ``(*shape, D)``, with k(x, z) ∝ E cos ωᵀ(x − z); ``None`` if unknown."""
@@ -204,11 +198,13 @@ class CovarianceFunction(Documented, ABC):
         """``num`` draws of the zero-mean process as functions of inputs, x ↦ ``(num, ..., N)``.
 
         Exact where the kernel has finite features, otherwise by ``num_features`` random Fourier features
-        (Rahimi and Recht, 2007); ``None`` if the kernel has neither. Draws are independent along the batch
-        dimensions of the hyperparameters and of x.
+        (Rahimi and Recht, 2007); ``None`` if the kernel has neither, or a diagonal term: a draw of that must remember
+        where it was evaluated. Draws are independent along the batch dimensions of the hyperparameters and of x.
 
         :param x: inputs of the right dtype, device and number of columns, ``(..., N, D)``.
         """
+        if self.has_residual:
+            return None
         phi = self.features(x[..., :1, :])
         if phi is not None:
             weights = torch.randn(num, *phi.shape[:-2], phi.shape[-1], 1, dtype=x.dtype, device=x.device)

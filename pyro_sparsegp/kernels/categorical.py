@@ -49,6 +49,7 @@ class Categorical(Level, CodeKernel):
     """
 
     columns = None
+    has_residual = True  # of a new level
     codes, remedy = "codes", "recode them, or give more levels"
 
     def __init__(self, num_levels: int, variance: Scalar = 1.0) -> None:
@@ -64,9 +65,6 @@ class Categorical(Level, CodeKernel):
     def features(self, x: Tensor) -> Tensor:
         # √s·[x = c]: all 0 for a new level, whose effect is the residual
         return as_tensor(self.variance, x).sqrt()[..., None, None] * self.indicators(x)
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
-        return None  # a new level's effect must be remembered: exact conditioning does
 
 
 class Coregionalisation(CodeKernel):

@@ -28,7 +28,7 @@ from ..numerics.arguments import require_count
 from ..numerics.functions import broadcast_shapes, by_rows
 from ..numerics.linalg import row_squares, side_by_side
 from .algebra import Kernel, Level
-from .base import Explicit, PriorFunctions, Scalar, as_tensor, per_column, positive
+from .base import Explicit, Scalar, as_tensor, per_column, positive
 
 
 class FeatureKernel(Kernel):
@@ -156,6 +156,8 @@ class White(Level):
     likelihood, and effects of single rows into a plate of latents.
     """
 
+    has_residual = True
+
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         if z is None:
             return torch.diag_embed(self.diag(x))
@@ -163,9 +165,6 @@ class White(Level):
 
     def features(self, x: Tensor) -> Tensor:
         return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
-        return None  # a draw must remember where it was evaluated: exact conditioning does
 
 
 class DeepBasis(FeatureKernel):
@@ -244,6 +243,10 @@ class DeepBasis(FeatureKernel):
         return self._diagonal(self._squares(x))
 
     @property
+    def has_residual(self) -> bool:
+        return self.variance_correction
+
+    @property
     def depends_on_rows(self) -> bool:
         return self.level is None
 
@@ -257,10 +260,6 @@ class DeepBasis(FeatureKernel):
         # The largest row alone is evaluated with its gradient.
         kernel.level = row_squares(self.features(rows.index_select(0, largest)))[0]
         return kernel
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        # With a diagonal term a draw must remember where it was evaluated: exact conditioning does.
-        return None if self.variance_correction else super().prior_functions(num, num_features, x)
 
 
 _UNREPEATABLE = "Dropout", "BatchNorm"  # in the names of torch's classes, whatever their number of dimensions

@@ -23,13 +23,11 @@ _FEW = 16  # columns: up to here the product of inputs, even in float64, costs l
 
 
 def _towards(grad: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    # The gradient by inputs of that by their squared distances to others.
     # ∂/∂xₙ Σ_m g_nm ‖xₙ − z_m‖² = 2Σ_m g_nm (xₙ − z_m)
     return 2 * (grad.sum(-1, keepdim=True) * one - grad @ other).sum_to_size(one.shape)
 
 
 def _moved(one: Tensor, other: Tensor, change: Tensor) -> Tensor:
-    # The change of inputs' squared distances to others.
     # d‖xₙ − z_m‖² = 2(xₙ − z_m)ᵀdxₙ
     return 2 * ((one * change).sum(-1, keepdim=True) - change @ other.mT)
 
@@ -55,75 +53,58 @@ def _clean(x: Tensor, z: Optional[Tensor]) -> Tensor:
 
 
 class _Covariance(Function):
-    """v·g(‖xₙ − zₘ‖²) of a profile, and v·dg/ds; without z it is x, so the diagonal is s = 0.
-
-    The variance v, ``(..., 1, 1)``, is a factor in place: a product outside would cost three more matrices a step.
-    """
+    """g(‖xₙ − zₘ‖²) of a profile, and dg/ds; without z it is x, so the diagonal is s = 0."""
 
     @staticmethod
-    def forward(x: Tensor, z: Optional[Tensor], variance: Tensor, profile: Any) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, z: Optional[Tensor], profile: Any) -> tuple[Tensor, Tensor]:
         s = squared_distance(x, x if z is None else z).clamp_(min=0)
         if z is None:
             s.diagonal(dim1=-2, dim2=-1).zero_()
-        value, slope = profile.value_and_slope(s)
-        if broadcast_shapes(value.shape, variance.shape) == value.shape:
-            return value.mul_(variance), slope.mul_(variance)
-        return value * variance, slope * variance
+        return profile.value_and_slope(s)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, z, variance, ctx.profile = inputs
-        value, slope = output
-        ctx.save_for_backward(x, z, variance, slope, value if ctx.needs_input_grad[2] else None)
-        ctx.save_for_forward(x, z, variance)
-        ctx.mark_non_differentiable(slope)
+        x, z, ctx.profile = inputs
+        ctx.save_for_backward(x, z, output[1])
+        ctx.save_for_forward(x, z)
+        ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], Optional[Tensor], Any, None]:
-        x, z, variance, slope, value = ctx.saved_tensors
-        (grad, _), other, by_variance = grads, x if z is None else z, None
+    def backward(ctx: Any, grad: Any, _: Any) -> tuple[Optional[Tensor], Optional[Tensor], None]:
+        x, z, slope = ctx.saved_tensors
         if grad is None:
-            return None, None, None, None
-        if torch.is_grad_enabled():  # double backward wants value and slope as functions of x, z and v
-            slope = ctx.profile.value_and_slope(_clean(x, z))[1] * variance
-            value = covariance(x, z, variance, ctx.profile)
-        if ctx.needs_input_grad[2]:
-            # A product of matrices sums without one more matrix in between.
-            total = grad.flatten(-2)[..., None, :] @ value.flatten(-2)[..., None]
-            by_variance = total.sum_to_size(variance.shape) / variance
-        grad = grad * slope if z is not None else (grad + grad.mT) * slope
-        by_x = _towards(grad, x, other) if ctx.needs_input_grad[0] else None
+            return None, None, None
+        if torch.is_grad_enabled():  # double backward wants the slope as a function of x and z
+            slope = ctx.profile.value_and_slope(_clean(x, z))[1]
         if z is None:
-            return by_x, None, by_variance, None
-        return by_x, _towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None, by_variance, None
+            return _towards((grad + grad.mT) * slope, x, x), None, None
+        grad = grad * slope
+        by_x = _towards(grad, x, z) if ctx.needs_input_grad[0] else None
+        return by_x, _towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor], dv: Optional[Tensor], *_: Any) -> tuple[Tensor, None]:
-        x, z, variance = ctx.saved_tensors
+    def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor], _: Any) -> tuple[Tensor, None]:
+        x, z = ctx.saved_tensors
         s, (other, dz) = _clean(x, z), (x, dx) if z is None else (z, dz)
         change = torch.zeros_like(s)
         if dx is not None:
             change = change + _moved(x, other, dx)
         if dz is not None:
             change = change + _moved(other, x, dz).mT
-        value, slope = ctx.profile.value_and_slope(s)
-        total = change * slope * variance
-        return total if dv is None else total + dv * value, None
+        return change * ctx.profile.value_and_slope(s)[1], None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], variance: Tensor, profile: Any) -> Any:
-        value, slope = _Covariance.apply(*aligned(in_dims, (x, z, variance)), profile)
-        return (value, slope.expand_as(value)), (0, 0)
+    def vmap(info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], profile: Any) -> Any:
+        return _Covariance.apply(*aligned(in_dims, (x, z)), profile), (0, 0)
 
 
-def covariance(x: Tensor, z: Optional[Tensor], variance: Tensor, profile: Any) -> Tensor:
-    """v·g(‖xₙ − zₘ‖²), ``(..., N, M)``; without z, of x with itself.
+def covariance(x: Tensor, z: Optional[Tensor], profile: Any) -> Tensor:
+    """g(‖xₙ − zₘ‖²), ``(..., N, M)``; without z, of x with itself.
 
-    :param variance: v, ``(..., 1, 1)``.
     :param profile: has ``value_and_slope(s)``, g(s) and dg/ds, as a :class:`Stationary` class has.
     """
-    return _Covariance.apply(x, z, variance, profile)[0]
+    return _Covariance.apply(x, z, profile)[0]
 
 
 class Stationary(Kernel):
@@ -151,20 +132,16 @@ class Stationary(Kernel):
         """x/ℓ, ``(..., N, D)``."""
         return x / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
-    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Tensor) -> Tensor:
-        """v·g(s) of scaled inputs, ``(..., N, M)``; without z, of x with itself."""
-        return _Covariance.apply(x, z, variance, type(self))[0]
+    def covariance(self, x: Tensor, z: Optional[Tensor]) -> Tensor:
+        """g(s) of scaled inputs, ``(..., N, M)``; without z, of x with itself."""
+        return covariance(x, z, type(self))
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.scaled(x.new_ones(1, 1), x, z)
-
-    def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        """v·k(x, z) for a variance v, ``(..., 1, 1)``, without a product of matrices."""
         # ‖x‖² + ‖z‖² − 2xᵀz cancels least near the origin, and distances do not see a common shift; before
         # the scaling, whose rounding grows with the inputs' distance from the origin.
         centre = (x if z is None else z).detach().mean(-2, keepdim=True)
         left = self.scale(x - centre)
-        return self.covariance(left, None if z is None else self.scale(z - centre), variance)
+        return self.covariance(left, None if z is None else self.scale(z - centre))
 
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
@@ -262,11 +239,11 @@ class RationalQuadratic(RBF):
 
     # The profile is smooth at s = 0 and has a parameter: plain autograd serves.
 
-    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Tensor) -> Tensor:
+    def covariance(self, x: Tensor, z: Optional[Tensor]) -> Tensor:
         s = _clean(x, z)
         # (1 + s/2α)^−α = exp(−α log1p(s/2α))
         alpha = as_tensor(self.alpha, s)[..., None, None]
-        return variance * (-alpha * (s / (2 * alpha)).log1p()).exp()
+        return (-alpha * (s / (2 * alpha)).log1p()).exp()
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         alpha = as_tensor(self.alpha, x)[..., None].expand(*shape)
