@@ -328,10 +328,11 @@ def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[tuple[list[int]
     for c, (basis, term) in enumerate(zip(bases, terms)):
         key: Any = c
         z: Any = None
-        if type(basis) is InducingPoints and len(basis.sizes) == 1 and not basis.of_source[0]:
-            z, shared = basis.inputs[0], structure(term)
-            if isinstance(z, Tensor) and shared is not None:
-                key = shared, z.shape, z.dtype, basis.jitter, basis.is_cut
+        if isinstance(basis, InducingPoints) and (shared := structure(term)) is not None:
+            first, *others = basis.variables()
+            if type(first) is Values and not others:
+                z = first.z
+                key = shared, z.shape, z.dtype, basis.jitter
         members, inputs = found.setdefault(key, ([], []))
         members.append(c)
         inputs.append(z)
@@ -343,6 +344,4 @@ def _together(
 ) -> InducingFeatures:
     # The features of summands that differ by numbers only, stacked.
     values = Values(torch.stack(inputs, -3))
-    columns: Any = [basis.columns for basis in bases] if bases[0].is_cut else None
-    jitter = bases[0].jitter if jitter is None else jitter
-    return features_of(stacked(terms, values.z, columns), [values], jitter, name)
+    return features_of(stacked(terms, values.z), [values], bases[0].jitter if jitter is None else jitter, name)

@@ -112,7 +112,6 @@ class InducingPoints(Basis):
         first = next((z for z in sets if isinstance(z, Tensor)), torch.empty(0))
         self.width = width or first.shape[-1]
         own = columns if columns and len(columns) == first.shape[-1] else range(self.width)
-        self.is_cut = len(own) < self.width
         # On the inputs' device, so that a step copies nothing there.
         self._keep("column_index", self.columns, first, torch.int64)
         self._keep("held", [i in self.codes for i in range(self.width)], first, torch.bool)

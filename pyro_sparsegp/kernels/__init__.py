@@ -3,9 +3,8 @@
 from .adapters import from_function, from_gpytorch, from_pyro
 from .algebra import Constant, Kernel, Product, Scaled, Select, Sum
 from .anova import Anova
-from .categorical import Categorical, Coregionalisation
 from .derivative import Derivative
-from .features import DeepBasis, FeatureKernel, Linear, Polynomial, RandomFourier, White
+from .features import Categorical, Coregionalisation, DeepBasis, FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .patches import TICK, Convolutional, patch_grid, patches
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
 

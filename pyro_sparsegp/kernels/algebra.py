@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import numbers
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
@@ -96,21 +95,20 @@ class Compound(Kernel):
     :param parts: the kernels, which are given the columns that :meth:`own_columns` takes.
     """
 
+    join: Any = staticmethod(torch.add)  # of two matrices or diagonals
+
     def __init__(self, parts: Sequence[Any], what: str) -> None:
         self.parts = tuple(map(as_kernel, parts, map(what.format, range(len(parts)))))
         if not parts:
             raise ValueError(f"{type(self).__name__} needs at least one kernel, got none")
 
-    @abstractmethod
     def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
-        """The kernel's matrix, ``(..., N, M)``, or diagonal, ``(..., N)``, from those that its parts have.
+        """The kernel's matrix (2 ``dims`` of rows) or diagonal (1) from those that its parts have."""
+        return functools.reduce(self.join, values)
 
-        :param dims: 2 or 1: how many dimensions are of rows.
-        """
-
-    @abstractmethod
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
         """The kernel's features from its parts' features, ``(..., N, R_c)``."""
+        return side_by_side(features)
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         x, z = self.own_columns(x), None if z is None else self.own_columns(z)
@@ -152,12 +150,6 @@ class Sum(Compound):
     def terms(self) -> tuple[Kernel, ...]:
         return self.parts
 
-    def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
-        return functools.reduce(torch.add, values)
-
-    def combine_features(self, features: Sequence[Tensor]) -> Tensor:
-        return side_by_side(features)
-
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         x = x.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), *x.shape[-2:])  # which terms may lack
         draws: list[Any] = [term.prior_functions(num, num_features, x) for term in self.terms]
@@ -173,6 +165,8 @@ class Product(Compound):
     :param kernels: k_1, …, k_C.
     """
 
+    join = staticmethod(torch.mul)
+
     def __init__(self, *kernels: Kernel) -> None:
         super().__init__(kernels, "Product's factor {}")
         self.parts = tuple(f for k in self.parts for f in (k.factors if isinstance(k, Product) else [k]))
@@ -181,9 +175,6 @@ class Product(Compound):
     def factors(self) -> tuple[Kernel, ...]:
         """k_1, …, k_C."""
         return self.parts
-
-    def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
-        return functools.reduce(torch.mul, values)
 
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
         # φ(x)ᵀφ(x') = Π_c φ_c(x)ᵀφ_c(x') for φ all products of the factors' features.
@@ -205,12 +196,6 @@ class _Modified(Compound):
     def kernel(self) -> Any:
         """k₀."""
         return self.parts[0]
-
-    def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
-        return values[0]
-
-    def combine_features(self, features: Sequence[Tensor]) -> Tensor:
-        return features[0]
 
     @property
     def name(self) -> Optional[str]:

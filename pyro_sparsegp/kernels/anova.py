@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics.arguments import require_count
 from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
 from .base import Scalar, as_tensor, describe, per_column, require_one
-from .stationary import RBF, Matern12, Matern32, Matern52, covariance, root
+from .stationary import RBF, Matern32, Matern52, covariance, root
 
 _ROOT = math.sqrt(math.pi / 2)
 
@@ -58,12 +57,6 @@ def _rbf(s: Tensor) -> tuple[Tensor, Tensor]:
     return less, -0.5 * (1 + less)
 
 
-def _matern12(s: Tensor) -> tuple[Tensor, Tensor]:
-    a = root(s)
-    less = torch.expm1(-a)
-    return less, torch.where(s > 0, -0.5 * (1 + less) / a, 0.0)
-
-
 def _matern32(s: Tensor) -> tuple[Tensor, Tensor]:
     a = root(s)
     power = (-a).exp()
@@ -78,6 +71,7 @@ def _matern52(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _ONE = "Anova acts on one column", "Anova(RBF(l), low, high)[2]"
+_NUM_NODES = 64  # of the quadrature, for a base without a closed form
 _NEAR, _NUM_NEAR = 0.5, 6  # up to this distance a rule of six nodes leaves 1e-13 of the integrals
 _PROFILES: dict[type, _Profile] = {
     RBF: _Profile(
@@ -86,7 +80,6 @@ _PROFILES: dict[type, _Profile] = {
         lambda a: _ROOT * torch.erf(a / math.sqrt(2)),
         lambda a: _ROOT * a * torch.erf(a / math.sqrt(2)) + torch.expm1(-0.5 * a.square()),
     ),
-    Matern12: _Profile(1.0, _matern12, lambda a: -torch.expm1(-a), lambda a: a + torch.expm1(-a)),
     Matern32: _Profile(
         math.sqrt(3),
         _matern32,
@@ -122,10 +115,9 @@ class _Ends(NamedTuple):
 class Anova(Kernel):
     """k₀(x, x') = k(x, x') − m(x)m(x')/v: functions with mean zero over [a, b] (Adam et al., 2018, eq. 8).
 
-    m(x) = ∫k(x, s)ds/(b − a) and v = ∬k(s, t)ds dt/(b − a)² are in closed form for :class:`RBF`, :class:`Matern12`,
-    :class:`Matern32` and :class:`Matern52`, by Gauss-Legendre quadrature for other kernels of one column. A quadrature
-    of few nodes is still a kernel, of functions whose quadrature is zero. It acts on one column; select it, and
-    multiply for an interaction:
+    m(x) = ∫k(x, s)ds/(b − a) and v = ∬k(s, t)ds dt/(b − a)² are in closed form for :class:`RBF`, :class:`Matern32` and
+    :class:`Matern52`, by Gauss-Legendre quadrature of 64 nodes for other kernels of one column, which is a kernel
+    still, of functions whose quadrature is zero. It acts on one column; select it, and multiply for an interaction:
 
     >>> main = Anova(RBF(0.3), 0, 1)[0] + Anova(RBF(0.3), 0, 1)[1]
     >>> both = Anova(RBF(0.3), 0, 1)[0] * Anova(RBF(0.3), 0, 1)[1]
@@ -137,13 +129,12 @@ class Anova(Kernel):
         The prior variance of f₀ is smaller than that of f, by far where the length scale is long.
     :param low: a, in the units of the column: a number or ``(...,)``.
     :param high: b > a.
-    :param num_nodes: of the quadrature, for a base without a closed form.
     :raises ValueError: for an empty interval, or a base that reads other columns than its first.
     """
 
     event_dims = (("variance", 0), ("low", 0), ("high", 0))
 
-    def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0, num_nodes: int = 64) -> None:
+    def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0) -> None:
         base = as_kernel(base, "Anova's base")
         if base.columns not in (None, (), (0,)):
             raise ValueError(
@@ -156,11 +147,10 @@ class Anova(Kernel):
         bounds = [bound for bound in (low, high) if not isinstance(bound, Tensor)]
         if sorted(set(bounds)) != bounds or not all(map(math.isfinite, bounds)):
             raise ValueError(f"Anova needs finite bounds, low < high, got {low} and {high}")
-        require_count(num_nodes, "Anova's num_nodes")
         self.variance: Scalar = 1.0
         while isinstance(base, Scaled):
             self.variance, base = self.variance * base.variance, base.kernel
-        self.parts, self.low, self.high, self.num_nodes = (base,), low, high, num_nodes
+        self.parts, self.low, self.high = (base,), low, high
 
     @property
     def base(self) -> Kernel:
@@ -173,7 +163,7 @@ class Anova(Kernel):
         return type(self.base) in _PROFILES
 
     def _times_variance(self, value: Tensor, dims: int) -> Tensor:
-        # value, of which the last dims dimensions are no batch, times the variance.
+        # Of value the last dims dimensions are no batch.
         return as_tensor(self.variance, value)[(..., *[None] * dims)] * value
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
@@ -229,7 +219,7 @@ class Anova(Kernel):
         return (spread - self._profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
 
     def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        nodes, weights = _legendre(self.num_nodes, x.dtype, x.device)
+        nodes, weights = _legendre(_NUM_NODES, x.dtype, x.device)
         low, high = self._bounds(x)
         return ((low + high) / 2 + (high - low) / 2 * nodes)[..., None], weights
 

@@ -31,19 +31,17 @@ def _width(value: Scalar, dims: int) -> int:
     return value.shape[-1] if isinstance(value, Tensor) and dims and value.dim() else 1
 
 
-def stacked(kernels: Sequence[Any], like: Tensor, columns: Optional[Sequence[Sequence[int]]] = None) -> Kernel:
+def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
     """C kernels of the same :func:`structure` as one, with their number as the last dimension of its batch.
 
     It takes inputs ``(N, D)`` of all of them, or ``(C, N, D)``, each one's own.
 
     :param like: a tensor of the dtype and device of numbers.
-    :param columns: which columns each one's own inputs consist of, ``(C, N, d)``, if not all.
     """
     first = kernels[0]
-    inner = None if isinstance(first, Select) else columns  # k₀[dims] reads its own columns, whose inputs have others
-    parts = [stacked(alike, like, inner) for alike in zip(*(kernel.parts for kernel in kernels))]
+    parts = [stacked(alike, like) for alike in zip(*(kernel.parts for kernel in kernels))]
     if isinstance(first, Select):
-        return _Selections(kernels, parts[0], columns)
+        return _Selections(kernels, parts[0])
     kind: Any = _Anovas if isinstance(first, Anova) else type(first)
     new = kind.__new__(kind)
     vars(new).update(vars(first), parts=tuple(parts))
@@ -84,27 +82,15 @@ class _Anovas(Anova):
 
 
 class _Selections(Select):
-    """k_c(x[dims_c], x'[dims_c]) for each c.
-
-    :param columns: which columns inputs of each one's own, ``(C, N, d)``, consist of; ``None`` is all.
-    """
+    """k_c(x[dims_c], x'[dims_c]) for each c."""
 
     _last: Optional[tuple[Tensor, Tensor]] = None
 
-    def __init__(self, kernels: Sequence[Select], kernel: Kernel, columns: Optional[Sequence[Sequence[int]]]) -> None:
-        self.parts, self._dims, self.selections, self.given = (kernel,), (), kernels, columns
+    def __init__(self, kernels: Sequence[Select], kernel: Kernel) -> None:
+        self.parts, self._dims, self.selections = (kernel,), (), kernels
 
     def own_columns(self, x: Tensor) -> Tensor:
         if self._last is None or self._last[0] is not x:
-            self._last = x, self._stack(x)
+            inputs = [x] * len(self.selections) if x.dim() == 2 else x.unbind(-3)
+            self._last = x, torch.stack([one.own_columns(own) for one, own in zip(self.selections, inputs)], -3)
         return self._last[1]
-
-    def _stack(self, x: Tensor) -> Tensor:
-        if x.dim() == 2:
-            return torch.stack([one.own_columns(x) for one in self.selections], -3)
-        read = [one.dims for one in self.selections]
-        if self.given is not None:
-            if read == [tuple(own) for own in self.given]:
-                return x
-            read = [tuple(own.index(d) for d in dims) for dims, own in zip(read, self.given)]
-        return torch.stack([Select(self.kernel, dims).own_columns(one) for dims, one in zip(read, x.unbind(-3))], -3)
