@@ -24,12 +24,12 @@ from tqdm.auto import tqdm
 from ..numerics.functions import jacobian
 from ..program.traces import repeatable, whole_plates
 from .conditions import conditions_now
-from .field import field_given, slices
+from .field import field_given, index_of, slices
 from .known import KnownGuide, Rows
 from .nested import Optimum
 from .parameters import explain_nan
 from .runs import Posteriors, Priors
-from .start import ALL_ROWS, PATIENCE, Search, index_of, is_open
+from .start import ALL_ROWS, PATIENCE, Search, is_open
 
 _DRAWS = 128
 _STARTS = 6  # of searches for other modes
@@ -72,12 +72,13 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
             return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
         if not all(value.isfinite().all() for value in data.values()):
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
+        bar = tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False)
         try:
-            compared = _Compared(guide, Search(guide, run, args, kwargs, list(filter(guide.is_point, able))))
+            search = Search(guide, run, args, kwargs, list(filter(guide.is_point, able)), bar.update)
+            compared = _Compared(guide, search)
         except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
             return [beyond]
-        with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
-            compared.nested.tell = bar.update
+        with bar:
             return compared.lines(args, kwargs, whole)
 
 
@@ -85,17 +86,22 @@ class _Compared:
     """q beside the approximation."""
 
     def __init__(self, guide: KnownGuide, search: Search) -> None:
-        nested = search.nested()
-        if nested is None:
+        some, like = search.nested(), guide.like.new_zeros(0)
+        if some is None:
             raise ValueError("a likelihood has no linear predictors")
-        self.guide, self.search, self.nested = guide, search, search.at_rows(nested, ALL_ROWS)
-        self.rows = nested.entries
-        self.loc, self.root = _q_of_theta(guide, self.rows, search.priors)
+        self.guide, self.search, self.nested = guide, search, search.at_rows(some, ALL_ROWS)
+        self.hyper, coupled = self.nested.hyper, guide.facts.coupled
+        with torch.no_grad():  # a and R of q(θ)
+            params = [guide._get_params(name, prior) for name, prior in self.hyper.priors.items()]
+            self.loc, scale = (torch.cat([like, *(each[i].reshape(-1) for each in params)]) for i in range(2))
+            self.root, places = scale.diag(), index_of(self.hyper.rows, coupled)
+            if coupled:
+                self.root[places[:, None], places] = guide.together.tril
         # The gradient of F is that at all rows, at the mean of q(θ), and the curvature that at some; x̂ moves by shift.
         self.nested.weight, self.shift = search.num / search.rows, guide.like.new_zeros(())
         if search.rows < search.num:
-            some, every = self.nested.at(self.loc), search.at_rows(nested, search.num).at(self.loc)
-            self.nested.tilt, self.shift = every.slope - some.slope, every.x - some.x
+            few, every = self.nested.at(self.loc), search.at_rows(some, search.num).at(self.loc)
+            self.nested.tilt, self.shift = every.slope - few.slope, every.x - few.x
         self.best = self.nested.at(self.loc)
         # At draws, a + Rε: ε, F, and of all values the means and variances, the approximation's and q's.
         self.noise: list[Tensor] = []
@@ -104,8 +110,8 @@ class _Compared:
 
     def lines(self, args: tuple, kwargs: dict[str, Any], whole: bool) -> list[str]:
         """All that is told."""
-        self.at_draws(_DRAWS if whole else 2 * self.nested.size + 8, whole)
-        if len(self.found) <= self.nested.size:
+        self.at_draws(_DRAWS if whole else 2 * self.hyper.size + 8, whole)
+        if len(self.found) <= self.hyper.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         late = self.of_newton()
         more = (self.of_draws(bool(late)) if whole else []) + self.of_a_second_start(whole)
@@ -113,85 +119,106 @@ class _Compared:
 
     def at_draws(self, num: int, meets: bool) -> None:
         """F, and moments of all values, at draws of θ; where F is not finite a draw has no weight."""
-        noise = self.loc.new_zeros(num, 0)
-        if self.nested.size:
-            uniform = torch.quasirandom.SobolEngine(self.nested.size, scramble=True, seed=0).draw(num)
+        noise = self.loc.new_zeros(1, 0)
+        if self.hyper.size:
+            uniform = torch.quasirandom.SobolEngine(self.hyper.size, scramble=True, seed=0).draw(num)
             noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc)
-        for eps in noise if self.nested.size else noise[:1]:
+        for eps in noise:
             theta = self.loc + self.root @ eps
             if (found := self.nested.tried(theta)) is None:
                 continue
             self.noise.append(eps)
             self.found.append(found)
             if meets:
-                x, root = self.nested.of_means(theta, found)
-                self.seen.append(self._moments(theta, x + self.shift, torch.cholesky_inverse(root)))
+                self.seen.append(self._moments(theta, *self.nested.of_means(theta, found)))
 
-    def _moments(self, theta: Tensor, x: Tensor, covariance: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Of all values at θ means and variances, the approximation's and q's."""
-        layout, guide, facts = self.nested.layout, self.guide, self.guide.facts
-        sites, handler, members = self._members(theta, x)
-        values = {name: sites[name]["value"].reshape(-1) for name in self.rows}
-        found: dict[str, tuple[Tensor, ...]] = {name: (value, 0 * value) * 2 for name, value in values.items()}
-        if facts.field:
-            places = index_of(layout.rows, list(facts.field))
+    def _moments(
+        self, theta: Tensor, x: Tensor, root: Tensor, posteriors: Mapping[str, Any] = {}
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """Of all values at θ means and variances, the approximation's and q's.
+
+        :param posteriors: of GP sites that are no part of the field.
+        """
+        layout, guide, covariance = self.nested.layout, self.guide, torch.cholesky_inverse(root)
+        every = layout.extend(x + self.shift).requires_grad_()
+        sites, handler = self.nested.run(theta, every)
+        values = {name: handler.values[name].reshape(-1)[:_ROWS] for name in layout.field}
+        # Members are affine in x, residuals at its end; a prior's mean may be another member.
+        slopes = jacobian(torch.cat(list(values.values())), every).mT.detach()
+        found: dict[str, tuple[Tensor, ...]] = {}
+        for name in self.hyper.rows:
+            value = sites[name]["value"].reshape(-1)
+            found[name] = value, 0 * value, value, 0 * value
+        places = index_of(layout.rows, guide.facts.field)
+        if guide.facts.field:
             q = field_given(guide, handler.bases, handler.priors, sites).q
-            move, wide = torch.cat(q.loc, -1) - x[places], q.covariance_matrix
-        for name, (mean, by_x, left) in members.items():
+            move, wide = torch.cat(q.loc, -1) - every[places], q.covariance_matrix
+        for name, rows in slices({name: len(value) for name, value in values.items()}).items():
+            mean, by_x, left = values[name], slopes[rows, : layout.num], slopes[rows, layout.num :].square().sum(-1)
             here = mean, _quadratic(by_x, covariance) + left
-            if name in facts.field:
+            if name in guide.facts.field:
                 along = by_x[:, places]
                 found[name] = (*here, mean + along @ move, _quadratic(along, wide) + left)
+            elif name in posteriors:
+                some = self.search.chosen[:_ROWS]
+                found[name] = (*here, posteriors[name].mean[some], posteriors[name].variance[some])
             elif name in self.search.normal and not guide.is_point(name):
                 loc, scale = guide._get_params(name, self.search.priors[name])
                 found[name] = (*here, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
         return {name: tuple(part.detach() for part in parts) for name, parts in found.items()}
 
-    def _members(self, theta: Tensor, x: Tensor) -> tuple[Any, Any, dict[str, tuple[Tensor, Tensor, Tensor]]]:
-        """A run at θ and x with its handler; of members the values, slopes by x, and variances of residuals."""
-        layout = self.nested.layout
-        x = torch.cat([x, x.new_zeros(layout.extended - layout.num)]).requires_grad_()
-        sites, handler = self.nested.run(theta, x)
-        values = {name: handler.values[name].reshape(-1)[:_ROWS] for name in layout.field}
-        # Members are affine in x, residuals at its end; a prior's mean may be another member.
-        slopes = jacobian(torch.cat(list(values.values())), x).mT.detach()
-        by_x, left = slopes[:, : layout.num], slopes[:, layout.num :].square().sum(-1)
-        rows = slices({name: len(value) for name, value in values.items()})
-        return sites, handler, {name: (values[name].detach(), by_x[own], left[own]) for name, own in rows.items()}
-
     def of_functions(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         """Of GP sites that are no part of a field, at medians of the hyperparameters."""
-        guide, found = self.guide, self.best
-        apart = [name for name in guide.facts.gps if name not in guide.facts.field]
-        if not apart:
+        guide = self.guide
+        if not (apart := [name for name in guide.facts.gps if name not in guide.facts.field]):
             return []
         new = Rows(same=False, inputs=False, new=True)
         with torch.no_grad():
             run = Posteriors(guide, conditions_now(guide, median=True), new, at_medians=True).perform(args, kwargs)
-        advice = self._given([name for name in self.search.normal if name not in guide.facts.field]) or "Train longer."
-        covariance, lines = torch.cholesky_inverse(found.root), list[str]()
-        some = self.search.chosen[:_ROWS]
-        for name, (mean, by_x, left) in self._members(self.loc, found.x + self.shift)[-1].items():
-            if name in apart:
-                q, sd = run.posteriors[name], (_quadratic(by_x, covariance) + left).sqrt()
-                own, its = q.mean[some], q.variance[some].sqrt()
-                away, ratio, is_off = _beside((own - mean) / sd, its / sd)
-                if is_off:
-                    lines.append(f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times the best. {advice}")
+        found = self._moments(self.loc, self.best.x, self.best.root, run.posteriors)
+        alone = self.loc.new_ones(1)
+        return self._beside_draws([{name: found[name] for name in apart}], (alone, alone), "the best", True)
+
+    def of_draws(self, late: bool) -> list[str]:
+        """Of latents and GP sites whose means or widths are not those of weighted draws.
+
+        :param late: whether a hyperparameter's are told of by now.
+        """
+        weights, num = self._weights(), len(self.found)
+        worth = float(1 / weights[0].square().sum())
+        if worth < min(_LEAST, num):
+            names = ", ".join(map(repr, self.hyper.rows))
+            return [
+                f"{names}: {num} weighted draws have effective size {worth:.1f}, so q is far from the posterior. "
+                + ("Train longer." if late else "Compare with NUTS.")
+            ]
+        return self._beside_draws(
+            self.seen, weights, f"that of {num} weighted draws (effective size {worth:.0f})", late
+        )
+
+    def _beside_draws(
+        self, seen: list[dict[str, tuple[Tensor, ...]]], weights: tuple[Tensor, ...], best: str, late: bool
+    ) -> list[str]:
+        lines = []
+        for name in seen[0]:
+            mean, sd, own, its = moments_of([values[name] for values in seen], *weights)
+            moves = (sd > 0) | (its > 0)  # as the first entry of an LKJCholesky matrix does not
+            away, ratio, is_off = _beside(((own - mean) / sd)[moves], (its / sd)[moves])
+            if is_off:
+                advice = self._advice(name, late)
+                lines.append(f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times {best}. {advice}")
         return lines
 
     def _advice(self, name: str, late: bool) -> str:
-        facts = self.guide.facts
-        if name in self.search.priors and name not in facts.coupled and name not in facts.field:
+        facts, search = self.guide.facts, self.search
+        if name in search.priors and name not in facts.coupled and name not in facts.field:
             if not self.guide.is_independent(name):
                 return f"Under this family {name!r} is independent of f: take SVGP or SGPR."
             return ("Train longer, or drop" if late else "Drop") + " independent=, or this name from it."
-        points = [name for name in self.search.priors if self.guide.is_point(name)]
-        return self._given(points) or ("Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS.")
-
-    def _given(self, names: list[str]) -> str:
-        held = ", ".join(map(repr, names))
-        return f"Its q is given {held}: drop point_estimates= or independent=, or that name." if held else ""
+        given = [n for n in search.priors if self.guide.is_point(n) or (n in search.normal and n not in facts.field)]
+        if given:
+            return f"Its q is given {', '.join(map(repr, given))}: drop point_estimates= or independent=, or that name."
+        return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Those of the posterior, and of q."""
@@ -199,38 +226,37 @@ class _Compared:
         weights = torch.stack([torch.stack([found.value for found in self.found]), -square]) + square / _WIDER**2
         return torch.softmax(weights, -1).unbind()
 
-    def _regressed(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _regressed(self, values: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The constant and the slopes, by ε, of values at each draw."""
         weights, noise = self._weights()[1].sqrt()[:, None], torch.stack(self.noise)
-        found = torch.linalg.lstsq(torch.cat([weights, weights * noise], 1), weights * values).solution
+        found = torch.linalg.lstsq(torch.cat([weights, weights * noise], 1), weights * torch.stack(values)).solution
         return found[0], found[1:]
 
     def of_inducing_points(self) -> list[str]:
         """What bases leave out of GP sites, in nats of the bound, and the hyperparameters that this moves."""
-        moved = {name: self._moved_by(name) for name in self.best.left}
-        return [
-            f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, which "
-            f"makes the learned function too smooth{moved[name]}. Give its family more inducing points."
-            for name, nats in self.best.left.items()
-            if nats > _LOST or moved[name]
-        ]
-
-    def _moved_by(self, name: str) -> str:
-        """The hyperparameters whose mean is elsewhere without what a basis leaves out: by S times its slope."""
-        _, slopes = self._regressed(torch.stack([found.left[name] for found in self.found])[:, None])
-        found = self._beside_q(slopes[:, 0], torch.eye(len(slopes)).to(slopes))
-        names = ", ".join(repr(other) for other, *_, is_off in found if is_off)
-        return names and f", and moves {names}"
+        lines = []
+        for name, nats in self.best.left.items():
+            # Their means without what is left out are elsewhere by S times its slope.
+            _, slopes = self._regressed([found.left[name][None] for found in self.found])
+            moved = self._beside_q(slopes[:, 0], torch.eye(len(slopes)).to(slopes))
+            names = ", ".join(repr(other) for other, *_, is_off in moved if is_off)
+            if nats > _LOST or names:
+                lines.append(
+                    f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, "
+                    f"which makes the learned function too smooth{names and f', and moves {names}'}. Give its family "
+                    "more inducing points."
+                )
+        return lines
 
     def _beside_q(self, moved: Tensor, widths: Tensor) -> list[tuple[str, float, float, bool]]:
         """Of each hyperparameter how far N(a + Rm, RTTᵀRᵀ) is from q(θ), m and T being given."""
         sd = self.root.norm(dim=-1)
         step, wide = self.root @ moved / sd, (self.root @ widths).norm(dim=-1) / sd
-        return [(name, *_beside(step[rows], wide[rows])) for name, rows in self.rows.items()]
+        return [(name, *_beside(step[rows], wide[rows])) for name, rows in self.hyper.rows.items()]
 
     def of_newton(self) -> list[str]:
         """Of hyperparameters whose mean or width the bound would still move."""
-        first, slopes = self._regressed(torch.stack([self.root.mT @ found.slope for found in self.found]))
+        first, slopes = self._regressed([self.root.mT @ found.slope for found in self.found])
         values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
         values, noise = values.clamp(min=_WIDEST**-2), torch.stack(self.noise)
         draws, whole = noise[: 2 * len(first) + 8] / _WIDER, axes @ (axes.mT @ first / values)
@@ -256,46 +282,22 @@ class _Compared:
                 ]
         return []
 
-    def of_draws(self, late: bool) -> list[str]:
-        """Of latents and GP sites whose means or widths are not those of weighted draws.
-
-        :param late: whether a hyperparameter's are told of by now.
-        """
-        (weights, by_q), num, lines = self._weights(), len(self.found), list[str]()
-        worth = float(1 / weights.square().sum())
-        if worth < min(_LEAST, num):
-            names = ", ".join(map(repr, self.rows))
-            return [
-                f"{names}: {num} weighted draws have effective size {worth:.1f}, so q is far from the posterior. "
-                + ("Train longer." if late else "Compare with NUTS.")
-            ]
-        for name in self.seen[0]:
-            mean, sd, own, its = moments_of([values[name] for values in self.seen], weights, by_q)
-            moves = (sd > 0) | (its > 0)  # as the first entry of an LKJCholesky matrix does not
-            away, ratio, is_off = _beside(((own - mean) / sd)[moves], (its / sd)[moves])
-            if is_off:
-                lines.append(
-                    f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times that of {num} weighted draws "
-                    f"(effective size {worth:.0f}). {self._advice(name, late)}"
-                )
-        return lines
-
     def of_a_second_start(self, whole: bool) -> list[str]:
         """Whether searches from each of some draws of the prior, or from the best, end at another mode."""
-        nested, draws = self.nested, self.search.draws(_STARTS)
-        if not nested.size:
+        nested, draws = self.nested, self.hyper.draws(_STARTS)
+        if not self.hyper.size:
             return []
         ends = [self._end_of(nested.mode, starts) for starts in ([[draw] for draw in draws] if whole else [draws])]
-        if not self.search.is_informed(nested, self.best.root):
-            ends.append(self._end_of(self.search.beyond, nested, self.best))
+        if not nested.is_informed(self.best):
+            ends.append(self._end_of(nested.beyond, self.best))
         if not self._far(ends, self.loc) or (here := self._end_of(nested.mode, [self.loc])) is None:
             return []
         there = max(self._far(ends, here.theta), key=lambda end: float(end.value), default=here)
         higher = float(there.value - here.value)
         if there is here or higher < (-_NATS if whole else _NATS):
             return []
-        sites, _ = self.nested.run(there.theta, self.loc.new_zeros(self.nested.layout.extended))
-        single = [name for name, rows in self.rows.items() if rows.stop - rows.start == 1]
+        sites, _ = nested.run(there.theta, self.loc.new_zeros(nested.layout.extended))
+        single = [name for name, rows in self.hyper.rows.items() if rows.stop - rows.start == 1]
         place = ", ".join(f"{name} = {float(sites[name]['value']):.3g}" for name in single)
         if higher > 0:
             return [
@@ -304,10 +306,10 @@ class _Compared:
             ]
         return [f"there is a second mode, {-higher:.1f} nats lower, at {place}. Intervals are about one of them."]
 
-    def _end_of(self, search: Callable[..., Optimum], *starts: Any) -> Optional[Optimum]:
+    def _end_of(self, search: Callable[..., Optimum], start: Any) -> Optional[Optimum]:
         """F at the mode that a search ends at."""
         with suppress(ValueError):  # no density there
-            return search(*starts)
+            return search(start)
         return None
 
     def _far(self, ends: list[Optional[Optimum]], here: Tensor) -> list[Optimum]:
@@ -317,21 +319,6 @@ class _Compared:
             return torch.linalg.solve_triangular(self.root, (theta - here)[:, None], upper=False).norm()
 
         return [end for end in ends if end is not None and distance(end.theta) > _APART]
-
-
-@torch.no_grad()
-def _q_of_theta(guide: KnownGuide, rows: Mapping[str, slice], priors: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """a and R of latents that are no points and in no field, whose entries are these."""
-    loc = guide.like.new_zeros(sum(own.stop - own.start for own in rows.values()))
-    root, coupled = loc.diag(), guide.facts.coupled
-    for name in set(rows) - set(coupled):
-        own, scale = guide._get_params(name, priors[name])
-        loc[rows[name]] = own.reshape(-1)
-        root[rows[name], rows[name]] = scale.reshape(-1).diag()
-    if coupled:
-        places = index_of(rows, coupled)
-        loc[places], root[places[:, None], places] = guide.together.mean, guide.together.tril
-    return loc, root
 
 
 def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:
@@ -351,42 +338,3 @@ def _beside(moves: Tensor, ratios: Tensor) -> tuple[float, float, bool]:
 def _quadratic(rows: Tensor, covariance: Tensor) -> Tensor:
     """diag(A C Aᵀ)."""
     return ((rows @ covariance) * rows).sum(-1)
-
-
-# In training.
-
-
-def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The mean and standard deviation of latents and of a field's members, where q has them: θ in unconstrained space,
-    a field in x.
-    """
-    facts, able = guide.facts, guide.facts.able_to_couple
-    if not facts.field and not able:
-        return {}
-    with repeatable(guide.like), poutine.block(), torch.no_grad():
-        run = Priors(guide, at_medians=True).perform(args, kwargs)
-        names = [name for name in able if name not in facts.field and not guide.is_point(name)]
-        priors = {name: run.sites[name]["infer"]["prior"] for name in names}
-        rows = slices({name: torch.Size(facts.latents[name]["shape"]).numel() for name in priors})
-        loc, root = _q_of_theta(guide, rows, priors)
-        found = {name: (loc[own], root[own].norm(dim=-1)) for name, own in rows.items()}
-        if facts.field:
-            q = run.whole.q
-            loc, sd = torch.cat(q.loc, -1), q.covariance_matrix.diagonal().sqrt()
-            rows = slices({name: sum(sizes) for name, sizes in facts.field.items()})
-            found |= {name: (loc[own], sd[own]) for name, own in rows.items()}
-    return found
-
-
-def moved(before: Mapping[str, tuple[Tensor, Tensor]], after: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """What moved between two moments of training, a line each."""
-    found = []
-    for name, (mean, sd) in after.items():
-        first, width = before[name]
-        step, ratio, is_off = _beside((mean - first) / sd, sd / width)
-        if is_off:
-            found.append(
-                f"{name!r} moved by {step:.1f} sd in the last tenth of the steps, and its width by a factor of "
-                f"{ratio:.2f}. Train longer."
-            )
-    return found

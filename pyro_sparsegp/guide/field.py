@@ -8,7 +8,7 @@ affine function of x: its linear predictor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -23,11 +23,10 @@ from torch.distributions import biject_to
 from ..approximations.on_sites import ExactGP
 from ..gaussians import AtValues, NaturalGaussian, Shared, Whole
 from ..numerics.linalg import residual_cholesky, side_by_side
-from ..program.declared import parameters
 from ..program.enumeration import Enumeration
 from ..program.facts import COUPLED, Structure
 from ..program.handlers import NO_RUN, trace_like
-from ..program.traces import as_process, bare, repeatable, sample_sites
+from ..program.traces import as_process, bare, repeatable
 from .known import KnownGuide
 
 LARGEST = 2000  # entries of a field, whose covariance is dense
@@ -114,6 +113,10 @@ class Layout:
             rows = rows.index_put((places, owned[-1]), slope)
         return rows, rest.mT, owned
 
+    def extend(self, x: Tensor) -> Tensor:
+        """x, ``(num,)``, with residuals of 0."""
+        return torch.cat([x, x.new_zeros(self.extended - self.num)])
+
     def parts(self, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Of ``(extended,)`` numbers those of each member, and of each GP site's residual."""
         every = x.split([*self.numbers.values(), *self.residuals.values()])
@@ -132,6 +135,11 @@ def slices(numbers: Mapping[str, int]) -> dict[str, slice]:
         found[name] = slice(start, start + number)
         start += number
     return found
+
+
+def index_of(rows: Mapping[str, slice], names: Iterable[str]) -> Tensor:
+    """The entries of some names."""
+    return torch.cat([torch.arange(0), *(torch.arange(rows[name].start, rows[name].stop) for name in names)])
 
 
 def basis_of(guide: KnownGuide, name: str, process: Any) -> Any:
@@ -221,34 +229,6 @@ def run_standardised(
     held = poutine.condition(Enumeration()(guide.model), data=dict(values))
     with pyro.validation_enabled(False), repeatable(guide.like):
         return trace_like(like, lambda: held(*args, **kwargs), handler)
-
-
-# Which members a program has.
-
-
-def at_zero(guide: KnownGuide, latents: Mapping[str, Tensor]) -> Standardised:
-    """A handler with GP sites' entries at 0, and those of some latents as given."""
-    return Standardised(guide, latents, {name: guide.like.new_zeros(1) for name in guide.facts.gps})
-
-
-def hyperparameters_among(
-    guide: KnownGuide, normal: Mapping[str, Any], run: Callable[[Standardised], poutine.Trace]
-) -> set[str]:
-    """The normal latents that kernels, scales or priors are made of, which are hyperparameters: autograd's graph shows
-    it, whatever their values.
-    """
-    x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
-    handler = at_zero(guide, x)
-    sites = sample_sites(run(handler))
-    every = [part for parts in handler.features.values() for part in parts]
-    every += [as_process(sites[name]["fn"])[0].variance for name in guide.facts.gps]  # type: ignore[union-attr]
-    others = guide.facts.latents.keys() - normal.keys()  # whose priors are made of them
-    every += [part for name in others for part in parameters(sites[name]["fn"]).values()]
-    made = [part.sum() for part in every if part.requires_grad]
-    if not made:
-        return set()
-    slopes = torch.autograd.grad(torch.stack(made).sum(), [x[name] for name in normal], allow_unused=True)
-    return {name for name, slope in zip(normal, slopes) if slope is not None}
 
 
 # Its Gaussian, and what runs of the guide take of it.

@@ -7,7 +7,8 @@ draw of x.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -23,8 +24,52 @@ from ..modules import at_path
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
 from ..program.traces import bare, repeatable
-from .field import standardised
+from .field import slices, standardised
 from .known import KnownGuide
+
+
+class Hyperparameters:
+    """θ: latents that are in no field, one after another in unconstrained space.
+
+    :param priors: theirs in a run, by name; ``values`` are the latents' there.
+    """
+
+    def __init__(self, priors: Mapping[str, Any], values: Mapping[str, Tensor], like: Tensor) -> None:
+        self.priors, self.like = dict(priors), like.new_zeros(0)
+        self.shapes = {name: self._theta(name, values[name]).shape for name in self.priors}
+        self.rows = slices({name: shape.numel() for name, shape in self.shapes.items()})
+        self.size = sum(shape.numel() for shape in self.shapes.values())
+
+    def _theta(self, name: str, value: Tensor) -> Tensor:
+        return biject_to(self.priors[name].support).inv(value).to(self.like)
+
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """θ, ``(D,)``, of some values."""
+        return torch.cat([self.like, *(self._theta(name, values[name]).reshape(-1) for name in self.priors)])
+
+    def parts(self, theta: Tensor) -> dict[str, Tensor]:
+        """θ by name."""
+        return {name: theta[self.rows[name]].reshape(shape) for name, shape in self.shapes.items()}
+
+    def draws(self, num: int) -> list[Tensor]:
+        """Some θ from the prior, of those that are finite."""
+        with repeatable(self.like):
+            draws = [self.of({name: prior.sample() for name, prior in self.priors.items()}) for _ in range(num)]
+        return [draw for draw in draws if draw.isfinite().all()]
+
+    @cached_property
+    def units(self) -> Tensor:
+        """In which steps of θ are of the size of 1: 1, but half the width of two thirds of a prior whose values, θ
+        itself, are of any size (test_an_intercept_may_have_any_unit).
+        """
+        units = [self.like]
+        with repeatable(self.like):
+            for name, prior in self.priors.items():
+                value = prior.sample(torch.Size([199])).to(self.like)
+                theta = self._theta(name, value)
+                low, high = theta.reshape(199, -1).quantile(theta.new_tensor([1 / 6, 5 / 6]), 0)
+                units.append((high - low) / 2 if torch.equal(value, theta) else torch.ones_like(low))
+        return torch.cat(units)
 
 
 class OfPrior(TorchDistribution):
@@ -85,17 +130,6 @@ class _Part(OfPrior):
     def summed(self, densities: Tensor) -> Tensor:
         """Those of entries, ``(n,)``, added up for each value."""
         return sum_rightmost(densities.reshape(self.sizes), self.transform.domain.event_dim)
-
-
-@register_kl(_Part, torch.distributions.Distribution)
-def _kl_at_the_draw(q: _Part, p: Any) -> Tensor:
-    """log q(z) − log p(z) at the draw, whose expectation is the divergence."""
-    if q.draw is None:
-        raise NotImplementedError
-    # Under one transform, as of a LogNormal, p(z) is that of what is transformed.
-    if isinstance(p, torch.distributions.TransformedDistribution) and p.transforms == [q.transform]:
-        return q.summed(q.drawn.densities[q.rows]) - p.base_dist.log_prob(q.draw[0])
-    return q.log_prob(q.draw[1]) - p.log_prob(q.draw[1])
 
 
 def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:

@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..numerics.functions import jacobian
-from ..program.traces import all_sites, is_observation, repeatable, share_of
-from .field import Layout, Standardised, slices
+from ..program.traces import all_sites, is_observation, share_of
+from .field import Layout, Standardised, index_of, slices
 from .known import KnownGuide
+from .latents import Hyperparameters
 from .predictors import Place, Predictors
 
 Slopes = dict[Any, Tensor]  # by places, or pairs of them
@@ -41,6 +42,8 @@ _EVALUATIONS = 60  # of F, at most
 # be known to 1e-3 and its gradient to 0.1, test_float32.py::test_a_start_is_as_wide_as_that_of_float64.
 _GAIN = {torch.float64: 1e-5, torch.float32: 1e-3}
 _DIFFERENCE = {torch.float64: 0.005, torch.float32: 0.06}
+_PLATEAU = 3.0  # functions that data inform, below which other starts are tried
+_FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
 _LEAST = 1e-6  # an eigenvalue of JᵀWJ, as of their mean, from which x follows θ
 _WIDEST = 5.0  # a standard deviation of a hyperparameter in its units, where F is flat
 
@@ -62,9 +65,8 @@ class Nested:
 
     :param layout: of its field.
     :param links: of its likelihoods.
-    :param hyper: of each hyperparameter the shape of its values in unconstrained space.
-    :param units: of θ, ``(D,)``, in which steps and differences are of the size of 1.
     :param run: the program under a handler, with some of its sites' values given.
+    :param tell: called at each evaluation.
     """
 
     def __init__(
@@ -72,30 +74,22 @@ class Nested:
         guide: KnownGuide,
         layout: Layout,
         links: Mapping[str, Mapping[str, str]],
-        hyper: Mapping[str, torch.Size],
-        units: Tensor,
+        hyper: Hyperparameters,
         run: Callable[[Standardised, Mapping[str, Tensor]], poutine.Trace],
+        tell: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.guide, self.layout, self.hyper = guide, layout, dict(hyper)
-        self.links, self.units, self._run = links, units, run
-        self.entries = slices({name: shape.numel() for name, shape in self.hyper.items()})  # of θ
-        self.size = sum(shape.numel() for shape in self.hyper.values())
+        self.guide, self.layout, self.links, self.hyper, self._run, self._tell = guide, layout, links, hyper, run, tell
         # x̂ and the root of P of the last θ
         self.last = self._nowhere = guide.like.new_zeros(layout.num), torch.eye(layout.num).to(guide.like)
-        self.weight, self.tilt = 1.0, torch.zeros(self.size).to(guide.like)  # of rows that stand for more; and of θ
+        self.weight, self.tilt = 1.0, torch.zeros(hyper.size).to(guide.like)  # of rows that stand for more; and of θ
         self.is_smooth: Optional[bool] = None  # whether densities have curvatures
-        self.tell: Callable[[], Any] = lambda: None  # called at each evaluation
-
-    def theta_of(self, theta: Tensor) -> dict[str, Tensor]:
-        """θ by name."""
-        return {name: theta[self.entries[name]].reshape(shape) for name, shape in self.hyper.items()}
 
     def run(self, theta: Tensor, x: Tensor, given: Mapping[str, Tensor] = {}) -> tuple[dict[str, Any], Standardised]:
         """The sites of a run at θ and x, ``(extended,)``, with some GP sites' values ``given``, and its handler. Some
         rows count once: in the place of all they would be data of a noise that is far smaller. All is over the field's
         scale, as a whole program's may be.
         """
-        handler = Standardised(self.guide, *self.layout.parts(x), self.theta_of(theta))
+        handler = Standardised(self.guide, *self.layout.parts(x), self.hyper.parts(theta))
         sites: dict[str, Any] = dict(all_sites(self._run(handler, given)))
         scale = sites[next(iter(self.layout.field))]["scale"]
         handler.log_prior = handler.log_prior / scale
@@ -113,7 +107,7 @@ class Nested:
 
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
-        self.tell()
+        self._tell()
         theta = theta.detach().requires_grad_()
         found, handler = self.predictors(theta)
         others = [site for name, site in found.sites.items() if is_observation(site) and name not in self.links]
@@ -199,7 +193,7 @@ class Nested:
         if not tried:
             raise ValueError("no start has a finite density")
         best = max(tried, key=lambda found: (preferred(found), float(found.value)))
-        t, nowhere = (best.theta / self.units).requires_grad_(), 1e4 - best.value
+        t, nowhere = (best.theta / self.hyper.units).requires_grad_(), 1e4 - best.value
         ahead = [best]  # what L-BFGS asks first
         optimiser = torch.optim.LBFGS(
             [t],
@@ -212,12 +206,12 @@ class Nested:
 
         def loss() -> Tensor:
             nonlocal best
-            found = ahead.pop() if ahead else self.tried(self.units * t)
+            found = ahead.pop() if ahead else self.tried(self.hyper.units * t)
             if found is None:  # a step went to where the program has no density
                 t.grad = torch.zeros_like(t)
                 return nowhere
             best = max(best, found, key=lambda one: float(one.value))
-            t.grad = -found.slope * self.units
+            t.grad = -found.slope * self.hyper.units
             return -found.value
 
         optimiser.step(loss)
@@ -247,33 +241,36 @@ class Nested:
         pull = jacobian(still.back(slope) + 0 * theta.sum(), theta).detach()
         gram, axes = torch.linalg.eigh(best.root @ best.root.mT - torch.eye(len(best.x)).to(best.x))
         moves, slopes = -(pull @ axes / gram.clamp(min=_LEAST * gram.abs().mean())) @ axes.mT, {}
-        for name, rows in self.entries.items():
+        for name, rows in self.hyper.rows.items():
             by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
             slopes[name] = torch.linalg.pinv(by_theta) @ moves[rows], moves[rows]  # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ
         return pull, slopes
 
+    def is_informed(self, found: Optimum) -> bool:
+        """Whether data inform some functions of GP sites' bases, tr(I − P⁻¹); else all of them may be noise."""
+        index = index_of(self.layout.rows, self.guide.facts.gps)
+        return len(index) - float(torch.cholesky_inverse(found.root).diagonal()[index].sum()) > _PLATEAU
+
+    def beyond(self, best: Optimum) -> Optimum:
+        """The mode beyond a plateau, if F is higher there: from θ with one positive hyperparameter times a factor that
+        its prior allows. Where the others stay F is no higher: test_a_length_far_from_the_data_is_no_plateau.
+        """
+        priors, starts = self.hyper.priors, [best.theta]
+        values = {n: biject_to(priors[n].support)(part) for n, part in self.hyper.parts(best.theta).items()}
+        for name, value in values.items():
+            moved = [value * factor for factor in _FACTORS if (value > 0).all()]
+            starts += [self.hyper.of({**values, name: v}) for v in moved if priors[name].support.check(v).all()]
+        return max(best, self.mode(starts, self.is_informed), key=lambda found: float(found.value))
+
     def covariance(self, mode: Optimum) -> Tensor:
         """H⁻¹ at the mode, by differences of gradients."""
-        far, precision = _DIFFERENCE[mode.theta.dtype], torch.zeros(self.size, self.size).to(mode.theta)
-        for row, move in zip(precision, far * self.units.diag()):
-            row += (mode.slope - self.at(mode.theta + move).slope) * self.units / far
+        far, units = _DIFFERENCE[mode.theta.dtype], self.hyper.units
+        precision = units.new_zeros(len(units), len(units))
+        for row, move in zip(precision, far * units.diag()):
+            row += (mode.slope - self.at(mode.theta + move).slope) * units / far
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
-        axes = self.units[:, None] * axes
+        axes = units[:, None] * axes
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
-
-
-def units_of(priors: Mapping[str, Any], like: Tensor) -> Tensor:
-    """Of θ: 1, but half the width of two thirds of a prior whose values, θ itself, are of any size
-    (test_an_intercept_may_have_any_unit).
-    """
-    units = [like.new_ones(0)]
-    with repeatable(like):
-        for prior in priors.values():
-            value = prior.sample(torch.Size([199])).to(like)
-            theta = biject_to(prior.support).inv(value)
-            low, high = theta.reshape(199, -1).quantile(theta.new_tensor([1 / 6, 5 / 6]), 0)
-            units.append((high - low) / 2 if torch.equal(value, theta) else torch.ones_like(low))
-    return torch.cat(units)
 
 
 def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:

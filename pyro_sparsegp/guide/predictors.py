@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, combinations_with_replacement
+from itertools import combinations_with_replacement, cycle
 from typing import Any, Optional
 
 import torch
@@ -29,8 +29,8 @@ Again = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]  # the sites of the 
 VALUE = "value"
 _AWAY = 0.37, -0.71  # of a value, from where it may be at a top of its density
 _BENT = 1e-2  # of a log density, and of a nat
-_MOVED = -1.5, 3.0  # times what a member was, to see kinks: through its prior's mean, and out
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2}  # of slopes
+_MOVED = -1.5, 3.0  # times a draw of a member, to see kinks: through its prior's mean, and out
+_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-2}  # of the largest change of a predictor
 
 
 def find_links(
@@ -39,67 +39,83 @@ def find_links(
     """By observed site and parameter, the link under which it is affine in x, the latents that are owned, and the
     members in which one is affine under no link; ``None`` if a density is not known.
 
+    It is affine if the move of each member from x = 0 changes it as its slopes say, which are those at a draw of x:
+    products have other slopes there, kinks other changes, and comparisons no slope that tells
+    (test_what_bends_at_a_kink_is_no_predictor).
+
     :param run: the program with a field at x, ``(extended,)``.
     """
-    draws = torch.randn(2, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)
+    x = torch.randn(2, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)[0].requires_grad_()
+    members = [name for name in layout.field for _ in _MOVED]
+    moves = x.new_zeros(len(members), layout.extended)
+    for move, name, factor in zip(moves, members, cycle(_MOVED)):
+        move[layout.rows[name]] = factor * x.detach()[layout.rows[name]]
+    # The slope by each value shows whose a datum's is.
     several = {n: num for n, num in layout.numbers.items() if n not in layout.residuals and num > 1}
-    # An affine function has one slope along any direction; that by each value shows whose a datum's is.
-    members = torch.block_diag(*(torch.ones(1, num) for num in [*layout.numbers.values(), *layout.residuals.values()]))
-    along = torch.cat(
-        [draws[1] * members.to(like), *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)]
-    )
-    runs = [(run(x.requires_grad_()), x) for x in (torch.zeros_like(draws[0]), draws[0])]
-
-    def bent(every: Sequence[Tensor]) -> list[str]:
-        """The members in which some predictors, of these slopes, are not affine."""
-        return [member for member, *each in zip(layout.numbers, *every) if any(part.isnan().any() for part in each)]
-
+    along = torch.cat([moves, *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)])
+    zero = torch.zeros_like(x, requires_grad=True)
+    first, here = run(zero), run(x)
+    with torch.no_grad():
+        there = [run(move) for move in moves]
     links: dict[str, dict[str, str]] = {}
-    slopes: dict[str, list[Tensor]] = {}
-    for name, of_site in _by_links(runs, along).items():
-        best = {key: min(own, key=lambda link: int(own[link].isnan().sum())) for key, own in of_site.items()}
-        links[name], slopes[name] = best, [of_site[key][link] for key, link in best.items()]
-        apart = bent(slopes[name])
-        if best and layout.residuals.keys().isdisjoint(apart):
+    slopes: list[Tensor] = []
+    bent: list[str] = []
+    for name, site in sample_sites(here).items():
+        if not is_observation(site) or not depends(bare(site["fn"]).log_prob(site["value"]), x):
             continue
-        gp, slope = _in_values(runs, name, layout, along)
-        others = [member for member in apart if member not in layout.residuals]
-        # Links stay where f is affine without some latents, as without k in mu + k f.
-        if gp and not 0 < len(others) <= len(bent([slope])):
-            links[name], slopes[name] = {gp: VALUE}, [slope]
-        if not links[name]:
-            return None
-    chosen = list(chain.from_iterable(slopes.values()))
-    rows = {name: slice(own.start + len(members), own.stop + len(members)) for name, own in slices(several).items()}
-    owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in chosen)]
-    return links, owned, list(dict.fromkeys([*bent(chosen), *_kinks(run, *runs[1], links, layout)]))
+        known: dict[str, tuple[list[str], str, Tensor]] = {}  # by parameter: where it bends, link and slopes
+        for key in _moving(bare(site["fn"]), site["value"], x):
+            of_links = []
+            for link in candidates(site["fn"], key):
+                start, middle, *ends = (_eta(trace.nodes, name, key, link) for trace in (first, here, *there))
+                slope = jacobian(middle, x, along).detach()
+                off = [n for n, end, change in zip(members, ends, slope) if not _is_affine(start, end, change)]
+                of_links.append((off, link, slope))
+            known[key] = min(of_links, key=lambda found: len(found[0]))
+        apart = {member for off, *_ in known.values() for member in off}
+        if not known or not apart.isdisjoint(layout.residuals):
+            gp, slope = _in_values([(first, zero), (here, x)], name, layout, along)
+            off = [member for member, part in zip(members, slope) if part.isnan().any()]
+            # Links stay where f is affine without some latents, as without k in mu + k f.
+            if gp and not 0 < len(apart.difference(layout.residuals)) <= len({*off}):
+                known = {gp: (off, VALUE, slope)}
+            if not known:
+                return None
+        links[name] = {key: link for key, (_, link, _) in known.items()}
+        slopes += [slope for *_, slope in known.values()]
+        bent += [member for off, *_ in known.values() for member in off]
+    for member, trace in zip(members, there):
+        pairs = zip(_others(first, links), _others(trace, links))
+        bent += [member for one, other in pairs if not torch.allclose(one, other, equal_nan=True)]
+    rows = {n: slice(own.start + len(members), own.stop + len(members)) for n, own in slices(several).items()}
+    owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in slopes)]
+    return links, owned, list(dict.fromkeys(bent))
 
 
-def _kinks(
-    run: Callable[[Tensor], poutine.Trace],
-    trace: poutine.Trace,
-    x: Tensor,
-    links: Mapping[str, Mapping[str, str]],
-    layout: Layout,
-) -> list[str]:
-    """The members whose move, up or down, does not do to predictors what their slopes say, or moves what else densities
-    are made of: kinks and comparisons have no slope that tells (test_what_bends_at_a_kink_is_no_predictor).
+def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
+    """A predictor in a run, ``(N,)``."""
+    fn = bare(sites[name]["fn"])
+    part = sites[key]["value"] if link == VALUE else LINKS[link][0](parameters(fn)[key].expand(fn.batch_shape))
+    return part.reshape(-1)
 
-    :param trace: of a run at x.
-    """
-    pairs = [(n, own, factor) for n, own in layout.rows.items() for factor in _MOVED[: 1 + (n not in layout.residuals)]]
-    moves = x.new_zeros(len(pairs), len(x))
-    for move, (_, own, factor) in zip(moves, pairs):
-        move[own] = (factor - 1) * x.detach()[own]
-    (eta, rest), found = _shown(trace, links), list[str]()
-    along = [jacobian(part, x, moves).detach() for part in eta]
-    for k, (member, *_) in enumerate(pairs):
-        with torch.no_grad():
-            there, others = _shown(run(x.detach() + moves[k]), links)
-        changes = [(b - a, slope[k]) for a, b, slope in zip(eta, there, along)]
-        changes += [(b - a, torch.zeros_like(a)) for a, b in zip(rest, others)]
-        if not all(_are_near(change.detach(), slope) for change, slope in changes):
-            found.append(member)
+
+def _is_affine(start: Tensor, end: Tensor, slope: Tensor) -> bool:
+    """Whether a predictor changes as its slope along the move says, to rounding; where it ends at infinity it may."""
+    change, eps = end - start, torch.finfo(slope.dtype).eps
+    size = (change.abs() + slope.abs()).nan_to_num(posinf=0.0).amax()
+    near = (change - slope).abs() <= _ROUNDING[slope.dtype] * size + 100 * eps * (start.abs() + end.abs())
+    return bool(near.all())
+
+
+def _others(trace: poutine.Trace, links: Mapping[str, Mapping[str, str]]) -> list[Tensor]:
+    """What densities are made of beside predictors."""
+    found, sites = list[Tensor](), sample_sites(trace)
+    for name, of_site in links.items():
+        site = sites[name]
+        # the predictor of a density is in none of its parameters
+        made_of = {} if VALUE in of_site.values() else parameters(site["fn"])
+        parts = [*(part for key, part in made_of.items() if key not in of_site), site["scale"], site["mask"]]
+        found += [torch.as_tensor(part).double() for part in parts if isinstance(part, Tensor)]
     return found
 
 
@@ -110,52 +126,15 @@ def _density_of(site: Any, value: Tensor) -> Tensor:
     return (site["fn"] if hasattr(site["fn"], "without_masks") else bare(site["fn"])).log_prob(value)
 
 
-def _shown(trace: poutine.Trace, links: Mapping[str, Mapping[str, str]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Of sites with links the predictors, and what else their densities are made of."""
-    eta, rest, sites = list[Tensor](), list[Tensor](), sample_sites(trace)
-    for name, of_site in links.items():
-        site, made_of = sites[name], parameters(sites[name]["fn"])
-        for key, link in of_site.items():
-            eta.append((sites[key]["value"] if link == VALUE else LINKS[link][0](made_of[key])).reshape(-1))
-        is_hidden = VALUE in of_site.values()  # the predictor of a density is in none of its parameters
-        others = [] if is_hidden else [part for key, part in made_of.items() if key not in of_site]
-        parts = (*others, site["scale"], site["mask"])
-        rest += [part.to(eta[0]).reshape(-1) for part in parts if isinstance(part, Tensor)]
-    return eta, rest
-
-
-def _are_near(one: Tensor, other: Tensor) -> bool:
-    """Whether changes are equal to rounding, where they are finite."""
-    known = one.isfinite() & other.isfinite()
-    size = (one.abs() + other.abs())[known].sum().clamp(min=1.0)
-    return bool(((one - other).abs()[known] <= _ROUNDING[one.dtype] * size).all())
-
-
-def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
+def _moving(fn: Any, value: Tensor, x: Tensor) -> list[str]:
     """The parameters of a density of single data that depend on x: one or two, of which it can be made anew."""
     made_of = {} if fn.event_shape else parameters(fn)
     moving = {key: part for key, part in made_of.items() if depends(part, x)}
     is_single = len(moving) <= 2 and all(part.dim() <= len(fn.batch_shape) for part in moving.values())
     with suppress(TypeError, ValueError, RuntimeError):
         if is_single and torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value)):
-            return moving
-    return {}
-
-
-def _by_links(runs: Sequence[tuple[poutine.Trace, Tensor]], along: Tensor) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By observed site and parameter, slopes under each link; none where a predictor is in no parameter."""
-    slopes: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for trace, x in runs:
-        for name, site in sample_sites(trace).items():
-            fn, value = bare(site["fn"]), site["value"]
-            if not is_observation(site) or not depends(fn.log_prob(value), x):
-                continue
-            of_site = slopes.setdefault(name, {})
-            for key, part in _moving(fn, value, x).items():
-                for link in candidates(fn, key):
-                    here = jacobian(LINKS[link][0](part.expand(fn.batch_shape).reshape(-1)), x, along)
-                    _compare(here.detach(), of_site.setdefault(key, {}), link)
-    return slopes
+            return list(moving)
+    return []
 
 
 def _in_values(
@@ -187,13 +166,6 @@ def _ratio(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
     return torch.where(one[1].abs() > other[1].abs(), parts[0], parts[1])
 
 
-def _compare(here: Tensor, slopes: dict[str, Tensor], link: str) -> None:
-    """Keep slopes, ``(K, N)``, of a parameter under a link; NaN along directions that had others at another x."""
-    there = slopes.setdefault(link, here)
-    near = (here - there).abs() <= _ROUNDING[here.dtype] * there.nan_to_num().abs().amax()
-    slopes[link] = there.masked_fill(~near.all(1, keepdim=True), torch.nan)
-
-
 class Predictors:
     """The linear predictors η = η(0) + Jx + J'√ρt of a run's likelihoods, and densities at values of theirs.
 
@@ -208,13 +180,8 @@ class Predictors:
         self, sites: Any, links: Mapping[str, Mapping[str, str]], x: Tensor, layout: Layout, again: Again
     ) -> None:
         self.sites, self.links, self.x, self.again = sites, links, x, again
-        self.eta: dict[Place, Tensor] = {}
-        for name, of_site in links.items():
-            fn, made_of = bare(sites[name]["fn"]), parameters(sites[name]["fn"])
-            for key, link in of_site.items():
-                is_hidden = link == VALUE
-                part = sites[key]["value"] if is_hidden else LINKS[link][0](made_of[key].expand(fn.batch_shape))
-                self.eta[name, key] = part.reshape(-1)
+        places = {(name, key): link for name, of_site in links.items() for key, link in of_site.items()}
+        self.eta = {place: _eta(sites, *place, link) for place, link in places.items()}
         self.rows: dict[Place, Tensor] = {}
         self.residuals: dict[Place, Tensor] = {}
         self.layout = layout
@@ -222,7 +189,7 @@ class Predictors:
         # none, in a step without some of the data
         every = jacobian(torch.cat([x[:0], *self.eta.values()]), x, layout.directions(x))
         for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
-            if links[place[0]][place[1]] == VALUE:
+            if places[place] == VALUE:
                 part = part + self._beside(*place)
             self.rows[place], self.residuals[place], self._owned[place] = layout.split(part)
 

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
-from ..guide.check import check, moments, moved
+from ..guide.check import check
 from ..numerics.processes import Workers, joined, sharing
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches, signature_of
@@ -46,7 +46,7 @@ class FitResult:
     :param reason: why it stopped.
     :param losses: the loss of each step, ``(steps,)``, in nats: minus the bound, or −log Z of expectation propagation.
     :param seconds: the time of the loop.
-    :param notes: what still moved in the last tenth of the steps, and what ``guide.check`` finds; a line each.
+    :param notes: whether the loss still fell, and what ``guide.check`` finds; a line each.
     """
 
     steps: int
@@ -171,7 +171,6 @@ class _Loop:
     seconds: float = 0.0
     epoch: int = 0
     place: int = 0
-    before: dict[str, Any] = field(default_factory=dict)  # latents' moments before the last tenth
     batch: Optional[Batch] = None  # of the last step
 
     def __post_init__(self) -> None:
@@ -240,8 +239,6 @@ class _Loop:
                 stream = self._stream()
                 self._set_rates()
                 while len(self.losses) < self.total and not why:
-                    if len(self.losses) == self.total - self.total // 10:
-                        self.before = moments(self.guide, *self.call(self.batch or self._first()))
                     self.losses.append(self._step(next(stream)))
                     # Of the next step, before the checkpoint: a resumed optimiser takes its rates from there
                     # (test_resumed_as_if_never_cut_off).
@@ -262,10 +259,8 @@ class _Loop:
         last, found = self.total // 10, list[str]()
         if len(self.losses) >= 2 * last > 2:
             found += fell(np.array(self.losses[-2 * last :]).reshape(2, last), self.size or 0)
-        call = self.call(self.batch or self._first())
-        found += moved(self.before, moments(self.guide, *call)) if self.before else []
         if self.batches.whole and self.workers.num == 1 and self.total >= _CHECKED:
-            found += check(self.guide, *call, whole=False)
+            found += check(self.guide, *self.call(self.batch or self._first()), whole=False)
         return found
 
     def _stream(self) -> Iterator[Batch]:
