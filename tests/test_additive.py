@@ -10,7 +10,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.bases import additive as additive_basis
 from pyro_sparsegp.families import AdditiveSGPR, CoupledCovariance, CoupledPrecision
-from pyro_sparsegp.gaussians import natural
+from pyro_sparsegp.gaussians import low_rank
 
 from .benchmarks import paper0
 from .models import gaussian, observed, one_function, prepared, refused, restored
@@ -118,7 +118,7 @@ def test_work_is_linear_in_the_number_of_terms(base, what, monkeypatch):
     but where coefficients are so few that a natural step forms P̂.
     """
     for limit in ("_FEW", "_SMALL"):
-        monkeypatch.setattr(natural, limit, 0)
+        monkeypatch.setattr(low_rank, limit, 0)
     found = [work(CoupledPrecision(Z, rank=RANK, base=base), terms, what) for terms in TERMS]
     assert straight([products for products, _ in found])
     assert all(largest <= 40 * 8 * terms for terms, (_, largest) in zip(TERMS, found))
@@ -132,7 +132,7 @@ def test_work_is_linear_in_the_number_of_terms(base, what, monkeypatch):
 def test_a_step_makes_no_dense_matrix_of_all_coefficients(base, monkeypatch):
     """But where they are few."""
     for limit in ("_FEW", "_SMALL"):
-        monkeypatch.setattr(natural, limit, 0)
+        monkeypatch.setattr(low_rank, limit, 0)
     terms = 24
     x = torch.rand(20, terms)
     y = torch.randn(20)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.func import jacrev, jvp
 
-from pyro_sparsegp.gaussians.about_values import _Known, inverse_of
 from pyro_sparsegp.gaussians.base import Stack
 from pyro_sparsegp.gaussians.factors import CovarianceFactor, DenseFactor
+from pyro_sparsegp.gaussians.seats import Known, inverse_of
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics import linalg
 
@@ -127,7 +127,7 @@ def test_what_natural_parameters_say(size, part):
         precision, pull = (part.detach() for part in moved(root))
         held = None if part == "of the prior's" else stays[None]
         known = inverse_of(precision, near, pull - precision @ near)
-        return _Known.apply(*known, held, linalg.turn_of(root), Stack([size]))
+        return Known.apply(*known, held, linalg.turn_of(root), Stack([size]))
 
     def expected(root):
         precision, pull = moved(root)

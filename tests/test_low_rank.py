@@ -9,10 +9,9 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
-from pyro_sparsegp.gaussians import factor_analysis, natural
+from pyro_sparsegp.gaussians import low_rank as module_of
 from pyro_sparsegp.gaussians.base import Stack
-from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, sweep
-from pyro_sparsegp.gaussians.natural import NaturalLowRank
+from pyro_sparsegp.gaussians.low_rank import Formed, NaturalLowRank, Products, above_one, sweep
 from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
@@ -121,7 +120,8 @@ def test_curvature_that_draws_show():
 @pytest.mark.parametrize("least", [-0.05, -100.0])
 def test_negative_curvatures_are_cut_where_they_must_be(least):
     """P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) with negative λ, unless that leaves less than half of what there is without them."""
-    module = NaturalLowRank((3, 2, 3), (), torch.zeros(()), rank=8, sweeps=300, rate=0.3)
+    module = NaturalLowRank((3, 2, 3), (), torch.zeros(()), rank=8, rate=0.3)
+    module.sweeps = 300
     before = precision_of(module)
     phi, curvature = torch.randn(12, 8), torch.linspace(least, 1.0, 12)
     with recording(phi) as record:
@@ -180,7 +180,7 @@ def test_a_step_without_a_factor_is_left_out(monkeypatch):
         svi.step(x, x.sum(-1))
     kept = {name: value.clone() for name, value in guide.gps.f.coefficients.state_dict().items() if name != "steps"}
     with monkeypatch.context() as patched:
-        patched.setattr(factor_analysis, "_root", lambda matrix, what: cholesky(-matrix, 0.0, what))
+        patched.setattr(module_of, "_root", lambda matrix, what: cholesky(-matrix, 0.0, what))
         svi.step(x, x.sum(-1))
     now = guide.gps.f.coefficients.state_dict()
     assert kept["loc_0"].abs().max() > 0.1
@@ -193,7 +193,7 @@ def test_a_step_is_the_same_whether_its_precision_is_formed_or_not(monkeypatch):
     model = gaussian(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], 0.3)
     losses = []
     for limit in (512, 0):
-        monkeypatch.setattr(natural, "_FEW", limit)
+        monkeypatch.setattr(module_of, "_FEW", limit)
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(model, CoupledPrecision([x[:4], x[4:8]], rank=8, trainable=False))
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))

@@ -662,7 +662,8 @@ def test_sweeps_reach_the_best_precision_of_the_form(base):
     phi = list((2 * torch.randn(30, 9)).split([4, 5], -1))
     y = torch.randn(30)
     loss = dense_optimum(phi, 1.0, y)
-    module = NaturalLowRank([4, 5], (), torch.zeros(()), rank=2, base=base, rate=1.0, sweeps=300, iterations=30)
+    module = NaturalLowRank([4, 5], (), torch.zeros(()), rank=2, base=base, rate=1.0)
+    module.sweeps = 300
     for _ in range(4):
         step(module, phi, lambda mean, change: 0.5 * (mean - y).square().sum() + 0.5 * change.sum())
     with torch.no_grad():

@@ -82,7 +82,7 @@ class MeanFieldAdditive(AdditiveFamily):
 
     def in_natural_steps(self) -> NewCoefficients:
         """That posterior, by natural steps; with many coefficients, at a cost linear in the number of summands."""
-        blocks: NewCoefficients = partial(NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=self.natural_rate)
+        blocks: NewCoefficients = partial(NaturalLowRank, rank=0, rate=self.natural_rate)
         dense = super().in_natural_steps()
 
         def made(sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> Coefficients:

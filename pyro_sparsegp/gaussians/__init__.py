@@ -13,16 +13,16 @@ from .free import (
     IdentityPlusLowRank,
     ProjectedGaussian,
 )
-from .natural import NaturalGaussian, NaturalLowRank
+from .low_rank import NaturalLowRank
+from .natural import NaturalGaussian
 from .product import Continued, Product, from_natural, optimal, weighted_gram
-from .seats import AtRows, AtValues, seen_from
+from .seats import AtRows, seen_from
 from .shared import Share, Shared, Whole
 from .sites import Sites
 from .steps import Falling, Rate
 
 __all__ = [
     "AtRows",
-    "AtValues",
     "BlockCholesky",
     "BlockPlusLowRank",
     "CholeskyIdentity",

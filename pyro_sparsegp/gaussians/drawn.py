@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -80,8 +80,7 @@ class DrawnGaussian(Natural):
 
     def __init__(self, loc: Tensor, root: Tensor, rate: Rate = _falling) -> None:
         super().__init__((len(loc),), (), loc, rate)
-        self.loc: Any
-        self.loc = torch.nn.Parameter(loc.detach().clone())
+        self._set("loc", loc)
         self.tilt = torch.nn.Parameter(torch.zeros_like(root))
         self.register_buffer("root", root.detach().clone())
 

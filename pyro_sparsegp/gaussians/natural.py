@@ -1,63 +1,85 @@
-"""Full covariances by natural steps, and block plus low-rank precisions, at a cost linear in the number of blocks.
+"""Natural steps of sites that are about values u = Lw.
 
-P̂ of a damped natural step is not of the form P = blockdiag(D) + BBᵀ: sweeps of :mod:`.factor_analysis` go to the best P
-of that form. Of many coefficients P̂ is not formed, and the mean is found by conjugate gradients. Compare SLANG (Mishkin
-et al., 2018), of a diagonal plus low rank.
+With the gradients g and h of minus the bound by the marginals' means and variances, the natural gradient needs no
+Fisher matrix: it moves precision P and mean m towards the sums of the sites that they define,
 
-Under another L sites keep their form: with T = blockdiag(L₀⁻¹L) D − I + BBᵀ becomes Tᵀ(D − I)T + (TᵀB)(TᵀB)ᵀ. Of D − I
-only the positive part is turned, so that what is left stays positive definite.
+    P̂ = (1 − ρ)P + ρ(I + Φᵀ2HΦ/c),   P̂(m̂ − m) = −ρ(Φᵀg/c + m),   H = diag h,
+
+where c is the weight of the divergence in the objective, 1 in the bound (Khan and Lin, 2017; Salimbeni, Eleftheriadis
+and Hensman, 2018; Adam, Chang, Khan and Solin, 2021). At ρ = 1, for a Gaussian likelihood and all rows, that is the
+optimum. The mean moves by a difference, of which rounding leaves nothing where the gradient is 0; rounding of Pm would
+be a wrong mean, S times that of Pm, which for precise data in float32 is more than their noise. For the same reason
+moves of hyperparameters are told as m ← m + small terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from operator import attrgetter
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import (
-    Unbound,
-    cholesky,
-    flags_kept,
-    lift_to,
-    on_diagonal,
-    plus_one,
-    root_of_inverse,
-    side_by_side,
-    solve_lower,
-)
-from ..numerics.processes import largest
-from .about_values import AboutValues, Parts, Seen
-from .base import Stack, each_times, eye_like, solved
-from .factor_analysis import Formed, Products, above_one, sweep
-from .factors import DenseFactor, IdentityFactor, LowRankFactor
-from .free import FullCholesky, leading_directions, small_columns
-from .product import Product, from_natural, slices
-from .seats import Seat, softened
-from .steps import DEFAULT_RATE, Pass, Rate
+from ..numerics.linalg import cholesky, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side, wider
+from ..numerics.processes import is_shared, joined
+from .base import Stack, eye_like, solved
+from .factors import CovarianceFactor, DenseFactor, IdentityFactor
+from .free import FullCholesky
+from .product import Product, Recorded, from_natural, slices
+from .seats import Known, Seat, inverse_of, softened
+from .steps import DEFAULT_RATE, Natural, Pass, Rate, cautious, recorded
 
+_KNOWN = 9  # steps that sums of more than a batch count for
 _BY_DRAWS = 0.3  # η where draws alone show curvatures
 
+Parts = tuple[Tensor, ...]  # what a precision is made of
 
-class NaturalGaussian(AboutValues):
+
+class Seen(NamedTuple):
+    """Sites as they are seen from a seat: their mean a + P⁻¹b, ``(..., M)``, what P is made of, and the seat that they
+    belong to.
+    """
+
+    near: Tensor
+    rest: Tensor
+    parts: Parts
+    seat: Optional[Seat] = None
+
+
+class NaturalGaussian(Natural):
     """q(w) ∝ N(w; 0, I) exp(rᵀw − ½wᵀGw), or its best approximation by independent blocks, by natural steps.
 
     (Khan and Lin, 2017; Salimbeni, Eleftheriadis and Hensman, 2018; Adam, Chang, Khan and Solin, 2021.)
 
-    G, ``(..., M, M)``, and r = (I + G)m, ``(..., M)``, are sums over the data (sites). Where the process has a constant
-    mean that moves, they are about f = μ + Lw, r ← r − GL⁻¹δ for μ ← μ + δ: what f says of the data stays what it was,
-    and the gradient by μ is that of the whole (else each step of μ would have to wait for q's).
+    G, ``(..., M, M)``, and r = (I + G)m, ``(..., M)``, are sums over the data (sites). They are about (L + ηsI)w, with
+    s the root mean variance of u = Lw in each block, and keep that meaning where L moves: about u where it is well
+    conditioned, about w where it is not. Where the process has a constant mean that moves, they are about f = μ + Lw,
+    r ← r − GL⁻¹δ for μ ← μ + δ: what f says of the data stays what it was, and the gradient by μ is that of the whole
+    (else each step of μ would have to wait for q's).
+
+    Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision
+    anywhere, for which it takes likelihoods that are not log-concave, several functions, or draws, negative curvatures
+    are cut to 0. The mean moves no function value by more than three standard deviations of the prior, or half of one
+    where curvatures of several functions are cut: counts of 1,000 under an exponential link would else be jumped to at
+    e¹⁰⁰⁰. Gradients that are not finite change nothing.
 
     Under objectives that take no natural steps m is a parameter, and S = RAAᵀRᵀ with RRᵀ = (I + G)⁻¹ and a free lower
     triangular A, I at first, for each block.
 
     :param kind: the free posterior with the same layout of factors. These share the whole of G: their means are solved
         for together (a step with each one's own mean diverges where they are coupled).
+    :param rate: ρ, in (0, 1] or a function of the number of steps taken; by default max(0.1, 1/(1 + t)), or, of a step
+        on all rows, max(0.25, 1/(1 + t)).
     """
 
+    softness = 0.03  # η
     gram: Tensor
+    seat: Tensor
     level: Tensor
+    _stack: Stack  # of the blocks that turn by themselves
+    _stays: Any = None  # the part K of P that does not turn, as a stack; None is I
+    _is_known: bool  # whether q is given by its S, which is quicker where it is small: one covariance, without copies
 
     def __init__(
         self,
@@ -79,6 +101,7 @@ class NaturalGaussian(AboutValues):
         self._stack, self._is_known = Stack([num]), len(self.layout) == 1 and not self.batch_shape
         self.tilt = torch.nn.Parameter(like.new_zeros(*batch_shape, num, num))
         self.register_buffer("gram", like.new_zeros(*batch_shape, num, num))
+        self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that the sums belong to
         self.register_buffer("level", like.new_zeros(0))  # μ that the sums belong to, (..., M), where it moves
 
     @staticmethod
@@ -121,10 +144,21 @@ class NaturalGaussian(AboutValues):
             anchor.level = mean * ones
         return anchor
 
+    # What P is made of: here G = P − I, (..., M, M).
+
     def _seat(self, anchor: Any) -> Any:
+        """What sites are about in a run; ``None`` where that is w."""
         return Seat(softened(anchor, self.softness, self.sizes)) if isinstance(anchor, Tensor) else anchor
 
+    def _turns(self, seat: Any) -> bool:
+        """Whether sites belong to a seat, and so turn with this one: those of a start belong to none, and stay."""
+        return seat is not None and self.seat.numel() > 0
+
     def _seen_from(self, seat: Any) -> Seen:
+        """The same sites from another seat, and under its level.
+
+        Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
+        """
         loc = self._kept("loc")
         if not self._turns(seat):
             return Seen(loc, torch.zeros_like(loc), (self.gram,))
@@ -136,29 +170,18 @@ class NaturalGaussian(AboutValues):
         return Seen(near, rest, (gram,))
 
     def _gram(self, parts: Parts) -> Tensor:
+        """G = P − I, ``(..., M, M)``."""
         return parts[0]
 
-    def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:
-        try:
-            return super()._made(seat, held, known)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            # test_negative_curvatures_that_another_seat_magnifies_are_cut: beyond the prior's precision; the mean of u
-            # is what it was.
-            seen = self._seen_from(held)
-            gram = seen.parts[0].detach()
-            if not (self._turns(seat) and gram.isfinite().all()):
-                raise
-            seen = Seen(seen.near.detach(), torch.zeros_like(seen.near), (gram + lift_to(gram, -0.5),))
-            return self._given(seen), seen
+    def _precision(self, parts: Parts) -> Tensor:
+        return plus_one(self._gram(parts))
 
-    def of(self, gram: Tensor, pull: Tensor) -> Product:
-        q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
-        # the mean is that of the whole; such a factor has the prior's covariance
-        pairs = zip(self.layout, q.factors)
-        q.factors = [IdentityFactor(f.loc) if kind is IdentityFactor else f for (kind, _), f in pairs]
-        return q
+    def _inverse(self, seen: Seen) -> tuple[Tensor, ...]:
+        """m, S, tr S and log|S|, without copies."""
+        return inverse_of(self._precision(seen.parts), seen.near, seen.rest)
 
     def _given(self, seen: Seen) -> Product:
+        """q(w) of these sites, with the graph of what they are made of and of the tilt."""
         (gram,) = seen.parts
         q = self.of(gram, seen.rest)
         has_tilt = self.has_tilt
@@ -170,7 +193,13 @@ class NaturalGaussian(AboutValues):
                 q.factors[i] = DenseFactor(factor.loc, root @ self.tilt_matrix[..., own, own])
         return q
 
+    def _nearest(self, precision: Tensor) -> Parts:
+        """What P, ``(..., M, M)``, or the nearest to it, is made of."""
+        self.level = self.level.new_zeros(0)  # the mean's values now, which the next step notes
+        return (precision - eye_like(precision),)
+
     def _untilted(self, q: Product, parts: Parts) -> Parts:
+        """What the precision of a tilted q is made of, ``parts`` being that without the tilt."""
         gram = parts[0].clone()
         for own, factor in zip(self.slices, q.factors):
             # G's block is S⁻¹ − I
@@ -179,217 +208,174 @@ class NaturalGaussian(AboutValues):
                 gram[..., own, own] = inverse - eye_like(inverse)
         return (gram,)
 
-    def _nearest(self, precision: Tensor) -> Parts:
-        self.level = self.level.new_zeros(0)  # the mean's values now, which the next step notes
-        return (precision - eye_like(precision),)
-
     def _put_parts(self, parts: Parts) -> None:
         self.gram = parts[0].expand(self.gram.shape)
 
     def _stepped(
         self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
     ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
+        """What P̂ is made of; P̂⁻¹ times a vector; where negative curvatures are cut; and what is not 0 if that failed.
+
+        :param parts: what P is made of.
+        :param right: the vector.
+        :param rate: ρ, as for :meth:`Natural.step`; ``weight``: c.
+        """
         gram, cut = self._aim(taken, parts[0], rate, weight)
         shift, failed = solved(plus_one(gram), right)
         return (gram,), shift, cut, failed
 
-    def _precision_of_draws(self, gram: Tensor) -> Tensor:
-        # of independent factors each with its own block
-        whole = plus_one(gram)
-        blocks = [whole[..., own, own] for own in self.slices]
-        parts = [eye_like(b) if kind is IdentityFactor else b for (kind, _), b in zip(self.layout, blocks)]
-        return on_diagonal(parts, torch.zeros_like(whole))
+    # How q is given.
 
+    def forward(self, anchor: Any = None) -> Product:
+        """q(w).
 
-_FEW = 512  # coefficients up to which P̂ is formed
-_SMALL, _SLOW = 256, 0.25  # and up to which one sweep a step does for two, at rates up to this
-_KEPT = ("loc", "low_rank", "block", "gain", "seat")
+        :param anchor: what sites are about: L, or a seat.
+        """
+        seat, record = self._seat(anchor), recorded()
+        held = None if seat is None else seat.detached
+        if record is None:
+            return self._made(seat, held, False)[0]
+        # The step starts from what is given here, under the L of this run.
+        if self.is_tilted:
+            self._level_out(held)
+        q, seen = self._made(seat, held, self._is_known)
+        loc = side_by_side(list(map(attrgetter("loc"), q.factors)))
+        base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), held)
+        return Recorded(q, record.new(self, base))
 
+    def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:
+        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat.
 
-class NaturalLowRank(AboutValues):
-    """q(w) = N(m, (blockdiag(D) + BBᵀ)⁻¹) by natural steps, each projected on that form.
+        :param held: the seat without its graph.
+        """
+        try:
+            if known:
+                return self._made_known(seat, held)
+            seen = self._seen_from(seat)
+            return self._given(seen), seen
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            # test_negative_curvatures_that_another_seat_magnifies_are_cut: beyond the prior's precision; the mean of u
+            # is what it was.
+            seen = self._seen_from(held)
+            gram = seen.parts[0].detach()
+            if len(seen.parts) > 1 or not (self._turns(seat) and gram.isfinite().all()):
+                raise
+            seen = Seen(seen.near.detach(), torch.zeros_like(seen.near), (gram + lift_to(gram, -0.5),))
+            return self._given(seen), seen
 
-    (The form: Adam, Durrande and John, 2018; the projection is factor analysis, Rubin and Thayer, 1982.)
+    def _made_known(self, seat: Any, held: Any) -> tuple[Product, Seen]:
+        seen, turn, stays = self._seen_from(held), None, None
+        if self._turns(seat):
+            turn, stays = seat.turn(), self._stays
+        loc, covariance, trace, log_det = Known.apply(*self._inverse(seen), stays, turn, self._stack)
+        if held is not None and held.level is not None and self.level.numel():
+            # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
+            along = held.coefficients(seat.level - held.level)
+            loc = loc - along + covariance.detach() @ along
 
-    To see whether negative curvatures leave enough P̂ is formed. So it is where q is drawn from: it has the curvature
-    E ∇²f = E ∇f(w)(w − m)ᵀP then (Stein's identity), an M x M matrix.
+        # Draws alone want a root, through a graph of its own.
+        def root() -> Tensor:
+            return root_of_inverse(self._precision(self._seen_from(seat).parts), "I + G of natural steps")
 
-    Under objectives that take no natural steps m, B and a tilt A of each block, D⁻¹ = RAAᵀRᵀ, are parameters.
+        factor = CovarianceFactor(loc, covariance, trace, log_det, root)
+        return Product(self.sizes, [factor], [range(len(self.sizes))]), seen
 
-    :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
-        whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
-    :param base: whether D is free; else it is I.
-    :param sweeps: of expectation maximisation a step; by default 2, or 1 for up to 256 coefficients at rates of at
-        most 0.25, whose P̂ is near P.
-    :param iterations: of conjugate gradients a step.
-    """
+    @torch.no_grad()
+    def _level_out(self, seat: Optional[Seat]) -> None:
+        """Have the sums alone say what plain gradients have made of a q that is tilted."""
+        seen = self._seen_from(seat)
+        q = self._given(seen)
+        self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat)
+        self._end_tilt()
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        batch_shape: Sequence[int],
-        like: Tensor,
-        rank: Optional[int] = None,
-        base: bool = True,
-        rate: Rate = DEFAULT_RATE,
-        sweeps: Optional[int] = None,
-        iterations: int = 10,
-    ) -> None:
-        super().__init__(sizes, batch_shape, like, rate)
-        self.base = base
-        self.sweeps, self.iterations, self.last_rate = sweeps, iterations, 1.0
-        self._stack = stack = Stack(self.sizes)
-        self._is_known = sum(self.sizes) <= _FEW and not self.batch_shape
-        square = like.new_zeros(*batch_shape, len(self.sizes), stack.size, stack.size)
-        self.low_rank = torch.nn.Parameter(stack.rows(small_columns(self.sizes, batch_shape, rank, like)))
-        self.rank = self.low_rank.shape[-1]
-        if base:
-            self.tilt = torch.nn.Parameter(square.clone())
-        self.register_buffer("block", plus_one(square))
-        self.register_buffer("gain", square)  # the positive part of D - I
+    def _put(self, loc: Tensor, parts: Parts, seat: Optional[Seat]) -> None:
+        self._set("loc", loc)
+        self._put_parts(parts)
+        if seat is not None:
+            self._buffers["seat"] = seat.kept.detach()
+            if seat.level is not None:
+                self._buffers["level"] = seat.level.detach()
 
-    def anchor_of(self, features: Any, mean: Any = None) -> Any:
-        return features.anchors  # its blocks on the diagonal, in a list
+    # Steps.
 
-    # States have the parts block by block.
+    def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
+        base: Seen = taken.base
+        loc, parts = base.near, base.parts
+        # −ρ(Φᵀg/c + m)
+        (slope,) = joined(taken.slope(loc))
+        right = -rate[..., None] * (slope / weight[..., None] + loc)
+        if again:
+            # of the mean m' that other passes have led to: what is left of P'(m' − m)
+            seen = self._seen_from(base.seat)
+            loc, parts = side_by_side(self._given(seen).loc), seen.parts
+            # (1 − ρ)P'(m' − m)
+            left = (self._precision(parts) @ (loc - base.near)[..., None])[..., 0]
+            right = right + (1 - rate[..., None]) * left
+        new, shift, cut, failed = self._stepped(taken, parts, right, rate, weight)
+        moved = base.near + cautious(shift, taken, cut)
+        # test_a_step_without_a_factor_is_left_out (a P̂ that is not finite has none): 0 times a finite number is 0
+        fine = (0 * moved.sum(-1) == failed) & (rate > 0)
+        pairs = zip((moved, *new), (loc, *parts))
+        kept = [torch.where(fine.view(fine.shape + (1,) * (b.dim() - fine.dim())), a, b) for a, b in pairs]
+        self._put(kept[0], tuple(kept[1:]), base.seat)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in _KEPT:
-            value = destination.pop(prefix + name)
-            parts = [value] * len(self.sizes)
-            if name == "loc":
-                parts = list(value.split(self.sizes, -1))
-            elif value.numel():
-                parts = self._stack.blocks(value, square=name != "low_rank")
-            destination.update((f"{prefix}{name}_{b}", part.contiguous()) for b, part in enumerate(parts))
+    def _aim(self, taken: Pass, gram: Tensor, rate: Tensor, weight: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+        """Ĝ = P̂ − I of G = P − I, and where negative curvatures are cut."""
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        joins = {"loc": side_by_side, "low_rank": self._stack.rows}
-        for name in _KEPT:
-            keys = [f"{prefix}{name}_{b}" for b in range(len(self.sizes))]
-            parts = [state_dict.pop(key) for key in keys if key in state_dict]
-            if parts:
-                state_dict[prefix + name] = joins.get(name, self._squares)(parts)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        def precision() -> Tensor:  # of the q that is drawn from, of independent factors each with its own block
+            whole = plus_one(gram)
+            blocks = [whole[..., own, own] for own in self.slices]
+            parts = [eye_like(b) if kind is IdentityFactor else b for (kind, _), b in zip(self.layout, blocks)]
+            return on_diagonal(parts, torch.zeros_like(whole))
 
-    def _squares(self, parts: Sequence[Tensor]) -> Tensor:
-        # Blocks about w had no L + ηsI where all of their size are.
-        eyes = [torch.eye(n).to(parts[0]) for n in self.sizes]
-        some = any(part.numel() for part in parts)
-        return self._stack.squares([p if p.numel() else e for p, e in zip(parts, eyes)]) if some else parts[0]
+        target, cut = taken.curvature(gram, precision)
+        # All processes send as many tensors, or they would wait for each other.
+        if cut is None and is_shared():
+            cut = torch.zeros_like(target)
+        target, *more = joined(target, *(() if cut is None else (cut,)))
+        rate, each = rate[..., None, None], (2 * rate / weight)[..., None, None].expand_as(target)
+        # G ← (1 − ρ)G + (ρ/c)Φᵀ2HΦ
+        new = torch.mul(gram, 1 - rate).addcmul_(target, each)
+        if not more:
+            return new, None
+        # Curvatures stay negative where that leaves enough (test_negative_curvature_of_heavy_tails): above half of the
+        # prior's precision, and above half of the precision there is.
+        eye = eye_like(target)
+        left = new + 0.5 * eye, new + 0.5 * (eye - gram)
+        is_cut = sum(torch.linalg.cholesky_ex(part.nan_to_num()).info.abs() for part in left) > 0
+        return torch.where(is_cut[..., None, None], torch.addcmul(new, more[0], each), new), is_cut
 
-    def start(self, anchor: Any, features: Sequence[Tensor]) -> None:
-        """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
-        stack = self._stack
-        small = torch.cat(stack.blocks(self.low_rank.detach()), -2)
-        found, low_rank = leading_directions(features, small)
-        pairs = zip(features, found.split(self.sizes, -2))
-        # D = I + λΦ_cᵀΦ_c − U_cU_cᵀ
-        block = stack.squares([plus_one(phi.mT @ phi - u @ u.mT) for phi, u in pairs])
-        parts = stack.rows(low_rank.split(self.sizes, -2)), *above_one(block, block)
-        self._put(self._kept("loc"), parts, self._seat(anchor))
+    # Sums of sites for others.
 
-    def _seat(self, anchor: Any) -> Optional[Seat]:
-        """L + ηsI of each block as a stack, I where it is about w; ``None`` where w itself has a meaning."""
-        like = None if anchor is None else next((part for part in anchor if part is not None), None)
-        if like is None:
-            return None
-        stack = self._stack
-        if isinstance(anchor, Unbound):
-            return Seat(softened(anchor.whole, self.softness, (stack.size,)))
-        eyes = (torch.eye(n, dtype=like.dtype, device=like.device) for n in self.sizes)
-        parts = zip(anchor, eyes)
-        soft = [eye if p is None else softened(p, self.softness, (len(eye),)) for p, eye in parts]
-        return Seat(stack.squares(soft))
+    @torch.no_grad()
+    def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
+        """G = P − I and r = Pm under L; those of the prior, 0, where no step has been taken: a start is a guess."""
+        seat = self._seat(anchor)
+        if self.is_tilted:  # by plain gradients: test_rows_are_added_to_what_plain_gradients_taught
+            self._level_out(seat)
+            self.steps = max(self.steps, 1)
+        seen = self._seen_from(seat)
+        # r = P(a + P⁻¹b)
+        pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0] + seen.rest
+        return (self.steps > 0) * self._gram(seen.parts), (self.steps > 0) * pull
 
-    def _seen_from(self, seat: Any) -> Seen:
-        loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
-        if not self._turns(seat):
-            return Seen(loc, torch.zeros_like(loc), (low_rank, self.block, self.gain))
-        moved, stays, columns = seat.kept - self.seat, self._stays, stack.columns(loc)
-        # T = I + L₀⁻¹(L − L₀)
-        turn = plus_one(solve_lower(self.seat, moved))
-        # T⁻¹m = m − L⁻¹(L − L₀)m
-        near = columns - solve_lower(seat.kept, each_times(moved, columns))
-        # (TᵀK − KT⁻¹)m
-        rest = each_times(turn.mT, each_times(stays, columns)) - each_times(stays, near)
-        near, rest = (stack.narrow(part.flatten(-3)) for part in (near, rest))
-        # K + Tᵀ(D − K)T
-        gain = each_times(turn.mT, each_times(self.gain, turn))
-        return Seen(near, rest, (each_times(turn.mT, low_rank), stays + gain, gain))
+    @torch.no_grad()
+    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
+        """Have q be that of G and r under L, of more rows than a batch, or the nearest with its mean: steps go on at a
+        later one's rate.
+        """
+        precision = plus_one((0.5 * (gram + gram.mT)).expand(*self.batch_shape, *gram.shape[-2:]))
+        # in float64 where there is such
+        factor = cholesky(precision.to(wider(precision)), 0.0, "I + G of natural steps")
+        # m = P⁻¹r
+        loc = torch.cholesky_solve(pull.expand(precision.shape[:-1]).to(factor)[..., None], factor)[..., 0]
+        self._put(loc, self._nearest(precision), self._seat(anchor))
+        self.steps = max(self.steps, _KNOWN)
 
-    def _precision(self, parts: Parts) -> Tensor:
-        return self._stack.dense(parts[1], parts[0].flatten(-3, -2))
-
-    def _inverse(self, seen: Seen) -> tuple[Tensor, ...]:
-        factor = self._given(seen).factors[0]
-        return factor.loc, factor.covariance_matrix, *factor.trace_and_log_det()
-
-    def _gram(self, parts: Parts) -> Tensor:
-        whole = self._precision(parts)
-        whole.diagonal(dim1=-2, dim2=-1).sub_(1)
-        return whole
-
-    @property
-    def _stays(self) -> Tensor:
-        return self.block - self.gain
-
-    def _precision_of_draws(self, gram: Tensor) -> Tensor:
-        return plus_one(gram)
-
-    def _given(self, seen: Seen) -> Product:
-        low_rank, block, _ = seen.parts
-        # with RRᵀ = D⁻¹, P = R⁻ᵀ(I + RᵀBBᵀR)R⁻¹
-        tril = root_of_inverse(block, "a block of a low-rank precision")
-        # RA for D⁻¹ = RAAᵀRᵀ; a natural step starts without A
-        if self.has_tilt:
-            tril = each_times(tril, self.tilt_matrix)
-        factor = LowRankFactor(self._stack, seen.near, each_times(tril.mT, low_rank), tril)
-        factor.loc = seen.near + factor.times(seen.rest)
-        return Product(self.sizes, [factor], [range(len(self.sizes))])
-
-    def _untilted(self, q: Product, parts: Parts) -> Parts:
-        root: Any = q.factors[0]
-        block = torch.cholesky_inverse(cholesky(root.tril @ root.tril.mT, 0.0, "D⁻¹"))
-        return parts[0], *above_one(block, block)
-
-    def _nearest(self, precision: Tensor) -> Parts:
-        # Without B the divergence is least where P has the blocks of P̂ on its diagonal; with B, absorb refuses.
-        block = self._stack.diagonal(self._stack.spread(precision))
-        return self._kept("low_rank"), *above_one(block, block)
-
-    def _put_parts(self, parts: Parts) -> None:
-        low_rank, block, gain = parts
-        self._set("low_rank", low_rank)
-        if self.base:  # a start makes others, too: golden regression-CoupledPrecisionIdentity
-            self._buffers["block"], self._buffers["gain"] = block.to(self.block), gain.to(self.block)
-
-    def _stepped(
-        self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
-    ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
-        stack, num, cut = self._stack, sum(self.sizes), None
-        target: Union[Formed, Products]
-        with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out
-            # whether curvatures may be negative, in any of the processes: all of them then form P̂
-            signed = bool(taken.draws) or any(part.is_signed for part in taken.curvatures())
-            if num > _FEW and not largest(rate.new_tensor(float(signed))) > 0:
-                each = (rate / weight)[..., None, None]
-                rows = [(stack.wide(part.phi), each * (2 * part.h)[..., None]) for part in taken.curvatures()]
-                target = Products(stack, parts[1], parts[0].flatten(-3, -2), rate[..., None, None], rows)
-            else:
-                aim, cut = self._aim(taken, self._gram(parts), rate, weight)
-                aim.diagonal(dim1=-2, dim2=-1).add_(1)
-                target = Formed(stack, stack.spread(aim))
-            # P̂'s blocks are what D + BBᵀ's shall be (Lawley, 1940)
-            aims = target.blocks() if self.base else None
-            near, low_rank = parts[1], parts[0].flatten(-3, -2)
-            for _ in range(self.sweeps or (1 if num <= _SMALL and self.last_rate <= _SLOW else 2)):
-                block, near, low_rank = sweep(target, aims, near, low_rank)
-            shift, failed = target.solve(stack.wide(right), near, low_rank, self.iterations)
-        gain = parts[2]
-        if aims is not None:
-            # torch.linalg.eigh raises for what is not finite; the step is left out by its mean.
-            block, gain = above_one(torch.where(block.isfinite().all(), block, parts[1]), aims)
-        failed = failed + sum(flag.count_nonzero() for flag in flags)
-        return (stack.cut(low_rank), block, gain), stack.narrow(shift), cut, failed
+    def of(self, gram: Tensor, pull: Tensor) -> Product:
+        """q(w) of these G and r."""
+        q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
+        # the mean is that of the whole; such a factor has the prior's covariance
+        pairs = zip(self.layout, q.factors)
+        q.factors = [IdentityFactor(f.loc) if kind is IdentityFactor else f for (kind, _), f in pairs]
+        return q

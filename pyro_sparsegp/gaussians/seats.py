@@ -16,11 +16,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Optional, Self
+from typing import Any, Optional, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ..numerics.functions import Function
 from ..numerics.linalg import (
     cholesky,
     plus_one,
@@ -33,6 +35,7 @@ from ..numerics.linalg import (
     turn_of,
     wider,
 )
+from .base import Stack, each_times
 
 
 class Seat:
@@ -41,7 +44,6 @@ class Seat:
     :param kept: L + ηsI, ``(..., M, M)``, of :func:`softened`; what later runs know of it.
     """
 
-    has_turn = True  # whether the way back is known: :meth:`turn`; else it is autograd's
     level: Optional[Tensor] = None  # values, as of u, that f adds to, such as a constant mean's, if they may move
 
     def __init__(self, kept: Tensor) -> None:
@@ -70,23 +72,27 @@ class Seat:
         return solve_lower(self.kept, values[..., None])[..., 0]
 
     def turn(self) -> Tensor:
-        """Zeros that have the derivative of T from here."""
+        """Zeros, or I, that have the derivative of T from here."""
         return turn_of(self.kept)
 
 
 class AtRows(Seat):
-    """A, ``(..., K, M)``: features at K rows, such as a network's. Sites are about Aw; in directions that A hardly has,
-    about w. K should be several times M.
+    """Blocks of coefficients that move by themselves: functions' values at rows, such as those of a network, and
+    latents' own. Sites are about Aw; in directions that A hardly has, about w.
 
-    :param kept: A; what later runs know of it.
+    :param parts: A, ``(..., K, M)``, of each block, with K several times M; or a latent's L, ``(M, M)``, or the
+        diagonal of that, ``(M,)``.
+    :param least: ε, of the mean of A₀ᵀA₀'s diagonal.
     """
 
-    least = 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
-    has_turn = False
+    def __init__(self, parts: Sequence[Tensor], least: float = 1e-8) -> None:
+        super().__init__(parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts]))
+        self.shapes, self.least = [part.shape for part in parts], least
 
     def blocks(self, kept: Tensor) -> list[Tensor]:
-        """A of each block of coefficients that move by themselves."""
-        return [kept]
+        """A of each block, of what was kept."""
+        parts = kept.reshape(-1).split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
     def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kept, pairs = loc, list(zip(self.blocks(before), self.blocks(self.kept)))
@@ -104,33 +110,9 @@ class AtRows(Seat):
         # TᵀGT = (Tᵀ(TᵀG)ᵀ)ᵀ
         return _each(turns, _each(turns, wide, True).mT, True).to(gram), near, rest.to(kept)
 
-    def coefficients(self, values: Tensor) -> Tensor:
-        rows = values[..., :1].expand(*values.shape[:-1], self.kept.shape[-2])  # of a constant
-        return towards(self.kept, rows[..., None], self.least)[..., 0].to(values)
-
-
-class AtValues(AtRows):
-    """Values of several blocks: of functions at rows of data, and latents' own, which neither hyperparameters nor
-    inducing inputs change.
-
-    :param parts: A, ``(K, M)``, of each block; or a latent's L, ``(M, M)``, or the diagonal of that, ``(M,)``.
-    """
-
-    least = 1e-8
-    has_turn = True
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        super().__init__(torch.cat([part.reshape(-1) for part in parts]))
-        self.shapes = [part.shape for part in parts]
-
-    def blocks(self, kept: Tensor) -> list[Tensor]:
-        parts = kept.split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
-
     def values(self, x: Tensor) -> Tensor:
         """AX, of all blocks, ``(ΣK, n)``."""
-        blocks = self.blocks(self.kept)
-        return torch.cat([times(block, part) for block, part in zip(blocks, x.split([b.shape[-1] for b in blocks]))])
+        return _each(self.blocks(self.kept), x)
 
     def coefficients(self, values: Tensor) -> Tensor:
         blocks = self.blocks(self.kept)
@@ -140,6 +122,75 @@ class AtValues(AtRows):
     def turn(self) -> Tensor:
         turns = [nearest(block.detach(), block, self.least) for block in self.blocks(self.kept)]
         return torch.block_diag(*[turn if turn.dim() > 1 else turn.diag() for turn in turns]).to(self.kept)
+
+
+class Known(Function):
+    """m, S = P⁻¹, tr S and log|S|, unbatched, with the gradient by hyperparameters that move sites along with L alone.
+
+    P = K + TᵀAT and r = Pm = Tᵀr₀ with a block-diagonal T = L₀⁻¹L and the part K that does not turn, I or ``stays``,
+    have dP = DᵀA + AD and dr = Dᵀr for D = L⁻¹dL, so that dS = −S dP S and AS = I − KS leave one product and the blocks
+    of another: with V = S̄ + tI and the gradients S̄ by S, which is symmetric, a by the mean, t by the trace and l by
+    log|S|, the diagonal blocks are those of
+
+        D̄ = 2K(SVS + lS + ½(Sa mᵀ + m(Sa)ᵀ)) − 2VS − 2lI − a mᵀ,
+
+    of which the lower triangle counts where T is triangular. It goes to the zeros of :meth:`Seat.turn`, stacked
+    where there are several blocks; ``None`` where nothing moves sites.
+    """
+
+    @staticmethod
+    def forward(
+        loc: Tensor,
+        covariance: Tensor,
+        trace: Tensor,
+        log_det: Tensor,
+        stays: Optional[Tensor],
+        turn: Optional[Tensor],
+        stack: Stack,
+    ) -> tuple[Tensor, ...]:
+        return loc.view_as(loc), covariance.view_as(covariance), trace.view_as(trace), log_det.view_as(log_det)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*output[:2])
+        *_, ctx.stays, turn, ctx.stack = inputs  # constants
+        ctx.turned = None if turn is None else turn.shape
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, a: Tensor, by_covariance: Tensor, by_trace: Tensor, by_log_det: Tensor) -> Any:
+        loc, covariance = ctx.saved_tensors
+        stays, stack = ctx.stays, ctx.stack
+        # V S with V = S̄ + tI
+        half = (by_covariance @ covariance).addcmul_(covariance, by_trace)  # VS
+        if stays is None:
+            # SVS; in place from here on: memory that is new costs more than numbers
+            own, inner, beside = covariance[None], tril_of_product(covariance, half, symmetric=True)[None], half[None]
+        else:
+            wide, other = stack.spread(covariance), stack.spread(half)
+            own, beside, shape = stack.diagonal(wide), stack.diagonal(other), (len(stack.sizes), stack.size, -1)
+            inner = wide.view(shape) @ other.mT.reshape(shape).mT
+        # SVS + lS + ½(Sa mᵀ + m(Sa)ᵀ)
+        m, u = stack.columns(loc), stack.columns(covariance @ a)
+        inner.addcmul_(own, by_log_det).baddbmm_(u, m.mT, alpha=0.5).baddbmm_(m, u.mT, alpha=0.5)
+        total = (inner if stays is None else each_times(stays, inner)).sub_(beside)
+        total.diagonal(dim1=-2, dim2=-1).sub_(by_log_det)
+        total.baddbmm_(stack.columns(a), m.mT, alpha=-0.5)
+        return None, None, None, None, None, total.mul_(2).view(ctx.turned), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        # which torch asks for: test_a_step_and_a_posterior_run_a_model_once
+        raise ValueError("q(w) does not depend on quadrature nodes")
+
+
+def inverse_of(precision: Tensor, near: Tensor, rest: Tensor) -> tuple[Tensor, ...]:
+    """m = a + P⁻¹b, S = P⁻¹, tr S and log|S|, unbatched."""
+    upper = cholesky(precision, 0.0, "I + G of natural steps").mT  # by columns, as the library wants it
+    covariance = torch.cholesky_inverse(upper, upper=True).mT
+    # a + P⁻¹b
+    loc = near + torch.cholesky_solve(rest[..., None], upper, upper=True)[..., 0]
+    return loc, covariance, covariance.diagonal().sum(), -2 * upper.diagonal().log().sum()
 
 
 def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:

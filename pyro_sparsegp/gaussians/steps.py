@@ -272,6 +272,7 @@ class Natural(Coefficients):
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like)
         self.sizes, self.batch_shape, self.rate = tuple(sizes), torch.Size(batch_shape), rate
+        self.loc: Any = torch.nn.Parameter(like.new_zeros(*batch_shape, sum(self.sizes)))  # m
         self.steps = 0  # that were taken
         self.share = 1.0  # of its rate that a step takes, for a loop whose rates fall
         self._looked = -1, False  # the tilt's version when it was last looked at, and whether it was other than 0

@@ -11,7 +11,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..approximations.free import SparseGP
-from ..gaussians import Continued, NaturalGaussian, NaturalLowRank, weighted_gram
+from ..gaussians import Continued, NaturalGaussian, weighted_gram
 from ..gaussians.sites import KeptSites, Sites
 from ..numerics.linalg import side_by_side
 from ..posterior.sparse_posterior import SparsePosterior
@@ -121,7 +121,7 @@ def _require_sums(guide: KnownGuide) -> None:
     why += [f"{list(facts.field)} have one posterior"] * (len(facts.field) > 1)
     for name, module in guide.modules_by_site().items():
         known = getattr(module, "coefficients", None)
-        if not isinstance(known, (NaturalGaussian, NaturalLowRank)) or vars(known).get("rank"):
+        if not isinstance(known, NaturalGaussian) or vars(known).get("rank"):
             why.append(f"GP site {name!r} has the family {module.family['name']}")
     if why:
         raise ValueError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..approximations.on_sites import ExactGP
-from ..gaussians import AtValues, NaturalGaussian, Shared, Whole
+from ..gaussians import AtRows, NaturalGaussian, Shared, Whole
 from ..numerics.linalg import residual_cholesky, side_by_side
 from ..program.enumeration import Enumeration
 from ..program.facts import COUPLED, Structure
@@ -250,7 +250,7 @@ def keep_rows(guide: KnownGuide, inputs: Mapping[int, Tensor]) -> None:
 
 def anchor_of(
     guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
-) -> AtValues:
+) -> AtRows:
     """Of each member A with u = Ax, whose meaning hyperparameters and inducing inputs do not change: its values at some
     rows, and a latent's own, times what the program multiplies them by; of independent values a diagonal.
 
@@ -264,7 +264,7 @@ def anchor_of(
             log = log + theta @ theta.new_tensor(slopes)
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
         parts.append(log.exp() * at.to(guide.like))  # priors of Python numbers are on the host, of the default dtype
-    anchor, values = AtValues(parts), [_value_of(guide, name, sites[name]) for name in guide.facts.intercepts]
+    anchor, values = AtRows(parts), [_value_of(guide, name, sites[name]) for name in guide.facts.intercepts]
     if values:  # what intercepts add to the values Ax: sites are about the sum, of which f is what they leave
         anchor.level = guide.field.slopes @ torch.cat(values).to(guide.like)
     return anchor

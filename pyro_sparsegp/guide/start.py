@@ -274,7 +274,7 @@ class _Mode:
             facts.factors = self._factors()
             self._start_field(field, intercepts)
         for name, module in () if field else guide.modules_by_site().items():
-            natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
+            natural = isinstance(module, SparseGP) and type(module.coefficients) is NaturalGaussian
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
                 self._put(module.coefficients, module.coefficients.anchor_of(self.handler.bases[name]), [name])
 
