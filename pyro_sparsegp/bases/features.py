@@ -98,7 +98,7 @@ class KernelFeatures(Features):
             return None
         # by blocks of rows, as all that a network makes: test_blocks_change_nothing
         phi = by_rows(lambda rows: (self._explicit(self.kernel, rows).features.mT,), self.rows)[0].mT
-        return AtRows([phi], least=1e-4)
+        return AtRows([phi], spans=False)
 
     @functools.cached_property
     def trains(self) -> bool:

@@ -238,7 +238,7 @@ class NaturalGaussian(Natural):
         # The step starts from what is given here, under the L of this run.
         if self.is_tilted:
             self._level_out(held)
-        q, seen = self._made(seat, held, self._is_known)
+        q, seen = self._made(seat, held, self._is_known and (seat is None or seat.has_turn))
         loc = side_by_side(list(map(attrgetter("loc"), q.factors)))
         base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), held)
         return Recorded(q, record.new(self, base))

@@ -44,6 +44,7 @@ class Seat:
     :param kept: L + ηsI, ``(..., M, M)``, of :func:`softened`; what later runs know of it.
     """
 
+    has_turn = True  # whether the way back is known, :meth:`turn`: else it is autograd's
     level: Optional[Tensor] = None  # values, as of u, that f adds to, such as a constant mean's, if they may move
 
     def __init__(self, kept: Tensor) -> None:
@@ -82,12 +83,13 @@ class AtRows(Seat):
 
     :param parts: A, ``(..., K, M)``, of each block, with K several times M; or a latent's L, ``(M, M)``, or the
         diagonal of that, ``(M,)``.
-    :param least: ε, of the mean of A₀ᵀA₀'s diagonal.
+    :param spans: whether features span what they become, which a network's do not.
     """
 
-    def __init__(self, parts: Sequence[Tensor], least: float = 1e-8) -> None:
+    def __init__(self, parts: Sequence[Tensor], spans: bool = True) -> None:
         super().__init__(parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts]))
-        self.shapes, self.least = [part.shape for part in parts], least
+        self.shapes, self.has_turn = [part.shape for part in parts], spans
+        self.least = 1e-8 if spans else 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
 
     def blocks(self, kept: Tensor) -> list[Tensor]:
         """A of each block, of what was kept."""
