@@ -9,21 +9,48 @@ p(yᵢ | y₁, ..., yᵢ₋₁) = Σ_z p(z) p(y₁ | z) ... p(yᵢ | z) / Σ_z p
 for each element of z's plates: the product over i is the sum over z of the joint density. Where yᵢ stands in further
 plates, or its rows pick their z by a number, p(yᵢ | z) is the product over the rows that share a z, and the density of
 these rows is one number. Each of them is given an equal share of its logarithm.
+
+Pyro's own ``contract_tensor_tree`` multiplies exponentials of factors, each relative to its own maximum: where two
+disagree by 800 nats all products are 0. Here factors are added up before the one logsumexp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .summed_out import PLATES, Discrete, Factor, Latent, Plates, SummedOut, depth, sizes
-from .traces import as_process, sample_sites
+from .declared import rewrapped
+from .traces import as_process, bare, filled, sample_sites, unmasked_rows
+
+PLATES = 4  # dimensions from the right that are left to plates
+Plates = Mapping[str, Any]  # Pyro's frames by name; none of a plate that is iterated over, whose sites are single ones
+
+
+class Latent(NamedTuple):
+    """A discrete latent, whose values have a dimension of their own."""
+
+    name: str
+    plates: Plates
+    size: int  # how many values
+    scale: Any
+
+
+class Factor(NamedTuple):
+    """A log density."""
+
+    latents: frozenset[int]  # the dimensions, from the right, of the discrete latents that it depends on
+    plates: Plates  # those that it stands in
+    value: Tensor  # the latents' dimensions in front of the plates'
 
 
 class Enumeration(Messenger):
@@ -31,12 +58,14 @@ class Enumeration(Messenger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.met = Discrete()
+        self.latents: dict[int, Latent] = {}  # by dimension
+        self.numbers: dict[str, list[Tensor]] = {}  # by plate, of rows that pick: z[group]
+        self.terms: list[SummedOut] = []  # the densities of all sites that depend on latents
 
     @property
     def names(self) -> list[str]:
         """Of the sites that are enumerated."""
-        return [latent.name for latent in self.met.latents.values()]
+        return [latent.name for latent in self.latents.values()]
 
     def meet(self, msg: Any) -> None:
         """At a sample site: give an enumerated one all its values, and sum them out of others' distributions.
@@ -46,7 +75,7 @@ class Enumeration(Messenger):
         infer = msg["infer"] or {}
         wanted = infer.get("enumerate") == "parallel"
         # A run without such sites costs nothing; before the first of them no site depends on one.
-        if site_is_subsample(msg) or infer.get("_deterministic") or not (self.met.latents or wanted):
+        if site_is_subsample(msg) or infer.get("_deterministic") or not (self.latents or wanted):
             return
         latents = self._latents(msg)
         plates = {frame.name: frame for frame in msg["cond_indep_stack"] if frame.vectorized}
@@ -55,8 +84,8 @@ class Enumeration(Messenger):
         elif latents:
             self._require_alike(msg, latents, plates)
             # Its density given z is one more term, for sites after it.
-            msg["fn"] = fn = SummedOut(msg, latents, plates, self.met)
-            self.met.terms.append(fn)
+            msg["fn"] = fn = SummedOut(msg, latents, plates, self)
+            self.terms.append(fn)
 
     _pyro_sample = meet
 
@@ -67,40 +96,19 @@ class Enumeration(Messenger):
                 f"site {name!r} is to be enumerated, but {type(fn).__name__} cannot list its values: take one that can."
             )
         # Left of all plates, as in poutine.enum: the i-th site has dimension −(5 + i).
-        dim = PLATES + 1 + len(self.met.latents)
+        dim = PLATES + 1 + len(self.latents)
         values = fn.enumerate_support(expand=False)
         values = values.reshape(len(values), *[1] * (dim - 1), *fn.event_shape)
         self._require_alike(msg, latents, plates)
-        self.met.latents[dim] = Latent(name, plates, len(values), msg["scale"])
-        self.met.terms.append(SummedOut(msg | {"value": values}, latents | {dim}, plates, self.met))
+        self.latents[dim] = Latent(name, plates, len(values), msg["scale"])
+        self.terms.append(SummedOut(msg | {"value": values}, latents | {dim}, plates, self))
         # No other handler is to see it: it is no latent of this run.
         # Values that know by which numbers rows pick them: test_group_classes.py::test_groups.
         if len(plates) == 1 and not fn.event_shape:
             ((key, frame),) = plates.items()
             values = values.expand(*values.shape[:-PLATES], *sizes(plates))
-            values = _noting(values, (name, frame.dim, self.met.numbers.setdefault(key, [])))
+            values = _noting(values, (name, frame.dim, self.numbers.setdefault(key, [])))
         msg["value"], msg["done"], msg["type"] = values, True, "enumerated"
-
-    def probabilities(self) -> dict[str, Tensor]:
-        """p(z | all that the run holds) of each site z, ``(..., K)``, K values last: the gradient of the log of the sum
-        by log p(z).
-        """
-        met, factors, moves = self.met, [term.factor(True) for term in self.met.terms], list[Tensor]()
-        for dim, latent in met.latents.items():
-            # A factor of 1 for each value and element: its gradient is that of p(z).
-            shape = latent.size, *[1] * (dim - 1 - PLATES), *sizes(latent.plates)
-            moves.append(factors[0].value.new_zeros(shape).requires_grad_())
-            factors.append(Factor(frozenset([dim]), latent.plates, moves[-1]))
-        if not moves:
-            return {}
-        with torch.enable_grad():
-            # ∂ log Σ_z p(z) p(data | z) / ∂ log p(z = k) = p(z = k | data), of each element of its plates.
-            total = torch.stack([factor.value.sum() for factor in met.contract(factors)]).sum()
-            shares = torch.autograd.grad(total, moves)
-        return {
-            name: share.reshape(len(share), *share.shape[share.dim() - depth(plates) :]).movedim(0, -1)
-            for (name, plates, *_), share in zip(met.latents.values(), shares)
-        }
 
     def _latents(self, msg: Any) -> frozenset[int]:
         """The dimensions of enumerated latents that a site's distribution has."""
@@ -108,7 +116,7 @@ class Enumeration(Messenger):
         found = [dim for dim in range(PLATES + 1, len(shape) + 1) if shape[-dim] != 1]
         # test_enumeration.py::test_what_cannot_be_summed_out
         of_gp = as_process(fn)[0] is not None and any(size > 1 for size in (*shape, *fn.event_shape)[:-PLATES])
-        known = {dim: latent.size for dim, latent in self.met.latents.items()}
+        known = {dim: latent.size for dim, latent in self.latents.items()}
         if of_gp or any(shape[-dim] != known.get(dim) for dim in found):
             raise ValueError(
                 f"site {msg['name']!r} has a distribution of shape {tuple(fn.shape())} where {self.names} are "
@@ -122,9 +130,8 @@ class Enumeration(Messenger):
         """Raise if a site is not scaled as what it depends on, or it is not known on which element of a latent's plates
         each of its rows depends.
         """
-        met = self.met
         for dim in latents:
-            latent, there, _, scale = met.latents[dim]
+            latent, there, _, scale = self.latents[dim]
             # A mixture to a power is no mixture of powers: test_what_cannot_be_summed_out, of numbers and of tensors.
             if not (torch.as_tensor(scale) == torch.as_tensor(msg["scale"])).all():
                 raise ValueError(
@@ -133,13 +140,13 @@ class Enumeration(Messenger):
                     "their rows."
                 )
             for key, frame in there.items():
-                numbers = met.numbers.get(key, [])
+                numbers = self.numbers.get(key, [])
                 if key in plates:
                     # z[index] in the plate of z itself: test_group_classes.py::test_which_groups_cannot_be_summed_out.
                     own = torch.arange(frame.size)
                     known = all(len(index) != len(own) or torch.equal(index, own.to(index)) for index in numbers)
                 else:  # each row has to have picked one element
-                    known = key in met.picked(there, plates) and len(numbers) == 1
+                    known = key in self.picked(there, plates) and len(numbers) == 1
                 if known:
                     continue
                 raise ValueError(
@@ -148,6 +155,88 @@ class Enumeration(Messenger):
                     f"into these plates too, index {latent!r} by each row's number before anything else, "
                     f"{latent}[group], or sum it out in the model."
                 )
+
+    # Sums of products.
+
+    def meeting(self, latents: frozenset[int]) -> list[SummedOut]:
+        """The terms of these latents, and of others that meet them in a term."""
+        found = [term for term in self.terms if term.latents & latents]
+        more = latents.union(*(term.latents for term in found))
+        return found if more == latents else self.meeting(more)
+
+    def picked(self, plates: Iterable[str], rows: Plates) -> dict[str, tuple[Any, Tensor]]:
+        """By plate that is not among ``rows``, which of these has rows that pick its elements, and their numbers."""
+        pairs = [
+            (key, (frame, index))
+            for key in plates
+            for index in self.numbers.get(key, ())
+            for frame in rows.values()
+            if key not in rows and frame.size == len(index)
+        ]
+        return dict(reversed(pairs))  # the first of each
+
+    def contract(self, factors: Sequence[Factor]) -> list[Factor]:
+        """The factors that are left when all latents are summed out, from the innermost plates outwards (Obermeyer et
+        al., 2019, algorithm 1).
+
+        :raises ValueError: naming the latents, if there is no order of summing.
+        """
+        left, names = list(factors), list[str]()
+        while dims := frozenset().union(*(factor.latents for factor in left)):
+            names = names or [self.latents[dim].name for dim in sorted(dims)]
+            free = (dim for dim in dims if all(self._can_be_reduced(f, dim) for f in left if dim in f.latents))
+            if (dim := next(free, None)) is None:
+                raise ValueError(
+                    f"the discrete sites {names} meet in a density, and their plates are not nested. Put one of them "
+                    "into the plates of the other, or write it as a latent with a posterior of its own."
+                )
+            # Of latents in plates b inside of a, Σ_z ∏_b = ∏_b Σ_z: summed out after the product over what factors have
+            # beyond its plates.
+            total = self.product([factor for factor in left if dim in factor.latents], self.latents[dim].plates)
+            # log Σ_z exp Σᵢ log φᵢ(z), in one logsumexp of the sum: test_group_classes.py::test_groups.
+            summed = total._replace(latents=total.latents - {dim}, value=total.value.logsumexp(-dim, keepdim=True))
+            left = [*(factor for factor in left if dim not in factor.latents), summed]
+        return left
+
+    def _can_be_reduced(self, factor: Factor, dim: int) -> bool:
+        """Whether a factor's product over all plates but a latent's own is of latents that stand outside of these."""
+        plates = self.latents[dim].plates
+        gone = factor.plates.keys() - plates.keys()
+        there = {*factor.plates, *self.picked(plates, factor.plates)}
+        return plates.keys() <= there and not any(self.latents[dim].plates.keys() & gone for dim in factor.latents)
+
+    def _elements(self, plates: Plates, rows: Plates, like: Tensor) -> Tensor:
+        """The number of the element of ``plates`` that each row has, all rows in one dimension."""
+        number, picked = torch.zeros(sizes(rows), dtype=torch.long, device=like.device), self.picked(plates, rows)
+        for key, frame in sorted(plates.items(), key=lambda item: item[1].dim):
+            row, index = picked.get(key) or (frame, torch.arange(frame.size, device=like.device))
+            number = number * frame.size + index.reshape(-1, *[1] * (-row.dim - 1))
+        return number.flatten()
+
+    def product(self, factors: Sequence[Factor], plates: Plates) -> Factor:
+        """The product of factors, of each over all its rows that have an element of these plates."""
+        total: Any = 0.0
+        for factor in factors:
+            lead = factor.value.shape[:-PLATES]
+            # A factor that is the same for all elements of a plate counts once for each.
+            value = factor.value.expand(*lead, *sizes(factor.plates)).flatten(-PLATES)
+            if factor.plates.keys() != plates.keys():
+                # ∏ over the rows of an element g: Σ_n log φₙ where group[n] = g.
+                empty = value.new_zeros(*lead, math.prod(sizes(plates)))
+                value = empty.index_add(-1, self._elements(plates, factor.plates, value), value)
+            total = total + value.unflatten(-1, sizes(plates))
+        return Factor(frozenset().union(*(factor.latents for factor in factors)), plates, total)
+
+    def at_rows(self, value: Tensor, rows: Plates, plates: Plates) -> Tensor:
+        """What elements of ``plates`` have, at each row of plates ``rows``: the way back of :meth:`product`."""
+        value = value.expand(*value.shape[:-PLATES], *sizes(plates)).flatten(-PLATES)
+        return value[..., self._elements(plates, rows, value)].unflatten(-1, sizes(rows))
+
+
+def sizes(plates: Plates, trim: bool = False) -> list[int]:
+    """Of the dimensions that are left to plates; or of those that plates take."""
+    by_dim = {frame.dim: frame.size for frame in plates.values()}
+    return [by_dim.get(dim, 1) for dim in range(min(by_dim, default=0) if trim else -PLATES, 0)]
 
 
 class Values(Tensor):
@@ -198,6 +287,78 @@ def _noting(values: Tensor, picked: tuple[str, int, list[Tensor]]) -> Values:
     return found
 
 
+class SummedOut(TorchDistribution):
+    """What is left of a site's distribution when discrete latents upstream are summed out, given the sites before.
+
+    :param site: its message, with their dimensions in front of the plates'.
+    :param latents: their dimensions.
+    :param plates: that the site stands in.
+    :param run: what it has met so far: log p(z), log p(y₁ | z), ..., log p(yᵢ₋₁ | z).
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = False  # no draw of a mixture passes a gradient on
+    masked = True
+
+    def __init__(self, site: Any, latents: frozenset[int], plates: Plates, run: Enumeration) -> None:
+        self.site, self.given_discrete, self.site_mask = site, site["fn"], site["mask"]
+        self.latents, self.plates, self.run, self.before = latents, plates, run, run.meeting(latents)
+        shape, event_shape = self.given_discrete.batch_shape, self.given_discrete.event_shape
+        super().__init__(shape[len(shape) - len(sizes(plates, trim=True)) :], event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        """That of the distribution given z."""
+        return self.given_discrete.support
+
+    def without_masks(self) -> SummedOut:
+        """The same where no mask leaves anything out: what may be another in the next batch hides no structure."""
+        found = copy.copy(self)
+        found.masked = False
+        return found
+
+    def factor(self, masked: bool, value: Any = None) -> Factor:
+        """log p(y | z), by default of the site's value, whose masked numbers may be NaN."""
+        fn, mask = self.given_discrete, self.site_mask
+        value = filled(fn, self.site["value"] if value is None else value, mask)
+        density = rewrapped(fn, bare(fn).log_prob(value), masked)
+        density = torch.as_tensor(scale_and_mask(density, mask=unmasked_rows(fn, value, mask) if masked else None))
+        return Factor(self.latents, self.plates, density[(None,) * (PLATES - density.dim())])
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log p(y | what came before); of rows that share a z, each one's share."""
+        run, before = self.run, [term.factor(self.masked) for term in self.before]
+        # A site joins all that it depends on, so that one factor is left, in the plates whose elements have a density.
+        (left,) = run.contract([*before, self.factor(self.masked, value)])
+        # log p(yᵢ | y₁, ..., yᵢ₋₁) = log p(y₁, ..., yᵢ) − log p(y₁, ..., yᵢ₋₁): test_enumeration.py::test_mixtures.
+        total = left.value - run.product(run.contract(before), left.plates).value
+        if left.plates.keys() != self.plates.keys():
+            # What elements have, in equal parts at each row that is not masked.
+            rows = unmasked_rows(self.given_discrete, value, self.site_mask) if self.masked else None
+            seen = total.new_ones(()) if rows is None else rows.to(total.dtype)
+            seen = seen.expand(sizes(self.plates))
+            share = total / run.product([Factor(frozenset(), self.plates, seen)], left.plates).value.clamp(min=1)
+            total = run.at_rows(share, self.plates, left.plates) * seen
+        return total.reshape(total.shape[total.dim() - len(self.batch_shape) :]).expand(self.batch_shape)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """A draw of y, z drawn with it: in the plates that they share."""
+        run, rows = self.run, sizes(self.plates)
+        dims = frozenset().union(*(term.latents for term in self.before))
+        shared, *others = (run.latents[dim].plates for dim in dims)
+        if tuple(sample_shape) or any(plates.keys() != shared.keys() for plates in others):
+            raise NotImplementedError("one draw, and none where discrete latents stand in several sets of plates")
+        # z ~ p(z | y₁, ..., yᵢ₋₁), all latents at once, and then y ~ p(y | z).
+        joint = run.product([term.factor(True) for term in self.before], shared).value
+        lead = torch.broadcast_shapes(joint.shape[:-PLATES], self.given_discrete.batch_shape[:-PLATES])
+        joint = joint.expand(*lead, *joint.shape[-PLATES:]).flatten(0, len(lead) - 1)
+        chosen = torch.distributions.Categorical(logits=joint.movedim(0, -1)).sample()
+        index = run.at_rows(chosen, self.plates, shared).flatten()
+        values = self.given_discrete.expand((*lead, *rows)).sample().reshape(len(joint), len(index), *self.event_shape)
+        return values[index, torch.arange(len(index), device=index.device)].reshape(self.shape())
+
+
 def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
     """The exact probabilities p(z | values, data) of each enumerated discrete site z, given a draw of all others.
 
@@ -225,4 +386,17 @@ def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: An
                 f"class_probabilities: site {name!r} has {what}: give one draw of each latent that is not enumerated, "
                 "at these rows, such as guide(x, y) after guide.eval()."
             )
-    return enumeration.probabilities()
+    factors, moves = [term.factor(True) for term in enumeration.terms], list[Tensor]()
+    for dim, latent in enumeration.latents.items():
+        # A factor of 1 for each value and element: its gradient is that of p(z).
+        shape = latent.size, *[1] * (dim - 1 - PLATES), *sizes(latent.plates)
+        moves.append(factors[0].value.new_zeros(shape).requires_grad_())
+        factors.append(Factor(frozenset([dim]), latent.plates, moves[-1]))
+    if not moves:
+        return {}
+    with torch.enable_grad():
+        total = torch.stack([factor.value.sum() for factor in enumeration.contract(factors)]).sum()
+    return {
+        name: share.reshape(len(share), *sizes(plates, trim=True)).movedim(0, -1)
+        for (name, plates, *_), share in zip(enumeration.latents.values(), torch.autograd.grad(total, moves))
+    }
