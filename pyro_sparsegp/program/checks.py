@@ -26,8 +26,8 @@ def require_sizes(sites: Mapping[str, Any]) -> None:
     """
     for name, site in sites.items():
         shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
-        if site["is_observed"] and site["value"].shape != site["fn"].shape():
-            _require_meeting(name, site["value"], site["fn"].shape())
+        if site["is_observed"]:
+            _require_meeting(name, site["value"], tuple(site["fn"].shape()))
         # test_missing.py::test_a_mask_of_the_whole_model
         if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
             raise ValueError(
@@ -45,20 +45,17 @@ def require_sizes(sites: Mapping[str, Any]) -> None:
                 )
 
 
-def _require_meeting(name: str, value: Tensor, shape: Any) -> None:
-    """Raise if data and a distribution of another shape do not fit, one row of data would be that of many, or they meet
-    in more values than either has.
-    """
+def _require_meeting(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
     pairs = zip(reversed(value.shape), reversed(shape))
     # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters. (1,) beside (N,): one datum
     # that counts N times. A number, of shape (), is taken for a constant:
     # test_messages.py::test_one_level_for_all_rows_is_no_fault
     if any(own != its and (its != 1 or value.dim() < len(shape)) for own, its in pairs):
         raise ValueError(
-            f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}, "
-            "so that they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; "
-            f"if one value is that of many rows, y.expand({tuple(shape)}); for P outputs in P columns let the "
-            "distribution have them too, .to_event(1)."
+            f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {shape}, so that "
+            "they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; if one "
+            f"value is that of many rows, y.expand({shape}); for P outputs in P columns let the distribution have them "
+            "too, .to_event(1)."
         )
 
 
@@ -72,12 +69,7 @@ def holds_part(trace: poutine.Trace) -> str:
 
 
 def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
-    """Raise if a run's observed sites hold a mini-batch of the data, which families on sites don't take.
-
-    :param name: of the GP site.
-
-    :raises ValueError: naming the GP site, the plate and the families that take mini-batches.
-    """
+    """Raise if a run's observed sites hold a mini-batch of the data, which families on sites don't take."""
     if part := holds_part(trace):
         raise ValueError(
             f"GP site {name!r} has the family {family}, which trains on all data at once; {part}. Give all rows, or "
@@ -128,16 +120,20 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
 
 
 def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: Any) -> list[Tensor]:
-    """The parameters that SVI trains; raise, with their names, if densities or posteriors depend on others.
+    """The parameters that SVI trains, a run's param sites; raise, with their names, if densities or posteriors depend
+    on others.
 
-    :param outputs: what a run of the model showed, with its graph.
-    :param trace: the run's trace: its param sites are what SVI trains.
+    :param outputs: what the run showed, with its graph.
     :param args: the model's arguments, which may ask for gradients of their own.
     """
     sites = [site["value"] for _, site in all_sites(trace) if site["type"] == "param"]
     # With module_local_params a plain parameter is its own: test_guide.py::test_module_local_parameters.
     known = [getattr(value, "unconstrained", lambda value=value: value)() for value in sites]
-    forgotten = _leaves(outputs, [*known, *tensors(args)])
+    # A leaf that asks for a gradient stands in the graph as the variable of its AccumulateGrad, and has none itself.
+    leaves = [output for output in outputs if output.is_leaf and output.requires_grad]
+    leaves += [node.variable for node in graph_of(outputs) if hasattr(node, "variable")]
+    trained = {id(tensor) for tensor in (*known, *tensors(args))}
+    forgotten = list({id(leaf): leaf for leaf in leaves if id(leaf) not in trained}.values())
     if not forgotten:
         return [value for value in sites if value.is_leaf]
     # Whatever holds them: a closure, a global, an object of the user's.
@@ -154,16 +150,6 @@ def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: 
         "twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
         "pyro.module('name', network, update_module_params=True) to take the stored values."
     )
-
-
-def _leaves(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that outputs depend on and that ask for gradients, other than those known."""
-    # A leaf that asks for a gradient stands in the graph as the variable of its AccumulateGrad, and has none itself.
-    found: dict[int, Tensor] = {id(output): output for output in outputs if output.is_leaf and output.requires_grad}
-    found |= {id(node.variable): node.variable for node in graph_of(outputs) if hasattr(node, "variable")}
-    for tensor in known:
-        found.pop(id(tensor), None)
-    return list(found.values())
 
 
 def graph_of(outputs: Iterable[Tensor]) -> list[Any]:

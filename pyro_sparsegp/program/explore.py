@@ -66,7 +66,12 @@ def explore(
     coupled = [name for name in found.inner if found.dependence[name] == COUPLED]
     groups = {name: _group(name, program, layers + terms) for name in coupled}
     found.groups = {name: group for name, group in groups.items() if group}
-    _couple_below(found, above)
+    # Inputs that meet above an inner layer, as in sums of the layer on it, meet in that layer too.
+    coupled = [name for name in outer if found.dependence[name] == COUPLED]
+    for name in reversed(names):  # a layer stands before those that it enters
+        if above[name] & {*coupled}:
+            coupled.append(name)
+            found.dependence[name] = COUPLED
     found.downstream = [site for _, site in terms if program.touching(site, names)]
     found.summed = _summed(found, program)
     closed = [site for site in program.kinds if program.is_closed(site, outer)]
@@ -260,15 +265,6 @@ def _combined(
         for f, g in itertools.combinations(names, 2)
         if any((owners[f][key].touched & owners[g][key].touched).any() for key in keys)
     ]
-
-
-def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
-    """Inputs that meet above an inner layer, as in sums of the layer on it, meet in that layer too."""
-    coupled = {name for name in above if name not in found.inner and found.dependence[name] == COUPLED}
-    for name in reversed(above):  # a layer stands before those that it enters
-        if above[name] & coupled:
-            coupled.add(name)
-            found.dependence[name] = COUPLED
 
 
 def _summed(found: Structure, program: Program) -> list[list[str]]:

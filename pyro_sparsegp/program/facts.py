@@ -112,9 +112,12 @@ def find_owners(
     :param moves: in steps.
     """
     bits = {name: (value.shape[-1] - 1).bit_length() for name, value in base.items()}
-    masks = {
-        name: [torch.ones_like(v, dtype=torch.bool), *codes_of(_numbers(v, bits[name]))] for name, v in base.items()
-    }
+    masks = {}
+    for name, value in base.items():
+        # The number of each value: its row's in so many binary places, its output's in those before.
+        outputs = torch.arange(value[..., 0].numel(), device=value.device).reshape(*value.shape[:-1], 1)
+        numbers = (outputs << bits[name]) + torch.arange(value.shape[-1], device=value.device)
+        masks[name] = [torch.ones_like(value, dtype=torch.bool), *codes_of(numbers)]
     points: list[Values] = [base]
     points += [{**base, name: base[name].masked_fill(mask, torch.nan)} for name in base for mask in masks[name]]
     points += [{**base, name: base[name] + move * steps[name]} for name in base for move in moves]
@@ -138,12 +141,6 @@ def find_owners(
             by_row, by_output = (_owner(spelt, touched) for spelt in nan[1:].tensor_split([2 * bits[name]]))
             owners[name][key] = Owners(touched | hidden, by_row, by_output)
     return owners, moved
-
-
-def _numbers(value: Tensor, bits: int) -> Tensor:
-    """The number of each value, in its shape: its row's in so many binary places, its output's in those before."""
-    outputs = torch.arange(value[..., 0].numel(), device=value.device).reshape(*value.shape[:-1], 1)
-    return (outputs << bits) + torch.arange(value.shape[-1], device=value.device)
 
 
 def codes_of(numbers: Tensor) -> list[Tensor]:

@@ -42,11 +42,7 @@ class Held(Messenger):
 
 
 class _Holding(Messenger):
-    """Holds sites at values; they pass for observed.
-
-    :param values: of sites, whatever data the model has there.
-    :param free: of those that the model leaves free.
-    """
+    """Holds sites at values, whatever data the model has there, and at ``free`` those that it leaves free."""
 
     def __init__(self, values: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -63,14 +59,13 @@ class _Holding(Messenger):
 def held_trace(
     model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any], like: poutine.Trace = NO_RUN
 ) -> poutine.Trace:
-    """A run of the model with sites held at ``values``, unseen by other handlers.
+    """A run of the model with sites held at ``values``, unseen by other handlers: they pass for observed. Discrete
+    sites that are enumerated are not in it.
 
     :param values: for every latent site, and for the plates' subsample sites, so that the run sees the rows that
         the values belong to.
     :param like: a run under the handlers around this one, whose values are held besides, and whose scales and masks
         sites get.
-    :returns: the trace, in which the held sites pass for observed; densities are to be had from its sites' ``fn``.
-        Discrete sites that are enumerated are not in it: others' densities are summed over them.
     :raises ValueError: naming a site that would be drawn.
     """
     free = {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
