@@ -208,29 +208,26 @@ class Program:
         is_own = type(self.kinds.get(site)) is dist.Normal and self.owners[name][_THETA, site].kind == ELEMENTWISE
         return is_own and self.is_affine(site, [name])
 
-    def _of_own_functions(self, site: str, names: Iterable[str]) -> bool:
-        """Whether each entry of a term of a parameter has one function, and no other entry of that term has it."""
-        owner = torch.full_like(self.first[_THETA, site], -1, dtype=torch.long)
-        num, functions = torch.zeros_like(owner), 0
-        for name in names:
-            own = self.owners[name][_THETA, site]
-            num = num + own.touched * (1 + ((own.rows < 0) | (own.outputs < 0)).long())
-            owner = torch.where(own.touched, functions + own.outputs, owner)
-            functions += self.base[name][..., 0].numel()  # of a GP site one for each output
-        ordered = owner.flatten(len(self.kinds[site].batch_shape)).sort(-1).values
-        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-        return not bool(twice.any() | (num > 1).any())
-
     def is_closed(self, site: str, outer: list[str]) -> bool:
         """Whether a declared density depends on function values, and its expectation over them is in closed form.
 
         :param outer: the GP sites that enter no other.
         """
         kind, touching = self.kinds[site], self.touching(site, outer)
-        # Entries of one term have to be independent, but for a normal's.
-        several = not is_normal(kind) and self.first[_THETA, site].dim() > len(kind.batch_shape)
-        if several and not self._of_own_functions(site, touching):
-            return False
+        theta = self.first[_THETA, site]
+        # Entries of one term have to be independent, but for a normal's: each has one function, and no other has it.
+        if not is_normal(kind) and theta.dim() > len(kind.batch_shape):
+            owner = torch.full_like(theta, -1, dtype=torch.long)
+            num, functions = torch.zeros_like(owner), 0
+            for name in touching:
+                own = self.owners[name][_THETA, site]
+                num = num + own.touched * (1 + ((own.rows < 0) | (own.outputs < 0)).long())
+                owner = torch.where(own.touched, functions + own.outputs, owner)
+                functions += self.base[name][..., 0].numel()  # of a GP site one for each output
+            ordered = owner.flatten(len(kind.batch_shape)).sort(-1).values
+            twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+            if twice.any() | (num > 1).any():
+                return False
         return bool(touching) and self.is_affine(site, outer)
 
 

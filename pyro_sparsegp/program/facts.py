@@ -283,11 +283,6 @@ class ClosedForms:
         without = {*self.axes, *self.rest.inner}
         return [name for name, kind in self.rest.dependence.items() if kind != COUPLED and name not in without]
 
-    @cached_property
-    def brought(self) -> bool:
-        """Whether distributions of a user's bring any of them."""
-        return any(hasattr(kind, "normal_parameter") for kind in self.kinds.values())
-
     def hold(self, nodes: Mapping[str, Any]) -> bool:
         """Whether a run's sites have distributions of the kinds that were found."""
         return self.kinds == {name: type(bare(nodes[name]["fn"])) for name in self.kinds if name in nodes}

@@ -189,23 +189,17 @@ def in_blocks(
         first = alone(0)
         yield first
         size = min(max(_AT_ONCE // max(numbers(first), 1), 1), _MOST)
-        together = min(max(8 * _AT_ONCE // sum((value.numel() for value in tensors(first)), 1), size), _MOST)
-        for start in range(1, num, together):
-            stop = min(start + together, num)
-            # Results have their memory before what makes them: a process keeps freed matrices that lie below a result.
-            kept = map_tensors(lambda value, n=stop - start: value.new_empty(n, *value.shape[1:]), first)
-            at = start
-            while at < stop:
-                upto = min(at + size, stop)
-                block = {key: value[at:upto] for key, value in items.items()}
-                found = _at_once(one, block) if size > 1 else alone(at)
-                if found is None:  # from here on one by one
-                    size = 1
-                    continue
-                map_tensors(lambda room, v, i=at - start: room[i : i + len(v)].copy_(v), kept, found)
-                bar.update(upto - bar.n)
-                at = upto
-            yield kept
+        start = 1
+        while start < num:
+            stop = min(start + size, num)
+            block = {key: value[start:stop] for key, value in items.items()}
+            found = _at_once(one, block) if size > 1 else alone(start)
+            if found is None:  # from here on one by one
+                size = 1
+                continue
+            bar.update(stop - bar.n)
+            start = stop
+            yield found
 
 
 def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
