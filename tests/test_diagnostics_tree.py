@@ -34,7 +34,7 @@ xr = pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
 DensityReader = pytest.importorskip("pyro_sparsegp.diagnostics.densities").DensityReader
 as_source = pytest.importorskip("pyro_sparsegp.diagnostics.sources").as_source
-GuideSource = pytest.importorskip("pyro_sparsegp.diagnostics.draws").GuideSource
+GuideSource = pytest.importorskip("pyro_sparsegp.diagnostics.sources").GuideSource
 to_datatree = diagnostics.to_datatree
 
 KERNEL = kernels.Matern32(0.4)

@@ -237,7 +237,7 @@ def test_what_is_known_of_classes():
 
 
 def test_pointwise_densities_add_up_by_group():
-    source = pytest.importorskip("pyro_sparsegp.diagnostics.draws").GuideSource
+    source = pytest.importorskip("pyro_sparsegp.diagnostics.sources").GuideSource
     x, y = data()
     _, _, guide = bound(indexed, SVGP(8), x, GROUP, y)
     source = source(guide, (x, GROUP, y), {})

@@ -12,7 +12,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
-from pyro_sparsegp.diagnostics.draws import GuideSource
+from pyro_sparsegp.diagnostics.sources import GuideSource
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.gaussians import FullCholesky, Whole
 

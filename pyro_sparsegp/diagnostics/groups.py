@@ -1,11 +1,11 @@
-"""The groups of a tree: draws written into arrays, and the arrays labelled by the model's plates and arguments."""
+"""The groups of a tree: draws in blocks, and arrays labelled by the model's plates and arguments."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pyro
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .._version import __version__
 from ..inference.batches import signature_of
-from ..program.traces import unmasked_rows
+from ..program.traces import is_observation, unmasked_rows
+from .sources import Source
 
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 _OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
@@ -36,7 +37,7 @@ def plate_names(name: str, site: Any, sites: Sequence[str] = ()) -> list[str]:
 
 
 class Table:
-    """Arrays by group and variable, a row a draw, allocated once and filled by blocks of draws.
+    """Arrays by group and variable, a row a draw, in blocks.
 
     A plate names its dimension, function values have the data plate's, coefficients ``{site}_basis``, and others are
     ``{variable}_dim_{i}``.
@@ -47,84 +48,100 @@ class Table:
     :param coords: coordinate values by dimension.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, dims: Any = None, coords: Any = None) -> None:
+    def __init__(self, source: Source, shape: tuple[int, ...], dtype: str, dims: Any, coords: Any) -> None:
         if dtype not in ("float16", "float32", "float64"):
             raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
-        self.shape, self.start = shape, 0
-        self.dtype = dtype
+        self.source, self.shape, self.dtype = source, shape, dtype
         self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
-        self.arrays: dict[str, dict[str, np.ndarray]] = {}
+        self.blocks: dict[str, dict[str, list[np.ndarray]]] = {}
         self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
         self.names: dict[Any, list[str]] = {}  # of the dimensions of a variable, or of one in a group
         self.rows: dict[int, str] = {}  # the data plates, by size
-        self.discrete: set[tuple[str, str]] = set()  # groups and sites of whole numbers: torch holds counts as floats
+        self.discrete: set[str] = set()  # sites of whole numbers: torch holds counts as floats
         self.left: dict[tuple[str, str], np.ndarray] = {}  # the rows that masks leave of log likelihoods
 
-    def learn(self, sites: Mapping[str, Any], functions: Mapping[str, Tensor]) -> None:
-        """Learn names and kinds from one draw's observed sites and function values."""
+    def put(self, groups: Mapping[str, Mapping[str, Tensor]], functions: Mapping[str, Tensor]) -> None:
+        """Add a block of draws, ``(B, ...)`` by group and variable, and of function values, which give names."""
+        if not self.names:
+            self._learn(functions)
+        for group, variables in groups.items():
+            for name, values in variables.items():
+                left = self.left.get((group, name))
+                values = values.detach() if left is None else values.detach().reshape(len(values), -1)[:, left]
+                block = (values.long() if self._is_whole(group, name) else values).cpu().numpy()
+                if block.dtype.kind == "f":
+                    block = block.astype("float64" if group == "sample_stats" else self.dtype, copy=False)
+                self.blocks.setdefault(group, {}).setdefault(name, []).append(block)
+
+    def _is_whole(self, group: str, name: str) -> bool:
+        return name in self.discrete and group in _OF_DATA
+
+    def _learn(self, functions: Mapping[str, Tensor]) -> None:
+        """Learn names and kinds, and what has no draws."""
+        sites = {name: self.source.sites[name] for name in self.source.data}
         for name, site in sites.items():
             self.names[name] = plate_names(name, site, list(sites))
             # Function values and arguments of as many rows have the plate's name.
             sizes = zip(self.names[name], site["fn"].batch_shape)
             self.rows = {size: dim for dim, size in sizes if not dim.startswith(f"{name}_dim_")} | self.rows
             if getattr(site["fn"].support, "is_discrete", False) and (site["value"] == site["value"].round()).all():
-                self.discrete |= {(group, name) for group in _OF_DATA}
-            self._learn_rows(name, site)
+                self.discrete.add(name)
+            rows = unmasked_rows(site["fn"], site["value"], site["mask"])
+            if rows is not None and not rows.all():
+                # The first such site has the plate's name: another's mask may leave other rows
+                # (test_sites_of_one_plate_keep_rows_of_their_own).
+                first = rows.dim() == 1 and not self.left
+                self.names["log_likelihood", name] = self.names[name][:1] if first else [f"{name}_dim_0"]
+                self.left["log_likelihood", name] = np.flatnonzero(rows.cpu().numpy())
         for name, f in functions.items():
-            front = [f"{name}_dim_{i}" for i in range(f.dim() - 2)] + [f"{name}_output"] * (f.dim() > 1)
-            self.names[name] = [*front, self.rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 1}")]
+            front = [f"{name}_dim_{i}" for i in range(f.dim() - 3)] + [f"{name}_output"] * (f.dim() > 2)
+            self.names[name] = [*front, self.rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 2}")]
             self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
+        observed = {name: site["value"] for name, site in sites.items() if is_observation(site)}
+        self._fix("observed_data", observed)
+        self.fix_arguments("constant_data", self.source.args, self.source.kwargs, observed)
 
-    def _learn_rows(self, name: str, site: Any) -> None:
-        """Which log densities of a site masks leave."""
-        rows = unmasked_rows(site["fn"], site["value"], site["mask"])
-        if rows is not None and not rows.all():
-            left = rows.cpu().numpy()
-            # The first such site has the plate's name: another's mask may leave other rows
-            # (test_sites_of_one_plate_keep_rows_of_their_own).
-            first = left.ndim == 1 and not self.left
-            self.names["log_likelihood", name] = self.names[name][:1] if first else [f"{name}_dim_0"]
-            self.left["log_likelihood", name] = np.flatnonzero(left)
+    def fix_arguments(self, group: str, args: tuple, kwargs: Mapping[str, Any], observed: Mapping[str, Tensor]) -> None:
+        """Add a group of the model's arguments by the names of its parameters: tensors that are not observed values."""
+        flat: dict[str, Any] = {}
+        for name, value in signature_of(self.source.model).bind_partial(*args, **kwargs).arguments.items():
+            parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
+            flat |= parts if isinstance(parts, Mapping) else {name: parts}
+        tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
 
-    def put(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write a block of draws, ``(B, ...)`` by group and variable, after those before."""
-        num = 0
-        for group, variables in groups.items():
-            for variable, values in variables.items():
-                self._put(group, variable, values)
-                num = len(values)
-        self.start += num
+        def is_observed(value: Tensor) -> bool:  # which has values in the place of NaN under a mask
+            same = (other for other in observed.values() if value.shape == other.shape)
+            return any(bool(((value == other) | value.isnan()).all()) for other in same)
 
-    def _put(self, group: str, variable: str, values: Tensor) -> None:
-        left, num = self.left.get((group, variable)), self.shape[0] * self.shape[1]
-        values = values.detach() if left is None else values.detach().reshape(len(values), -1)[:, left]
-        block = (values.long() if (group, variable) in self.discrete else values).cpu().numpy()
-        arrays = self.arrays.setdefault(group, {})
-        if variable not in arrays:
-            floating = "float64" if group == "sample_stats" else self.dtype
-            kind = floating if block.dtype.kind == "f" else block.dtype
-            # Zeros that nobody writes to take no memory: a row's draws lie side by side.
-            arrays[variable] = np.moveaxis(np.zeros((*block.shape[1:], num), kind), -1, 0)
-        arrays[variable][self.start : self.start + len(block)] = block
+        self._fix(group, {name: value for name, value in tensors.items() if not is_observed(value)})
 
-    def fix(self, group: str, values: Mapping[str, Any]) -> None:
+    def _fix(self, group: str, values: Mapping[str, Tensor]) -> None:
         """Add a group without draws, if there is anything in it; counts among observed values are integers."""
         for name, value in values.items():
-            array = np.asarray(torch.as_tensor(value).detach().cpu())
-            array = array.astype("int64") if (group, name) in self.discrete else array
+            array = value.detach().cpu().numpy()
+            array = array.astype("int64") if self._is_whole(group, name) else array
             self.fixed.setdefault(group, {})[name] = array
             if name not in self.names:  # an argument of as many rows as there are data, or as there are new ones
-                new = self.arrays.get("predictions", {}) if group.startswith("predictions") else {}
-                rows = self.rows | {f.shape[-1]: self.names[name][-1] for name, f in new.items() if name in self.names}
+                new = {n: blocks[0] for n, blocks in self.blocks.get("predictions", {}).items() if n in self.names}
+                rows = self.rows | {f.shape[-1]: self.names[n][-1] for n, f in new.items()}
                 self.names[group, name] = [rows[size] for size in array.shape[:1] if size in rows]
 
-    def datasets(self, **attrs: Any) -> dict[str, Any]:
-        """The groups as ``xarray.Dataset``, with these attributes."""
-        found, attrs = dict[str, Any](), attributes(**attrs)
-        for group, arrays in self.arrays.items():
-            drawn = {name: array.reshape(*self.shape, *array.shape[1:]) for name, array in arrays.items()}
+    def tree(self, name: Optional[str]) -> xarray.DataTree:
+        """The groups, and the source's attributes."""
+        source, model = self.source, self.source.model
+        attrs = attributes(
+            model=getattr(model, "__name__", type(model).__name__),
+            posterior=source.name,
+            family=source.families,
+            target=source.target,
+            name=name,
+        )
+        found = {group: self._dataset(group, arrays, [], attrs) for group, arrays in self.fixed.items()}
+        for group, variables in self.blocks.items():
+            whole = {n: np.concatenate(blocks) for n, blocks in variables.items()}
+            drawn = {n: array.reshape(*self.shape, *array.shape[1:]) for n, array in whole.items()}
             found[group] = self._dataset(group, drawn, ["chain", "draw"], attrs)
-        return found | {group: self._dataset(group, arrays, [], attrs) for group, arrays in self.fixed.items()}
+        return xarray.DataTree.from_dict(found, name=name)
 
     def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str], attrs: Any) -> Any:
         # An empty group, of function values that are left out, has its draws all the same.
@@ -134,17 +151,18 @@ class Table:
             # A plate's name that a variable has, or that is of other rows, gives way.
             dims = [
                 dim if dim not in arrays and sizes.get(dim, size) == size else f"{name}_dim_{i}"
-                for i, (dim, size) in enumerate(zip(self._names(group, name, shape), shape))
+                for i, (dim, size) in enumerate(zip(self._dims(group, name, shape), shape))
             ]
             sizes |= dict(zip(dims, shape))
             variables[name] = [*front, *dims], array
-            for rows in [self.left[group, name]] if (group, name) in self.left else []:
+            if (group, name) in self.left:
+                rows = self.left[group, name]
                 coords[dims[0]] = coords.get(dims[0], np.arange(rows.max(initial=0) + 1))[rows]
         # Coordinates may be given for dimensions of other rows, such as those of new inputs.
         coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim)}
         return xarray.Dataset(variables, {dim: coords.get(dim, np.arange(size)) for dim, size in sizes.items()}, attrs)
 
-    def _names(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
+    def _dims(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
         """Names of a variable's dimensions, chain and draw apart."""
         known = self.names.get((group, name), self.names.get(name, []))
         known = list(self.dims.get(name, known)) if (group, name) not in self.left else known
@@ -153,36 +171,14 @@ class Table:
         return [*known, *(f"{name}_dim_{i}" for i in range(len(known), len(shape)))][: len(shape)]
 
 
-def name_of(model: Callable) -> str:
-    """A model's name."""
-    return getattr(model, "__name__", type(model).__name__)
-
-
 def attributes(**more: Any) -> dict[str, Any]:
     """A dataset's attributes: who made it; what NetCDF cannot hold is written as JSON."""
-    found = {
+    given = {key: value for key, value in more.items() if value is not None}
+    return {
         "created_at": datetime.now(UTC).isoformat(),
         "creation_library": "pyro_sparsegp",
         "creation_library_version": __version__,
         "inference_library": "pyro-ppl",
         "inference_library_version": pyro.__version__,
-        **{key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in more.items()},
+        **{key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in given.items()},
     }
-    return {key: value for key, value in found.items() if value != "null"}
-
-
-def constant_data(
-    model: Callable, args: tuple, kwargs: dict[str, Any], observed: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The tensor arguments of the model that are not observed values, by the names of its parameters."""
-    flat: dict[str, Any] = {}
-    for name, value in signature_of(model).bind_partial(*args, **kwargs).arguments.items():
-        parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
-        flat |= parts if isinstance(parts, Mapping) else {name: parts}
-    tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
-    return {n: v for n, v in tensors.items() if not any(_same(v, other) for other in observed.values())}
-
-
-def _same(argument: Tensor, observed: Tensor) -> bool:
-    """Whether an argument is what was observed, which has values in the place of NaN under a mask."""
-    return argument.shape == observed.shape and bool(((argument == observed) | argument.isnan()).all())

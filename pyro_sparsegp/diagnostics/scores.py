@@ -19,9 +19,8 @@ from ..distributions.probit import Probit
 from ..numerics.arguments import require_count
 from ..program.traces import bare, unmasked, unmasked_rows
 from .densities import DensityReader
-from .draws import seeded
 from .groups import attributes, plate_names
-from .sources import as_source, observed_site
+from .sources import as_source, seeded
 
 _LAGS = 16  # pairs of draws for each draw, in the CRPS of a mixture
 
@@ -111,7 +110,12 @@ def predictive_scores(
         raise ValueError(f"probs must lie strictly between 0 and 1, got {list(probs)}")
     require_count(num_samples, "num_samples")
     source = as_source(model, guide, args, kwargs, marginal=True)
-    site = observed_site(source, var_name)
+    site = source.data[0] if var_name is None and len(source.data) == 1 else var_name
+    if site not in source.data:
+        raise ValueError(
+            f"var_name must be one of the observed sites {source.data}, got {var_name!r}. A pyro.factor holds no "
+            "observations that could be left out or predicted."
+        )
     log_densities, kept = [], []
     with seeded(seed), torch.no_grad():
         for draws in source.draws(num_samples, simulates=True):

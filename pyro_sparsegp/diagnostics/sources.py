@@ -1,76 +1,233 @@
-"""Draws from any result, a guide, MCMC, or MCMC's samples; and what was given in the place of a model or a tree."""
+"""Posterior draws at a model's arguments, in blocks, with all that their densities are made of: of a guide, of MCMC."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import MCMC
-from pyro.infer.inspect import get_dependencies
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from ..approximations.on_sites import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
+from ..guide.runs import LARGEST_JOINT
 from ..inference.batches import signature_of
+from ..inference.expected import weighted_sum
 from ..inference.quadrature import own_guide
-from ..predict import Call, Trained, bare_model, sampled
-from ..process import GaussianProcess
+from ..posterior.sparse_posterior import SparsePosterior
+from ..predict import AtNewInputs, Call, Trained, bare_model, sampled
+from ..program.checks import require_sizes
 from ..program.enumeration import Enumeration
-from ..program.traces import as_process, free_values, is_observation, sample_sites, whole_plates, without_event
+from ..program.facts import COUPLED
+from ..program.handlers import in_blocks
+from ..program.traces import bare, free_values, is_observation, sample_sites, whole_plates, without_event
 from ..warned import Warned
 from .densities import DensityReader, Moments
-from .draws import Draws, GuideSource, Source, is_factor, log_density_of, require_shapes
+
+_ROWS = 8192  # whose features are held in memory at once
 
 
-def guide_of(given: Any) -> Optional[AutoSparseGP]:
-    """A guide, or that of an object which has one, SVI or expectation propagation."""
-    guide = given if isinstance(given, AutoSparseGP) else getattr(given, "guide", None)
-    return guide if isinstance(guide, AutoSparseGP) else None
+@dataclass
+class Draws:
+    """S posterior draws: tensors by name, ``(S, ...)`` each. While one is made they are without S.
 
-
-def is_tree(given: Any) -> bool:
-    """Whether this is a tree of groups; modules have a method of the name."""
-    return isinstance(getattr(given, "children", None), Mapping)
-
-
-def require_call(function: str, order: str, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise where something else stands in the model's place, or it cannot be called with these arguments."""
-    if not callable(model) or guide_of(model) is not None or isinstance(model, MCMC) or is_tree(model):
-        raise ValueError(f"{function} takes the model first, {order}; got {type(model).__name__} in its place")
-    try:
-        signature_of(model).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(f"{function} cannot call the model: {error}. It takes {order}") from error
-
-
-def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> Source:
-    """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
-
-    :raises ValueError: where ``result`` is none of these, or belongs to another model.
+    :param values: latent sites that are no GPs.
+    :param functions: each GP site's values at the inputs, ``(..., N)``.
+    :param coefficients: w of each GP site with one block after the other, ``(..., M)``; none of MCMC.
+    :param moments: mean and variance of each function value given the rest of the draw, where it is integrated out.
+    :param held: all that a reading of the model's densities holds fixed.
+    :param log_priors: the log prior density of each variable, summed.
+    :param stats: ``log_q``, the log density of hyperparameters and coefficients under q; of MCMC ``diverging``.
+    :param simulated: a draw of each observed site.
+    :param predicted: each site at new inputs.
     """
-    has_run = isinstance(result, MCMC)
-    now = (args, kwargs) if args or marginal or not has_run else sampled(result, None)[1]
-    order = "then the guide or the MCMC, then the training data: (model, guide, x, y)"
-    require_call("a posterior's draws", order, model, *now)
-    guide = guide_of(result)
-    if guide is not None:
-        return GuideSource(own_guide(model, guide, "this diagnostic"), args, kwargs, marginal)
-    samples, old, diverging = sampled(result, None if has_run else now)
-    return SampleSource(model, samples, diverging, now, old if marginal and has_run else None)
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    functions: dict[str, Tensor] = field(default_factory=dict)
+    coefficients: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)
+    log_priors: dict[str, Tensor] = field(default_factory=dict)
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    simulated: dict[str, Tensor] = field(default_factory=dict)
+    predicted: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def log_prior(self) -> Tensor:
+        """The log prior density."""
+        return sum(self.log_priors.values(), torch.zeros((), dtype=torch.float64))
+
+    def groups(self, include_f: bool) -> dict[str, dict[str, Tensor]]:
+        """Their variables by group of a tree."""
+        coefficients = {f"{site}_w": w for site, w in self.coefficients.items()}
+        return {
+            "sample_stats": dict(self.stats),
+            "posterior": self.values | coefficients | (self.functions if include_f else {}),
+            "log_prior": self.log_priors,
+            "posterior_predictive": self.simulated,
+            "predictions": self.predicted,
+        }
 
 
-def observed_site(source: Source, var_name: Optional[str]) -> str:
-    """The observed site of that name, or the only one.
+class Source(ABC):
+    """Where draws at a model's arguments come from, and the densities that go with them.
 
-    :raises ValueError: where there is none, or there are several and none is named.
+    :param data: names of the observed sites.
+    :param sites: the observed sites of the first run; those of ``pyro.factor``, which hold no data, among them.
     """
-    if var_name in source.data or (var_name is None and len(source.data) == 1):
-        return var_name or source.data[0]
-    raise ValueError(
-        f"var_name must be one of the observed sites {source.data}, got {var_name!r}. A pyro.factor holds no "
-        "observations that could be left out or predicted."
-    )
+
+    name: Optional[str] = None  # what kind of posterior this is
+    shape: Optional[tuple[int, ...]] = None  # how many chains, and draws of each, if it has them
+    families: Optional[dict[str, Any]] = None  # of GP sites
+    target: Optional[str] = None  # what the draws are towards; of a guide it is known after the first draw
+    joint = False  # whether draws take the covariance of function values
+    apart = True  # whether each has features and covariances of its own
+    data: list[str]
+    sites: dict[str, Any]
+    reader: DensityReader
+
+    def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+
+    def items(self, num: int) -> dict[str, Tensor]:
+        """What draws are made of, ``(S, ...)`` each, for num draws where the source does not have them."""
+        return {"": torch.arange(num)}
+
+    @abstractmethod
+    def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
+        """One draw."""
+
+    def draws(self, num: int = 1, new: Optional[Call] = None, simulates: bool = False) -> Iterator[Draws]:
+        """Draws in blocks, the first of which is a single one.
+
+        :param new: the model's arguments at new inputs, for ``predicted``.
+        :param simulates: whether observed sites are drawn.
+        """
+
+        def numbers(draw: dict[str, Any]) -> int:
+            kinds = ("functions", "coefficients", "predicted")
+            rows, size, new = (sum(value.numel() for value in draw[kind].values()) for kind in kinds)
+            joint = min(new, LARGEST_JOINT) + rows * self.joint
+            # Features are passed over half as often as a covariance.
+            return max(rows, max(min(rows, _ROWS) * size // 2, joint**2) if self.apart else 0)
+
+        @torch.no_grad()
+        def one(item: dict[Any, Tensor]) -> dict[str, Any]:
+            return vars(self.make(item, new, simulates))
+
+        return (Draws(**parts) for parts in in_blocks(one, self.items(num), numbers))
+
+
+class GuideSource(Source, Messenger):
+    """Draws from a guide: hyperparameters and coefficients, function values given those.
+
+    :param marginal: leave the coefficients integrated out: the moments are those of the posterior's marginals. Those of
+        GP sites with one posterior are drawn all the same.
+    """
+
+    name = "variational"
+
+    def __init__(self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> None:
+        super().__init__(guide.model, args, kwargs)
+        facts = guide.facts
+        projected = [f for f, spec in facts.gps.items() if spec["basis"].get("kind") == "projection"]
+        if projected and not marginal:
+            raise ValueError(
+                f"site {projected[0]!r} has no draws of coefficients to weigh, because the projected data fix them: "
+                "use predict(model, guide, x), or predictive_scores(model, guide, x, y)."
+            )
+        self.guide, self.facts, self.sites = guide, facts, {}
+        self.apart = guide.has_random_latents
+        self.families = {name: spec["family"] for name, spec in facts.gps.items()}
+        self.data = [name for name, num in facts.rows.items() if num]
+        # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
+        self.drawn = {*facts.inner, *(f for f, kind in facts.dependence.items() if kind == COUPLED)}
+        # Given a latent of the field f has less variance than its marginal has (test_scores_of_a_field).
+        self.marginal = marginal and not facts.field
+        self.reader = DensityReader(guide.model, args, kwargs, [*facts.rows, *facts.downstream])
+
+    def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
+        draw = self.draw = Draws(stats={"log_q": torch.zeros((), dtype=torch.float64)})
+        self.posteriors: dict[str, SparsePosterior] = {}
+        # Rows may be held-out ones, and a kernel's variance correction acts on q(w), too: as in predictions.
+        try:
+            with pyro.validation_enabled(False), poutine.block(), self:
+                run = self.guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
+            trace, posterior_trace = self.guide.get_traces()
+        finally:
+            self.guide.trace = poutine.Trace()
+        require_sizes(run.sites)
+        sites, values = run.sites, free_values(run.trace)
+        priors, posteriors = sample_sites(trace), sample_sites(posterior_trace)
+        self.sites = self.sites or {name: site for name, site in sites.items() if site["is_observed"]}
+        missing = self.facts.rows.keys() - self.sites.keys()
+        if missing:
+            raise ValueError(
+                f"site {min(missing)!r} was observed in training and is not now: give the training data, "
+                "to_datatree(model, guide, x, y)."
+            )
+        require_shapes({name: sites[name] for name in self.data})
+        draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
+        draw.functions = {name: values[name] for name in self.posteriors}
+        # All that densities are read at: function values are integrated, but where densities couple them.
+        draw.held = {name: f for name, f in values.items() if name not in draw.moments}
+        draw.values = {name: values[name] for name in sites if name in values.keys() - draw.functions.keys()}
+        for name in draw.values:
+            if priors[name]["fn"] is not posteriors[name]["fn"]:  # else it is drawn from the model
+                draw.stats["log_q"] = draw.stats["log_q"] + log_density_of(posteriors[name])
+                if name not in self.facts.downstream:  # those whose densities move with f have their own terms
+                    draw.log_priors[name] = log_density_of(priors[name])
+        # The bound's target, or expectation propagation's: a q(w) under a kernel's variance correction is optimal for
+        # integrated densities, as expectation propagation's is.
+        exact = [n for n, module in self.guide.modules_by_site().items() if isinstance(module, ExactWeightSpaceGP)]
+        corrected = any(without_event(priors[name]["fn"])[0].kernel.depends_on_rows for name in exact)
+        self.target = "fitc" if self.guide.by_expectation or corrected else "vfe"
+        if new is not None:
+            with poutine.block():
+                elsewhere = AtNewInputs(trace, draw.values, self.guide.warned, self._at_new_inputs)
+                draw.predicted = predictions(elsewhere.run(self.model, *new), draw.values)
+        return draw
+
+    def _pyro_sample(self, msg: Any) -> None:
+        """Answers at a GP site of the guide's run: draws coefficients, and function values given those."""
+        draw, name, q = self.draw, msg["name"], without_event(msg["fn"])[0]
+        if not isinstance(q, SparsePosterior):
+            return
+        self.posteriors[name] = values = q
+        if not self.marginal:
+            w = q.coefficients.rsample(q.batch_shape)
+            values = q.given(w)
+            draw.coefficients[name] = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
+            # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
+            log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
+            draw.log_priors[f"{name}_w"] = log_prior
+            draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
+        if name not in self.drawn:
+            draw.moments[name] = values.mean, values.variance
+        # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
+        msg["value"] = _drawn(values, self.facts.dependence.get(name) == COUPLED)
+
+    def _at_new_inputs(self, msg: Any, prior: Any) -> None:
+        """Answers at a GP site of the model's run at new inputs: f | w ~ N(h, ρ), of many rows by its marginals."""
+        name = msg["name"]
+        if name in self.draw.coefficients:
+            q = self.posteriors[name].under(prior)
+            values = q.given(self.draw.coefficients[name].split(list(q.coefficients.sizes), -1))
+            msg["value"] = _drawn(values, values.event_shape[0] <= LARGEST_JOINT)
+
+
+def _drawn(values: SparsePosterior, joint: bool) -> Tensor:
+    # By randn_like, whose numbers vmap has at half the cost of those that are drawn in place, as Normal.rsample's are.
+    return values.rsample() if joint else values.mean + values.stddev * torch.randn_like(values.mean)
 
 
 class SampleSource(Source):
@@ -81,15 +238,13 @@ class SampleSource(Source):
     :param old: those of training, where these are others: function values are then integrated given those there.
     """
 
-    name = "mcmc"
-    joint = True
+    name, target, joint = "mcmc", "exact", True
 
     def __init__(
         self, model: Callable, samples: Mapping[str, Tensor], diverging: Tensor, now: Call, old: Optional[Call]
     ) -> None:
-        self.model, self.old, self.warned = bare_model(model), old, Warned()
-        self.args, self.kwargs = now
-        self.shape = diverging.shape
+        super().__init__(bare_model(model), *now)
+        self.old, self.warned, self.shape = old, Warned(), diverging.shape
         self.samples = {name: value.flatten(0, 1) for name, value in {**samples, "": diverging}.items()}
         # Discrete latents are summed out, as they were when the sampler ran.
         with torch.no_grad(), poutine.block(), whole_plates():
@@ -105,12 +260,10 @@ class SampleSource(Source):
         """All samples, or the first; again from the first, where more are asked for."""
         return {n: value[torch.arange(num, device=value.device) % len(value)] for n, value in self.samples.items()}
 
-    @torch.no_grad()
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
         sample = {name: value for name, value in item.items() if name}
-        draw = Draws(stats={"diverging": item[""]})
+        draw, here = Draws(stats={"diverging": item[""]}), (self.args, self.kwargs)
         with poutine.block(), whole_plates():
-            here = self.args, self.kwargs
             trained = Trained(Enumeration()(self.model), sample, *(self.old or here), self.warned)
             trace = trained.at(*here, marginal=True) if self.old else trained.trace
         sites, free = sample_sites(trace), free_values(trace)
@@ -120,67 +273,95 @@ class SampleSource(Source):
         draw.held = {name: value for name, value in free.items() if name not in draw.functions}
         draw.moments = dict(trained.moments)
         if not self.old:
-            self._note_training(sites, sample, draw)
+            missing = [n for n in draw.values if n not in sample and not sites[n]["is_observed"]]
+            if missing:
+                raise ValueError(f"the MCMC samples hold no draws of site {missing[0]!r}: they have {sorted(sample)}")
+            draw.log_priors = {name: log_density_of(sites[name]) for name in (*draw.values, *draw.functions)}
+            # f itself is known: a value is integrated given all others.
+            for name, f in draw.functions.items():
+                process = without_event(sites[name]["fn"])[0]
+                # fₙ − [K⁻¹(f − μ)]ₙ / [K⁻¹]ₙₙ and 1 / [K⁻¹]ₙₙ (Rasmussen and Williams, 2006, eq. 5.12), in O(N³).
+                precision = torch.cholesky_inverse(process.scale_tril.expand(*f.shape, -1))
+                variance = 1 / precision.diagonal(dim1=-2, dim2=-1)
+                draw.moments[name] = f - (precision @ (f - process.mean)[..., None])[..., 0] * variance, variance
         if new is not None:
+            trained.model = self.model  # discrete latents are drawn there, and not summed out
             with poutine.block():
-                trained.model = self.model  # discrete latents are drawn there, and not summed out
-                at_new = trained.at(*new)
-            draw.predicted = self.predictions(at_new, sample)
+                draw.predicted = predictions(trained.at(*new), sample)
         return draw
 
-    def _note_training(self, sites: Mapping[str, Any], sample: Mapping[str, Tensor], draw: Draws) -> None:
-        """Latents' log prior densities, and what is integrated out of function values, at the training inputs."""
-        missing = [n for n in draw.values if n not in sample and not sites[n]["is_observed"]]
-        if missing:
-            raise ValueError(f"the MCMC samples hold no draws of site {missing[0]!r}: they have {sorted(sample)}")
-        draw.log_priors = {name: log_density_of(sites[name]) for name in (*draw.values, *draw.functions)}
-        # f itself is known: a value is integrated given all others.
-        draw.moments = {n: _given_others(without_event(sites[n]["fn"])[0], f) for n, f in draw.functions.items()}
 
+def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> Source:
+    """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
 
-def _given_others(process: GaussianProcess, f: Tensor) -> Moments:
-    """Mean and variance of each function value given all others, ``(..., N)`` each, in O(N³).
-
-    fₙ − [K⁻¹(f − μ)]ₙ / [K⁻¹]ₙₙ and 1 / [K⁻¹]ₙₙ (Rasmussen and Williams, 2006, eq. 5.12).
+    :raises ValueError: where ``result`` is none of these, or belongs to another model.
     """
-    precision = torch.cholesky_inverse(process.scale_tril.expand(*f.shape, -1))
-    variance = 1 / precision.diagonal(dim1=-2, dim2=-1)
-    return f - (precision @ (f - process.mean)[..., None])[..., 0] * variance, variance
+    has_run = isinstance(result, MCMC)
+    now = (args, kwargs) if args or marginal or not has_run else sampled(result, None)[1]
+    order = "then the guide or the MCMC, then the training data: (model, guide, x, y)"
+    require_call("a posterior's draws", order, model, *now)
+    guide = _guide_of(result)
+    if guide is not None:
+        return GuideSource(own_guide(model, guide, "this diagnostic"), args, kwargs, marginal)
+    samples, old, diverging = sampled(result, None if has_run else now)
+    return SampleSource(model, samples, diverging, now, old if marginal and has_run else None)
 
 
-class PriorSource(Source):
-    """Draws from the prior, in which observed sites are drawn anew.
+def _guide_of(given: Any) -> Optional[AutoSparseGP]:
+    guide = given if isinstance(given, AutoSparseGP) else getattr(given, "guide", None)
+    return guide if isinstance(guide, AutoSparseGP) else None
 
-    :param observed: names of the sites that hold data. By default those that do with these arguments; where
-        observations are left out, those on which no other site depends.
+
+def require_call(function: str, order: str, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise where something else stands in the model's place, or it cannot be called with these arguments."""
+    if not callable(model) or _guide_of(model) is not None:
+        raise ValueError(f"{function} takes the model first, {order}; got {type(model).__name__} in its place")
+    try:
+        signature_of(model).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"{function} cannot call the model: {error}. It takes {order}") from error
+
+
+def require_shapes(data: Mapping[str, Any]) -> None:
+    """Raise where observed values and their distribution have other shapes: densities would be of all their pairs."""
+    for name, site in data.items():
+        there, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
+        if there != shape:
+            raise ValueError(
+                f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: each "
+                f"observation would meet all values. Give observations of shape {shape}, such as y.reshape({shape})."
+            )
+
+
+def predictions(trace: poutine.Trace, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sites of a run at new inputs but latents with the values known.
+
+    :raises ValueError: where it was given observations.
     """
+    values = {name: site for name, site in sample_sites(trace).items() if not is_factor(site)}
+    seen = next((name for name, site in values.items() if is_observation(site)), None)
+    if seen is not None:
+        raise ValueError(
+            f"predict= holds observations of site {seen!r}: give the model's arguments at new inputs without "
+            "them, predict=x_new, or None in their place. predictive_scores judges predictions of data."
+        )
+    return {name: site["value"] for name, site in values.items() if site["value"] is not known.get(name)}
 
-    name = "prior"
-    joint = True
 
-    def __init__(
-        self, model: Callable, args: tuple, kwargs: dict[str, Any], observed: Optional[Collection[str]] = None
-    ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        with torch.no_grad(), whole_plates(), poutine.block():
-            self.sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
-        unknown = sorted(set(observed or ()) - set(self.sites))
-        if unknown:
-            raise ValueError(f"observed names {unknown}, which are no sites of the model: it has {list(self.sites)}")
-        seen = [name for name, site in self.sites.items() if is_observation(site) and not is_factor(site)]
-        self.gps = [name for name, site in self.sites.items() if as_process(site["fn"])[0] is not None]
-        self.data = list(dict.fromkeys((*seen, *(observed or ())))) or self._last()
+@contextmanager
+def seeded(seed: Optional[int]) -> Iterator[None]:
+    """Draws from their own seed, leaving the global generators alone; with ``None``, from the global ones."""
+    with torch.random.fork_rng(list(range(torch.cuda.device_count())), enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
-    def _last(self) -> list[str]:
-        dependencies: Any = get_dependencies(self.model, self.args, self.kwargs)["prior_dependencies"]
-        upstream = {name for site, names in dependencies.items() for name in names if name != site}
-        return [name for name in self.sites if name in dependencies and name not in (*upstream, *self.gps)]
 
-    @torch.no_grad()
-    def make(self, item: Mapping[str, Tensor], new: Optional[Call] = None, simulates: bool = True) -> Draws:
-        with whole_plates(), poutine.block():
-            trace = poutine.trace(poutine.uncondition(self.model)).get_trace(*self.args, **self.kwargs)
-        values = {name: site["value"] for name, site in sample_sites(trace).items() if not is_factor(site)}
-        simulated = {name: values.pop(name) for name in self.data if name in values}
-        functions = {name: values.pop(name) for name in self.gps if name in values}
-        return Draws(values=values, functions=functions, simulated=simulated)
+def log_density_of(site: Any) -> Tensor:
+    """The log density of a site's value, summed, with the site's scale and mask."""
+    return weighted_sum(torch.as_tensor(site["fn"].log_prob(site["value"])).double(), site)
+
+
+def is_factor(site: Any) -> bool:
+    """Whether a site is ``pyro.factor``'s: a log density of no data."""
+    return isinstance(bare(site["fn"]), dist.Unit)

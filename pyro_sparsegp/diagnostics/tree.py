@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional, Union
 
+import torch
 import xarray
+from pyro import poutine
+from pyro.infer.inspect import get_dependencies
 from torch import Tensor
 
 from ..inference.batches import arguments_of
 from ..numerics.arguments import require_count
 from ..predict import Call
-from ..program.traces import is_observation
-from .draws import Draws, Source, seeded
-from .groups import Table, constant_data, name_of
-from .sources import PriorSource, as_source, require_call
+from ..program.traces import as_process, is_observation, sample_sites, whole_plates
+from .groups import Table
+from .sources import Draws, Source, as_source, is_factor, require_call, seeded
 
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
@@ -75,11 +77,15 @@ def to_datatree(
     :raises ValueError: where the result, the arguments or the labels do not fit.
     """
     require_count(num_samples, "num_samples")
-    source = as_source(model, guide, args, kwargs)
-    shape, new = source.shape or (1, num_samples), None if predict is None else _arguments(predict)
-    attrs = {"model": name_of(model), "posterior": source.name, "family": source.families, "name": name}
-    table = Table(shape, dtype, dims, coords)
-    table.arrays["posterior"] = {}  # with draws, though function values that are left out may be all there is
+    if predict is not None and not isinstance(predict, (Tensor, Mapping, tuple, list)):
+        raise ValueError(
+            "predict must be the model's arguments at new inputs, a tensor, a tuple or a mapping, got "
+            f"{type(predict).__name__}"
+        )
+    source, new = as_source(model, guide, args, kwargs), None if predict is None else arguments_of(predict)
+    shape = source.shape or (1, num_samples)
+    table = Table(source, shape, dtype, dims, coords)
+    table.blocks["posterior"] = {}  # with draws, though function values that are left out may be all there is
     with seeded(seed):
         for draws in source.draws(shape[0] * shape[1], new, posterior_predictive):
             groups = draws.groups(include_f)
@@ -89,32 +95,10 @@ def to_datatree(
                 if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data
                     of_data = densities.expected if source.target == "vfe" else densities.log_evidence
                     groups["sample_stats"]["lp"] = draws.log_prior + of_data
-            _put(table, source, draws, groups)
+            table.put(groups, draws.functions)
     if new is not None:
-        table.fix("predictions_constant_data", constant_data(model, *new, {}))
-    datasets = table.datasets(**attrs)
-    datasets["sample_stats"].attrs["target"] = source.target
-    return xarray.DataTree.from_dict(datasets, name=name)
-
-
-def _put(table: Table, source: Source, draws: Draws, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write a block of draws; the first tells names, and the groups that have no draws."""
-    if not table.names:
-        observed = {name: source.sites[name] for name in source.data}
-        table.learn(observed, {name: f[0] for name, f in draws.functions.items()})
-        values = {name: site["value"] for name, site in observed.items() if is_observation(site)}
-        table.fix("observed_data", values)
-        table.fix("constant_data", constant_data(source.model, source.args, source.kwargs, values))
-    table.put(groups)
-
-
-def _arguments(predict: Arguments) -> Call:
-    if not isinstance(predict, (Tensor, Mapping, tuple, list)):
-        raise ValueError(
-            "predict must be the model's arguments at new inputs, a tensor, a tuple or a mapping, got "
-            f"{type(predict).__name__}"
-        )
-    return arguments_of(predict)
+        table.fix_arguments("predictions_constant_data", *new, {})
+    return table.tree(name)
 
 
 def prior_predictive(
@@ -153,11 +137,41 @@ def prior_predictive(
     require_count(num_samples, "num_samples")
     order = "then its arguments, with observations, which are drawn anew, or None in their place: (model, x, None)"
     require_call("prior_predictive", order, model, args, kwargs)
-    table = Table((1, num_samples), dtype, dims, coords)
     with seeded(seed):
-        source = PriorSource(model, args, kwargs, observed)
+        source = _Prior(model, args, kwargs, observed or ())
+        table = Table(source, (1, num_samples), dtype, dims, coords)
         for draws in source.draws(num_samples):
             groups = draws.groups(include_f)
             named = {"prior": groups["posterior"], "prior_predictive": groups["posterior_predictive"]}
-            _put(table, source, draws, named)
-    return xarray.DataTree.from_dict(table.datasets(model=name_of(model), name=name), name=name)
+            table.put(named, draws.functions)
+    return table.tree(name)
+
+
+class _Prior(Source):
+    """Draws from the prior, in which observed sites are drawn anew."""
+
+    joint = True
+
+    @torch.no_grad()
+    def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any], observed: Collection[str]) -> None:
+        super().__init__(model, args, kwargs)
+        with whole_plates(), poutine.block():
+            self.sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+        unknown = sorted(set(observed) - set(self.sites))
+        if unknown:
+            raise ValueError(f"observed names {unknown}, which are no sites of the model: it has {list(self.sites)}")
+        seen = [name for name, site in self.sites.items() if is_observation(site) and not is_factor(site)]
+        self.gps = [name for name, site in self.sites.items() if as_process(site["fn"])[0] is not None]
+        self.data = list(dict.fromkeys((*seen, *observed)))
+        if not self.data:  # they are the sites on which no other depends
+            dependencies: Any = get_dependencies(model, args, kwargs)["prior_dependencies"]
+            upstream = {name for site, names in dependencies.items() for name in names if name != site}
+            self.data = [name for name in self.sites if name in dependencies and name not in (*upstream, *self.gps)]
+
+    def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
+        with whole_plates(), poutine.block():
+            trace = poutine.trace(poutine.uncondition(self.model)).get_trace(*self.args, **self.kwargs)
+        values = {name: site["value"] for name, site in sample_sites(trace).items() if not is_factor(site)}
+        simulated = {name: values.pop(name) for name in self.data if name in values}
+        functions = {name: values.pop(name) for name in self.gps if name in values}
+        return Draws(values=values, functions=functions, simulated=simulated)
