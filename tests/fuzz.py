@@ -50,6 +50,7 @@ from pyro_sparsegp import (  # noqa: E402
     kernels,
     predict,
 )
+from tests.models import cross_covariance  # noqa: E402
 
 NUM_LEVELS = 3  # of the column of codes, and of the groups
 LATER = 1000  # the first configuration that may hold what came later: those before stay as they were
@@ -1133,7 +1134,7 @@ def one_posterior(fitted):
     """The joint covariance of f and g has no negative eigenvalues."""
     if fitted.c.joint:
         f, g = (fitted.posteriors[name] for name in ("f", "g"))
-        cross = f.covariance_with(g)
+        cross = cross_covariance(f, g)
         rows = [[f.covariance_matrix, cross], [cross.mT, g.covariance_matrix]]
         whole = torch.cat([torch.cat(row, -1) for row in rows], -2).double()
         units = whole.diagonal().clamp(min=1e-12).sqrt()

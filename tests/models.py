@@ -169,6 +169,13 @@ def assert_alike(one, other, **how):
     torch.testing.assert_close(one.variance, other.variance, **how)
 
 
+def cross_covariance(f, g):
+    """Cov(f(x), g(x')) of two sites with one posterior, ΦS_abΨᵀ, ``(..., N, N')``."""
+    one, other = f.coefficients, g.coefficients
+    both = [torch.cat(pair, -2) for pair in zip(one.padded(f.features), other.padded(g.features))]
+    return one.whole.q.covariance_change(both)[..., : len(f.mean), len(f.mean) :]
+
+
 def refused(message, call, *args, **kwargs):
     """The call raises a ValueError of this message."""
     with pytest.raises(ValueError, match=message):

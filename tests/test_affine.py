@@ -14,7 +14,7 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing, OrthogonallyDecoupled
 
-from .models import observed, one_function, prepared, train, trained
+from .models import cross_covariance, observed, one_function, prepared, train, trained
 
 ROWS, SUMS, NOISE = 12, 4, 0.1
 KERNEL = kernels.Matern52(0.4)
@@ -97,7 +97,7 @@ def test_sums_of_functions_of_one_posterior_have_exact_expectations():
         q = guide.posterior(x, mixing, y)
         mean = sum(rows[name] @ q[name].mean for name in rows)
         spread = sum(
-            rows[a] @ (q[a].covariance_matrix if a == b else q[a].covariance_with(q[b])) @ rows[b].mT
+            rows[a] @ (q[a].covariance_matrix if a == b else cross_covariance(q[a], q[b])) @ rows[b].mT
             for a, b in itertools.product(rows, rows)
         )
         return dist.Normal(mean, NOISE).log_prob(y).sum() - 0.5 * spread.trace() / NOISE**2 - q["f"].kl
@@ -367,7 +367,7 @@ def test_values_of_a_row_have_exact_expectations_too(model, families):
         covariance = torch.block_diag(*parts)
         if families is ONE:
             blocks = [
-                [a.covariance_matrix if a is b else a.covariance_with(b) for b in posteriors.values()]
+                [a.covariance_matrix if a is b else cross_covariance(a, b) for b in posteriors.values()]
                 for a in posteriors.values()
             ]
             covariance = torch.cat([torch.cat(row, -1) for row in blocks], -2)

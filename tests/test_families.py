@@ -8,6 +8,7 @@ import torch
 from torch.distributions.constraints import positive
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.bases.initial import pivots
 from pyro_sparsegp.families import (
     SVGP,
     CoupledPrecision,
@@ -187,11 +188,9 @@ def test_initial_inducing_inputs(family, init):
 
 
 def test_greedy_variance_is_the_pivoted_cholesky():
-    from pyro_sparsegp.bases import greedy_variance
-
     kernel = additive(torch.tensor(1.0), torch.tensor([0.3, 0.4]))
     x = torch.rand(40, 2)
-    chosen = greedy_variance(kernel, x, 10)
+    chosen = pivots(kernel, x, 10)
     for m in range(1, 10):  # each point is where the conditional variance given the earlier ones is largest
         cross = kernel(x, chosen[:m])
         variance = kernel.diag(x) - (cross @ kernel(chosen[:m]).inverse() * cross).sum(-1)
@@ -199,8 +198,6 @@ def test_greedy_variance_is_the_pivoted_cholesky():
 
 
 def test_random_pivots_are_drawn_in_proportion_to_the_variance_that_is_left():
-    from pyro_sparsegp.bases import random_pivots
-
     kernel = additive(torch.tensor(1.0), torch.tensor([0.3, 0.4]))
     x, num = torch.tensor([[0.0, 0.0], [0.1, 0.1], [0.2, 0.0], [0.9, 0.9]]), 400
     expected, found = torch.zeros(4, 4), torch.zeros(4, 4)
@@ -209,18 +206,16 @@ def test_random_pivots_are_drawn_in_proportion_to_the_variance_that_is_left():
         left = (kernel.diag(x) - (cross.square() / kernel.diag(x[[i]]))[:, 0]).clamp(min=0)
         expected[i] = kernel.diag(x)[i] / kernel.diag(x).sum() * left / left.sum()
     for _ in range(num):
-        i, j = ((x == row).all(-1).nonzero()[0, 0] for row in random_pivots(kernel, x, 2))
+        i, j = ((x == row).all(-1).nonzero()[0, 0] for row in pivots(kernel, x, 2, at_random=True))
         found[i, j] += 1 / num
     assert expected.max() > 0.15  # they are not all alike
     torch.testing.assert_close(found, expected, rtol=0, atol=4 * (0.15 / num) ** 0.5)
 
 
 def test_random_pivots_are_rows_of_which_none_comes_twice():
-    from pyro_sparsegp.bases import random_pivots
-
     x = torch.rand(150, 2)
     for length in (0.1, 10.0):  # the variance is used up after a few
-        chosen = random_pivots(kernels.RBF(torch.tensor(length)), x, 120)
+        chosen = pivots(kernels.RBF(torch.tensor(length)), x, 120, at_random=True)
         assert len(chosen.unique(dim=0)) == 120
         assert (chosen[:, None] == x).all(-1).any(-1).all()
 

@@ -218,13 +218,12 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
 def test_decoupled_step_never_forms_or_factorises_a_square_matrix_of_the_second_set(line, monkeypatch):
     x, y = line
     guide = prepared(MODEL, OrthogonallyDecoupled(Z, 2 * torch.rand(3000, 1).double(), num_columns=10), x, y)
-    seen, call, scaled = [], kernels.Matern32.__call__, kernels.Matern32.scaled
+    seen, call = [], kernels.Matern32.__call__
 
     def note(x, z):
         seen.append((len(x), len(x if z is None else z)))
 
     monkeypatch.setattr(kernels.Matern32, "__call__", lambda k, x, z=None: note(x, z) or call(k, x, z))
-    monkeypatch.setattr(kernels.Matern32, "scaled", lambda k, v, x, z=None: note(x, z) or scaled(k, v, x, z))
     EXACT.loss_and_grads(MODEL, guide, x, y)
     assert (10, 3000) in seen
     assert all(rows * columns <= 50 * 3000 for rows, columns in seen), seen

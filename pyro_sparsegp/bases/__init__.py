@@ -7,7 +7,6 @@ from .features import ExplicitFeatures, KernelFeatures
 from .fourier import FourierCoefficients
 from .images import as_images, inducing_patches, random_convolution
 from .inducing import InducingFeatures, InducingPoints
-from .initial import greedy_variance, k_means, random_pivots, regular_grid
 from .variables import InducingVariables
 
 __all__ = [
@@ -25,10 +24,6 @@ __all__ = [
     "KernelFeatures",
     "ProjectedFeatures",
     "as_images",
-    "greedy_variance",
     "inducing_patches",
-    "k_means",
     "random_convolution",
-    "random_pivots",
-    "regular_grid",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..gaussians.sites import Sites
 from ..numerics.functions import at_once, dropping, in_pieces
-from ..numerics.linalg import cholesky, over_upper, solve_lower
+from ..numerics.linalg import cholesky, over_upper
 from .base import CrossFeatures
 
 
@@ -193,13 +193,6 @@ class ProjectedFeatures(CrossFeatures):
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         return self.of(kernel_times(self.cross, x, self.actions))
-
-    def coefficients_of(self, draw: Callable) -> list[Tensor]:
-        # right(A) is AS for rows A, in the order of the actions' inputs.
-        values = self.actions.right(draw(self.actions.inputs)[..., None, :])[..., 0, :]
-        noise = self.actions.noise.sqrt() * torch.randn_like(values)
-        # h = R⁻¹(Sᵀf(X) + ε), ε ~ N(0, D)
-        return [solve_lower(self.factor, (values + noise)[..., None])[..., 0]]
 
 
 def project(kernel: Any, actions: Actions, name: str) -> tuple[ProjectedFeatures, Tensor]:

@@ -71,18 +71,11 @@ class DecoupledFeatures(CrossFeatures):
         mean, change = coefficients.marginal(range(len(blocks))).moments(blocks)
         return mean + self.moved(x, torch.cat(blocks, -1)), change, self.cross.diag(x)
 
-    def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
-        blocks, values = self.inducing.coefficients_of(draw), self.means.of(draw)
-        if blocks is None or values is None:
-            return None
-        t = (values * self.weights).sum(-1) - (torch.cat(blocks, -1) * self.pull).sum(-1)
-        return [*blocks, (t / self.square().sqrt())[..., None]]
-
     def _against(self, rows: Tensor) -> Tensor:
         # Some entries of K_OO a, (..., n).
         means = self.means
         if isinstance(means, Values):
-            columns = type(means)(means.z.index_select(0, rows)).between(self.kernel, means)
+            columns = between(self.kernel, type(means)(means.z.index_select(0, rows)), means)
         else:
             columns = means.covariance(self.kernel).index_select(-2, rows)
         return (columns @ self.weights[..., None])[..., 0]
@@ -134,7 +127,6 @@ class ConditionalFeatures(CrossFeatures):
         noise = 100 * torch.finfo(phi.dtype).eps
         eye = torch.eye(num, dtype=phi.dtype, device=phi.device)
         self.root = cholesky((square + square.mT) / 2 + noise * eye, 0.0, f"BᵀC_XX B of site {name!r}")
-        self.noise = noise
         self.known = self._both(phi, across)
 
     def _across(self, x: Tensor, phi: Tensor) -> Tensor:
@@ -153,16 +145,6 @@ class ConditionalFeatures(CrossFeatures):
     def __call__(self, x: Tensor) -> list[Tensor]:
         (phi,) = self.inducing.of_summand(self.cross)(x)
         return self._both(phi, self._across(x, phi))
-
-    def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
-        blocks = self.inducing.coefficients_of(draw)
-        if blocks is None:
-            return None
-        (w,) = blocks
-        # s = Bᵀr(X) = Bᵀf(X) − (ΦᵀB)ᵀw
-        s = (self.weights.mT @ draw(self.inputs)[..., None])[..., 0] - (self.gram.mT @ w[..., None])[..., 0]
-        s = s + self.noise**0.5 * torch.randn_like(s)
-        return [w, solve_lower(self.root, s[..., None])[..., 0]]
 
 
 class AdditiveFeatures(Features):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..gaussians.base import Gaussian
 from ..modules import AbstractModule
-from ..numerics.functions import in_chunks
 
 Component = tuple[Any, "Features", tuple[int, ...]]
 
@@ -87,10 +86,6 @@ class CrossFeatures(Features):
     :param sizes: M_b, the number of coefficients of each block.
     """
 
-    @abstractmethod
-    def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
-        """The coefficients w' of a draw of f as a function, ``(num, ..., M_b)`` a block; ``None`` if not known."""
-
     def of_summand(self, cross: Any) -> Self:
         """The same coefficients' features of another function, whose covariance with f is ``cross``."""
         part = copy.copy(self)
@@ -100,15 +95,6 @@ class CrossFeatures(Features):
     def components(self) -> list[Component]:
         blocks = tuple(range(len(self.sizes)))
         return [(term, self.of_summand(term), blocks) for term in self.kernel.terms]
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        if self.cross is not self.kernel:
-            return None
-        draw = self.kernel.prior_functions(num, num_features, x)
-        if draw is None:
-            return None
-        own = self.coefficients_of(in_chunks(draw, num * num_features))
-        return None if own is None else (draw, own)
 
 
 class Basis(AbstractModule):

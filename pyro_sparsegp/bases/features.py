@@ -156,8 +156,8 @@ class KernelFeatures(Features):
         return [(part.kernel, part, blocks) for part in parts]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        if self.kernel.prior_functions(1, 1, x) is None:
-            return None  # a residual has no finite draw
+        if self.kernel.has_residual:
+            return None
         phi = self(x[..., :1, :])[0]
         w = torch.randn(num, *phi.shape[:-2], phi.shape[-1], dtype=x.dtype, device=x.device)
         return lambda x: (self(x)[0] @ w[..., None])[..., 0], [w]

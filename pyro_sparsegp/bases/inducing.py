@@ -18,6 +18,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels.base import hyperparameters
+from ..numerics.functions import in_chunks
 from ..numerics.linalg import Whitening, default_jitter, is_precise, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs, coarse_to_fine, given_inputs, some_distinct, those
@@ -64,17 +65,21 @@ class InducingFeatures(CrossFeatures):
         return self.factor
 
     @property
-    def ones(self) -> Optional[Tensor]:
-        are_values = all(type(part) is Values for part in self.variables)
-        return self.factor.new_ones(sum(self.sizes)) if are_values else None
+    def are_values(self) -> bool:
+        """Whether u is f(Z)."""
+        return all(type(part) is Values for part in self.variables)
 
-    def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
-        values: list[Any] = [part.of(draw) for part in self._joined]
-        if any(part is None for part in values):
+    @property
+    def ones(self) -> Optional[Tensor]:
+        return self.factor.new_ones(sum(self.sizes)) if self.are_values else None
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
+        draw = self.kernel.prior_functions(num, num_features, x) if self.are_values else None
+        if draw is None:
             return None
-        u = side_by_side(values)
-        # w = L⁻¹u
-        return list(solve_lower(self.factor, u[..., None])[..., 0].split(self.sizes, -1))
+        values = in_chunks(draw, num * num_features)(self.z)
+        # w' = L⁻¹f(Z)
+        return draw, list(solve_lower(self.factor, values[..., None])[..., 0].split(self.sizes, -1))
 
 
 class InducingPoints(Basis):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
@@ -15,39 +16,16 @@ _PIVOTS = 2048  # points up to which a choice by the variance that is left is wo
 Initialiser = Callable[[Any, Tensor, int], Tensor]
 
 
-def random_pivots(kernel: Any, x: Tensor, num: int) -> Tensor:
-    """``num`` rows of x, ``(N, D)``, each drawn in proportion to the variance given the earlier ones.
-
-    A randomly pivoted Cholesky factorisation of k(x, x) (Chen, Epperly, Tropp and Webber, 2025), in O(N·num²) on at
-    most max(4096, 4·num) random rows. Where M points are too few for the data, :func:`greedy_variance` takes the rows
-    that are far from all others; these draws follow the density of the rows as well. Once the variance is used up,
-    and beyond 2048 points, the rest are random rows.
-
-    :param kernel: the prior's kernel at the first call's hyperparameters.
-    :param x: the inputs, ``(N, D)``.
-    :param num: how many points.
-    :returns: ``(num, D)``.
-    """
-    return _pivots(kernel, x, num, lambda remaining: torch.multinomial(remaining, 1))
-
-
-def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
-    """``num`` rows of x, ``(N, D)``, each where the variance given the earlier ones is largest.
-
-    A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk,
-    2020, section 7); rows, cost and what follows are as in :func:`random_pivots`.
-
-    :param kernel: the prior's kernel at the first call's hyperparameters.
-    :param x: the inputs, ``(N, D)``.
-    :param num: how many points.
-    :returns: ``(num, D)``.
-    """
-    return _pivots(kernel, x, num, lambda remaining: remaining.argmax(0, keepdim=True))
-
-
 @torch.no_grad()
-def _pivots(kernel: Any, x: Tensor, num: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
-    # Rows of x, one by one, by the variances that are left, of which draw makes the number of a row, (1,).
+def pivots(kernel: Any, x: Tensor, num: int, at_random: bool = False) -> Tensor:
+    """``num`` rows of x, ``(N, D)``, each where the variance given the earlier ones is largest, or drawn by it.
+
+    A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk, 2020,
+    section 7), or a randomly pivoted one (Chen, Epperly, Tropp and Webber, 2025), in O(N·num²) on at most
+    max(4096, 4·num) random rows. Where points are too few for the data, the largest variances are those of rows far
+    from all others; draws follow the density of the rows as well. Once the variance is used up, and beyond 2048
+    points, the rest are random rows.
+    """
     x = x[torch.randperm(x.shape[0], device=x.device)]
     rest = max(num - _PIVOTS, 0)  # rows that the choice does not see: none is taken twice
     few = num - rest
@@ -59,10 +37,11 @@ def _pivots(kernel: Any, x: Tensor, num: int, draw: Callable[[Tensor], Tensor]) 
     chosen = remaining.new_zeros(0, dtype=torch.int64)
     rows = x.new_zeros(few, len(some))  # R of the factorisation k ≈ RᵀR
     while (m := len(chosen)) < few and (remaining > exhausted).any():
-        i = draw(torch.where(remaining > exhausted, remaining, 0.0))
+        left = torch.where(remaining > exhausted, remaining, 0.0)
+        i = torch.multinomial(left, 1) if at_random else left.argmax(0, keepdim=True)
         # R_m = (k(xᵢ, ·) − R_·iᵀR)/√(kᵢᵢ − ‖R_·i‖²)
-        left = _flat_mean(kernel(some[i], some), 2) - rows[:m, i].T @ rows[:m]
-        rows[m] = left[0] / remaining[i].sqrt()
+        unexplained = _flat_mean(kernel(some[i], some), 2) - rows[:m, i].T @ rows[:m]
+        rows[m] = unexplained[0] / remaining[i].sqrt()
         chosen = torch.cat([chosen, i])
         remaining = (remaining - rows[m].square()).clamp(min=0).index_fill(0, chosen, 0.0)
     others = noise.index_fill(0, chosen, -1.0).topk(few - len(chosen)).indices
@@ -76,22 +55,14 @@ def some_distinct(x: Tensor, most: int) -> Tensor:
 
 
 @torch.no_grad()
-def k_means(kernel: Any, x: Tensor, num: int, num_iterations: int = 25, most: int = 20_000) -> Tensor:
-    """``num`` centres of Lloyd's k-means on standardised columns of at most max(20,000, 20·num) random rows.
-
-    :param kernel: the prior's kernel at the first call's hyperparameters; not used.
-    :param x: the inputs, ``(N, D)``.
-    :param num: how many points.
-    :param num_iterations: of Lloyd's algorithm.
-    :param most: the number of random rows, by default 20,000.
-    :returns: ``(num, D)``.
-    """
+def k_means(kernel: Any, x: Tensor, num: int, most: int = 20_000) -> Tensor:
+    """``num`` centres of Lloyd's k-means on standardised columns of at most max(``most``, 20·num) random rows."""
     x = x[torch.randperm(x.shape[0], device=x.device)[: max(most, 20 * num)]]
     spread = x.std(0, correction=0)
     spread = torch.where(spread > 0, spread, 1.0)
     points = x / spread
     centres = points[:num].clone()
-    for _ in range(num_iterations):
+    for _ in range(25):
         nearest = torch.cdist(points, centres).argmin(1)
         counts = torch.zeros(num, dtype=x.dtype, device=x.device).index_add(0, nearest, torch.ones_like(points[:, 0]))
         totals = torch.zeros_like(centres).index_add(0, nearest, points)
@@ -111,10 +82,6 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
     A column with few distinct values has these as its axis, and leaves more points to the other axis of a pair. In
     columns that the kernel does not read, the points have the values of x's first row.
 
-    :param kernel: the prior's kernel at the first call's hyperparameters, which says the columns.
-    :param x: the inputs, ``(N, D)``.
-    :param num: how many points, at most.
-    :returns: the grid, ``(at most num, D)``.
     :raises ValueError: for a kernel that reads more columns.
     """
     read = kernel.columns
@@ -159,10 +126,10 @@ def coarse_to_fine(covariance: Tensor) -> Tensor:
 
 
 _NAMED: dict[str, Initialiser] = {
-    "greedy": greedy_variance,
+    "greedy": pivots,
     "grid": regular_grid,
     "kmeans": k_means,
-    "pivots": random_pivots,
+    "pivots": functools.partial(pivots, at_random=True),
 }
 _MANY = 1024  # rows above which points are taken to be too few for them
 

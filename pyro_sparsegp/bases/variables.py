@@ -6,8 +6,7 @@ All that a basis needs of them are covariances, K_uu and K_fu (van der Wilk et a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 from torch import Tensor
 
@@ -63,23 +62,6 @@ class InducingVariables(AbstractModule):
     def cross(self, kernel: Any, x: Tensor) -> Tensor:
         """K_fu, the covariance of f(xₙ) with u_m, ``(..., N, M)``."""
 
-    def between(self, kernel: Any, other: Any) -> Tensor:
-        """The covariance of u with other inducing variables that are not values of f, ``(..., M, M')``.
-
-        Only nested sets, as in ``OrthogonalInducing``, need it.
-        """
-        raise ValueError(
-            f"the covariance of inducing variables {type(self).__name__} with {type(other).__name__} is not known; "
-            f"define {type(self).__name__}.between(kernel, other), or take one such set."
-        )
-
-    def of(self, draw: Callable) -> Optional[Tensor]:
-        """u of draws of f as functions, x ↦ ``(num, ..., N)``: ``(num, ..., M)``; ``None`` where that is not known.
-
-        ``paths`` uses it; without it paths are drawn value by value.
-        """
-        return None
-
 
 class Values:
     """u = f(Z).
@@ -96,12 +78,6 @@ class Values:
     def cross(self, kernel: Any, x: Tensor) -> Tensor:
         return kernel(x, self.z)
 
-    def between(self, kernel: Any, other: Any) -> Tensor:
-        return other.cross(kernel, self.z)
-
-    def of(self, draw: Callable) -> Optional[Tensor]:
-        return draw(self.z)
-
 
 class SourceValues(Values):
     """u = g(Z), where f(x) = Σ_p w_p g(x_p), such as the response to image patches.
@@ -114,14 +90,6 @@ class SourceValues(Values):
 
     def cross(self, kernel: Any, x: Tensor) -> Tensor:
         return kernel.from_source(x, self.z)
-
-    def between(self, kernel: Any, other: Any) -> Tensor:
-        if isinstance(other, SourceValues):
-            return kernel.source(self.z, other.z)
-        return other.between(kernel, self).mT
-
-    def of(self, draw: Callable) -> None:
-        return None  # a draw of f does not tell g's values
 
 
 Variables = Union[InducingVariables, Values]  # a set of inducing variables
@@ -160,9 +128,14 @@ def freeze(module: Any) -> None:
 
 
 def between(kernel: Any, first: Variables, second: Variables) -> Tensor:
-    """The covariance of two sets of inducing variables, ``(..., M, M')``; either may know it."""
+    """The covariance of two sets of inducing variables, ``(..., M, M')``."""
+    if type(first) is Values:
+        return second.cross(kernel, first.z)
     if type(second) is Values:
         return first.cross(kernel, second.z).mT
-    if type(first).between is InducingVariables.between:
-        return checked(second.between(kernel, first), first, "between", second.size).mT
-    return checked(first.between(kernel, second), second, "between", first.size)
+    if isinstance(first, SourceValues) and isinstance(second, SourceValues):
+        return kernel.source(first.z, second.z)
+    raise ValueError(
+        f"the covariance of inducing variables {type(first).__name__} with {type(second).__name__} is not known: of "
+        "several sets, one may be of InducingVariables, the others are inputs."
+    )

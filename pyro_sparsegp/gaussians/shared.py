@@ -77,11 +77,6 @@ class Share(Gaussian):
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.whole.q.covariance_change(self.padded(features))
 
-    def covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
-        """ΦS_abΨᵀ with another site's coefficients, ``(..., N, N')``."""
-        both = [torch.cat(pair, -2) for pair in zip(self.padded(features), other.padded(others))]
-        return self.whole.q.covariance_change(both)[..., : len(features[0]), len(features[0]) :]
-
     def kl(self) -> Tensor:
         return self.whole.q.kl() if self.counts else self.loc[0].new_zeros(self.batch_shape)
 

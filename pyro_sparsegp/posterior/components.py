@@ -26,9 +26,9 @@ _NODES = {1: 40, 2: 16, 3: 8}  # of a quadrature over the columns of an effect, 
 class Components(Sequence):
     """The components of a posterior: a sequence of :class:`SparsePosterior`, one for each summand of the kernel.
 
-    ``components[2]`` and ``components["wind"]`` are posteriors of single effects; :meth:`covariance`,
-    :attr:`covariance_matrix` and :meth:`rsample` know how they go together. Names come from ``kernel.named("wind")``,
-    from the columns (``"x0"``, ``"x0:x1"``) or from the kernel's class (``"constant"``).
+    ``components[2]`` and ``components["wind"]`` are posteriors of single effects; :attr:`covariance_matrix` and
+    :meth:`rsample` know how they go together. Names come from ``kernel.named("wind")``, from the columns (``"x0"``,
+    ``"x0:x1"``) or from the kernel's class (``"constant"``).
 
     :param whole: the posterior of the sum.
     :param inputs: where each component is wanted, ``(N_c, D)`` each; by default where the whole is.
@@ -47,7 +47,13 @@ class Components(Sequence):
         self._parts = [whole.part(*component, x) for component, x in zip(found, inputs)]
 
     def __getitem__(self, index: Any) -> Any:
-        return self._parts[self._place(index)] if isinstance(index, str) else self._parts[index]
+        if isinstance(index, str):
+            if index not in self.names:
+                raise ValueError(
+                    f"the kernel of site {self._whole.name!r} has no term {index!r}; its terms are {list(self.names)}"
+                )
+            index = self.names.index(index)
+        return self._parts[index]
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -55,15 +61,6 @@ class Components(Sequence):
     def items(self) -> Iterator[tuple[str, Any]]:
         """Names and posteriors."""
         return zip(self.names, self._parts)
-
-    def _place(self, index: Union[int, str]) -> int:
-        if isinstance(index, str):
-            if index not in self.names:
-                raise ValueError(
-                    f"the kernel of site {self._whole.name!r} has no term {index!r}; its terms are {list(self.names)}"
-                )
-            return self.names.index(index)
-        return range(len(self))[index]
 
     def at(self, x: Union[Tensor, Sequence[Tensor]]) -> Components:
         """The components at other inputs: ``(N', D)`` for all, or a list with one such matrix for each.
@@ -76,26 +73,12 @@ class Components(Sequence):
                 f"Components.at got {len(inputs)} matrices of inputs, the kernel of site {self._whole.name!r} has "
                 f"{len(self)} terms: {list(self.names)}"
             )
-        for part in inputs:
-            self._whole.process.require_columns(part)
-        if not all(part.isfinite().all() for part in inputs):
-            raise ValueError(f"Components.at got inputs for site {self._whole.name!r} with NaN or infinite values")
-        return Components(self._whole, inputs)
-
-    def covariance(self, one: Union[int, str], other: Union[int, str]) -> Tensor:
-        """Cov(f_a(x_a), f_b(x_b)) of two effects, ``(..., N_a, N_b)``, each at its inputs; numbers or names."""
-        a, b = self._place(one), self._place(other)
-        if a == b:
-            return self._parts[a].covariance_matrix
-        return self._joint([a, b])[..., : self._rows[a], self._rows[a] :]
+        return Components(self._whole, [self._whole.at(part).process.x for part in inputs])
 
     @property
     def covariance_matrix(self) -> Tensor:
         """The joint covariance of all effects, one after the other, ``(..., ΣN_c, ΣN_c)``."""
-        return self._joint(range(len(self)))
-
-    def _joint(self, which: Sequence[int]) -> Tensor:
-        return self._prior(which) + self._whole.coefficients.covariance_change(self._stacked(which))
+        return self._prior + self._whole.coefficients.covariance_change(self._features)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> dict[str, Tensor]:
         """Joint draws of all effects, by name, ``(*sample_shape, ..., N_c)`` each, in O(ΣN_c³).
@@ -112,7 +95,9 @@ class Components(Sequence):
             noise = [times(part.residual_tril, torch.randn_like(draw)) for part, draw in zip(self._parts, draws)]
         else:  # one basis for all: what it leaves of one component depends on what it leaves of the others
             together = torch.cat(draws, -1)
-            noise = list(times(self._residual_tril, torch.randn_like(together)).split(self._rows, -1))
+            what = f"the residual covariance of the components of site {self._whole.name!r}"
+            tril = residual_cholesky(self._prior, self._features, self._whole.process.jitter, what)
+            noise = list(times(tril, torch.randn_like(together)).split(self._rows, -1))
         return {name: draw + rest for name, draw, rest in zip(self.names, draws, noise)}
 
     @torch.no_grad()
@@ -171,29 +156,23 @@ class Components(Sequence):
     def _rows(self) -> list[int]:
         return [part.process.x.shape[-2] for part in self._parts]
 
-    def _prior(self, which: Sequence[int]) -> Tensor:
-        # The prior covariance of some effects, which are independent.
-        num = sum(self._rows[c] for c in which)
-        parts = [self._parts[c].process for c in which]
+    @property
+    def _prior(self) -> Tensor:
+        # Effects are independent under the prior.
+        num, parts = sum(self._rows), [part.process for part in self._parts]
         whole = parts[0].x.new_zeros(*self._whole.batch_shape, num, num)
         return on_diagonal([part.kernel(part.x) for part in parts], whole)
 
-    def _stacked(self, which: Sequence[int]) -> list[Tensor]:
-        # Φ of some effects, one after the other; zeros where an effect has no block of w.
-        like, own = self._whole.process.x, {c: dict(zip(self._blocks[c], self._parts[c].features)) for c in which}
-
-        def rows(c: int, b: int, size: int) -> Tensor:
-            return own[c][b] if b in own[c] else like.new_zeros(self._rows[c], size)
-
-        sizes = enumerate(self._whole.coefficients.sizes)
-        return [side_by_side([rows(c, b, size).mT for c in which]).mT for b, size in sizes]
-
     @property
-    def _residual_tril(self) -> Tensor:
-        everything = range(len(self))
-        what = f"the residual covariance of the components of site {self._whole.name!r}"
-        jitter = self._whole.process.jitter
-        return residual_cholesky(self._prior(everything), self._stacked(everything), jitter, what)
+    def _features(self) -> list[Tensor]:
+        # Φ of the effects, one after the other; zeros where an effect has no block of w.
+        own = [dict(zip(blocks, part.features)) for blocks, part in zip(self._blocks, self._parts)]
+
+        def block(b: int, size: int) -> Tensor:
+            zeros = [self._whole.process.x.new_zeros(rows, size) for rows in self._rows]
+            return side_by_side([phi.get(b, zero).mT for phi, zero in zip(own, zeros)]).mT
+
+        return [block(b, size) for b, size in enumerate(self._whole.coefficients.sizes)]
 
     def __repr__(self) -> str:
-        return "[" + ", ".join(repr(part.process.kernel) for part in self._parts) + "]"
+        return repr([part.process.kernel for part in self._parts])

@@ -21,7 +21,6 @@ from torch.distributions import constraints, register_kl
 
 from ..bases.base import Features
 from ..gaussians.base import Gaussian, Given
-from ..gaussians.shared import Share
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
 from ..numerics.functions import broadcast_shapes, by_rows, in_chunks
@@ -126,18 +125,6 @@ class SparsePosterior(TorchDistribution):
         """k(x, x) + Φ(S − I)Φᵀ, ``(..., N, N)``."""
         covariance = self.process.kernel(self.process.x) + self.coefficients.covariance_change(self.features)
         return covariance.expand(self._batch_shape + self._event_shape * 2)
-
-    def covariance_with(self, other: SparsePosterior) -> Tensor:
-        """Cov(f(x), g(x')) with another site's posterior of the same run, ``(..., N, N')``: 0, unless both sites have
-        one posterior.
-        """
-        mine, its = self.coefficients, other.coefficients
-        shape = (*self._batch_shape, *self._event_shape, *other.event_shape)
-        if not (isinstance(mine, Share) and isinstance(its, Share) and mine.whole is its.whole):
-            return self.mean.new_zeros(shape)
-        if mine.blocks == its.blocks:
-            raise ValueError(f"both posteriors are of site {self.name!r}; its covariance is covariance_matrix")
-        return mine.covariance(self.features, its, other.features).expand(shape)
 
     def prior_variance_of(self, rows: Tensor) -> Tensor:
         """diag(Ak(x, x)Aᵀ), ``(..., K)``, for a matrix A, ``(..., K, N)``, at O(KN²)."""
@@ -340,7 +327,7 @@ class _Sequential:
         self.x, self.noise, self.values = process.x[..., :0, :], process.x.new_zeros(shape), process.x.new_zeros(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        known, process = self.x.shape[-2], self.posterior.process
+        known, mean = self.x.shape[-2], self.posterior.process.at(x).mean
         first = _first_of_equal(torch.cat([self.x, x], -2))
         fresh = first[known:] == torch.arange(known, len(first), device=x.device)
         if fresh.any():
@@ -354,7 +341,7 @@ class _Sequential:
             value = sum_blocks(phi, self.w) + times(tril, self.noise)
             self.values = torch.cat([self.values, value[..., known:]], -1)  # f − μ at the inputs asked for so far
         place = torch.cat([fresh.new_ones(known), fresh]).cumsum(0) - 1  # of each first one among the values
-        return process.at(x).mean + self.values[..., place[first[known:]]]
+        return mean + self.values[..., place[first[known:]]]
 
 
 def _first_of_equal(x: Tensor) -> Tensor:
