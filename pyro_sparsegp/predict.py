@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Optional, Union
 
 import pyro
@@ -64,8 +65,9 @@ def predict(
     rows, apart = 0, True
     if isinstance(result, AutoSparseGP):
         result.prepare(*args, **kwargs)
-        one, apart = _of_guide(model, result, joint, args, kwargs), result.has_random_latents
         samples: Samples = {"": torch.arange(num_samples or 100)}
+        one: Callable[[Draw], Draw] = partial(_of_guide, model, result, joint, args, kwargs)
+        apart = result.has_random_latents
     else:
         chains, old, diverging = sampled(result, None if data is None else (tuple(data), {}))
         model, warned = bare_model(model), Warned()
@@ -94,40 +96,27 @@ def predict(
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def _of_guide(
-    model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any]
-) -> Callable[[Draw], Draw]:
-    """What makes a draw from a guide, for the guide's own model or another that follows the same latents."""
-
-    def one(_: Draw) -> Draw:
-        try:
-            values = guide.draw(*args, joint=joint, **kwargs)
-        except RuntimeError as error:  # of data of training, whose shape is another
-            require_own_rows(guide.trace.nodes, error)
-            raise
-        trace = guide.trace
-        if model is not guide.model:
-            latents = {name: values[name] for name in (*guide.facts.latents, *guide.facts.gps) if name in values}
-            with whole_plates(), Held(latents):
-                trace = poutine.trace(model).get_trace(*args, **kwargs)
-            values = {name: site["value"] for name, site in sample_sites(trace).items()}
-            _require_free(guide, trace)
-        require_own_rows(trace.nodes)
+def _of_guide(model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any], _: Draw) -> Draw:
+    """A draw from a guide, for the guide's own model or another that follows the same latents."""
+    try:
+        values = guide.draw(*args, joint=joint, **kwargs)
+    except RuntimeError as error:  # of data of training, whose shape is another
+        require_own_rows(guide.trace.nodes, error)
+        raise
+    if model is guide.model:
+        require_own_rows(guide.trace.nodes)
         return values
-
-    return one
-
-
-def _require_free(guide: AutoSparseGP, trace: poutine.Trace) -> None:
-    """Raise if another model's run held latents of the guide's at values of its own; warn of what the guide's held."""
-    facts, sites = guide.facts, sample_sites(trace)
-    held = [name for name in (*facts.latents, *facts.gps) if name in sites and sites[name]["is_observed"]]
-    if held:
+    names = (*guide.facts.latents, *guide.facts.gps)
+    with whole_plates(), Held({name: values[name] for name in names if name in values}):
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    sites = sample_sites(trace)
+    fixed = next((name for name in names if name in sites and sites[name]["is_observed"]), None)
+    if fixed is not None:
         raise ValueError(
-            f"the model given to predict fixes site {held[0]!r}, and the guide was trained without that value: make "
+            f"the model given to predict fixes site {fixed!r}, and the guide was trained without that value: make "
             "the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
-    for name in facts.rows:
+    for name in guide.facts.rows:
         if name in sites and not sites[name]["is_observed"] and guide.is_given(name, sites[name]):
             warn_once(
                 guide.warned,
@@ -137,6 +126,8 @@ def _require_free(guide: AutoSparseGP, trace: poutine.Trace) -> None:
                 "from its prior: give predict the guide's own model.",
                 stacklevel=6,
             )
+    require_own_rows(trace.nodes)
+    return {name: site["value"] for name, site in sites.items()}
 
 
 def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:

@@ -7,12 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
-import pyro
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from ..guide import AutoSparseGP
+from ..guide.runs import Posteriors
 from ..inference.quadrature import own_guide
 from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import cholesky, solve_lower
@@ -74,17 +73,23 @@ class Model(BoTorchModel, FantasizeMixin):
         joint = [name for name in self.sites if name in facts.field]
         if len(joint) > 1:
             raise ValueError(f"Model's sites {joint} have one posterior, and outputs are taken to be independent")
-        self._parts = model, guide  # in a tuple: BoTorch's train() and eval() are not the guide's
+        self._guide, self.arguments = (
+            (guide,),
+            arguments,
+        )  # in a tuple: BoTorch's train() and eval() are not the guide's
         modules = guide.modules_by_site()
-        num = sum(modules[name].batch_shape.numel() for name in self.sites)
-        self._outputs = list(range(num))
-        self.noise = None if noise is None else _noises_of(noise, guide.like.new_zeros(num))
-        self.arguments = arguments
+        self._outputs = list(range(sum(modules[name].batch_shape.numel() for name in self.sites)))
+        self.noise = None
+        if noise is not None:
+            value = torch.as_tensor(noise if isinstance(noise, (int, float, Tensor)) else math.nan)
+            if not (value.isfinite() & (value >= 0)).all():
+                raise ValueError(f"Model's noise is a variance, or a tensor of them, of at least 0; got {noise!r}")
+            self.noise = value + guide.like.new_zeros(len(self._outputs))
 
     @property
     def guide(self) -> AutoSparseGP:
         """The guide."""
-        return self._parts[1]
+        return self._guide[0]
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -159,20 +164,15 @@ class Model(BoTorchModel, FantasizeMixin):
         if self.noise is not None:
             given = self.noise.to(X)
             return given.expand(*X.shape[:-1], given.shape[-1]).movedim(-1, 0)[self._outputs]
-        (model, guide), arguments = self._parts, self.arguments(X.reshape(-1, X.shape[-1]))
-        means = {site: posterior.mean for site, posterior in guide.posterior(*arguments).items()}
-        with torch.no_grad():
-            latents = {k: v for k, v in guide.median(*arguments).items() if k in guide.facts.latents}
-        with pyro.validation_enabled(False), poutine.block():
-            trace = poutine.trace(poutine.condition(model, {**latents, **means})).get_trace(*arguments)
-        found = torch.cat([self._noise(name, means[name], trace) for name in self.sites])
+        arguments = self.arguments(X.reshape(-1, X.shape[-1]))
+        run = self.guide.run_at(arguments, {}, at_medians=True, draws_data=False)
+        found = torch.cat([self._noise(name, run) for name in self.sites])
         return found[self._outputs].reshape(-1, *X.shape[:-1])
 
-    def _noise(self, name: str, mean: Tensor, trace: poutine.Trace) -> Tensor:
-        # The variance of an observation of each of a site's values, (P, N).
-        facts, means = self.guide.facts, torch.atleast_2d(mean)
-        rows = () if facts.enumerated else trace.nodes.keys() & facts.rows.keys()  # whose mixtures are not around f
-        for fn in (bare(trace.nodes[site]["fn"]) for site in rows):
+    def _noise(self, name: str, run: Posteriors) -> Tensor:
+        # The variance of an observation of each of a site's values, (P, N); mixtures are not around f.
+        means = torch.atleast_2d(run.posteriors[name].mean)
+        for fn in () if self.guide.facts.enumerated else (bare(site["fn"]) for site in run.data.values()):
             try:
                 centre = fn.mean
             except (AttributeError, NotImplementedError):
@@ -196,8 +196,7 @@ class Model(BoTorchModel, FantasizeMixin):
 
         With m and C the posterior's mean and covariance, C(x, X)(C(X, X) + Σ)⁻¹ is the gain, of y − m(X) in the mean
         and of C(X, x') in the covariance: exact given q for Gaussian noise, whatever the family, also where its
-        inducing inputs are too few to learn from another row. Hyperparameters and the guide stay as they are; to have
-        it learn from a measurement, absorb it or train on.
+        inducing inputs are too few to learn from another row.
 
         :param X: ``(..., n, D)``.
         :param Y: measurements of f, ``(..., n, P)`` with as many or more batches.
@@ -227,14 +226,9 @@ class _Given(Model):
             )
         if noise is None:
             noise = before._noises(X).movedim(0, -1)
-        self.before, self._outputs = before, list(range(outputs))
+        self.before, self._guide, self._outputs = before, before._guide, list(range(outputs))
         self.places, self.values = X, Y.expand(broadcast_shapes(Y.shape, (*X.shape[:-1], outputs)))
         self.variances = torch.as_tensor(noise, dtype=Y.dtype, device=Y.device).expand(self.values.shape)
-
-    @property
-    def guide(self) -> AutoSparseGP:
-        """The guide, which knows nothing of the measurements."""
-        return self.before.guide
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -277,11 +271,3 @@ def _blocks(posterior: SparsePosterior, q: int) -> Tensor:
     x, phi = by_groups(posterior.process.x, q, dims), [by_groups(block, q, dims) for block in posterior.features]
     found = posterior.process.kernel(x) + posterior.coefficients.covariance_change(phi)
     return found.expand(len(x), *posterior.batch_shape, q, q).movedim(0, -3)
-
-
-def _noises_of(noise: Any, outputs: Tensor) -> Tensor:
-    # Variances of measurements of all outputs, (..., P).
-    value = torch.as_tensor(noise if isinstance(noise, (int, float, Tensor)) else math.nan)
-    if not bool((value.isfinite() & (value >= 0)).all()):
-        raise ValueError(f"Model's noise is a variance, or a tensor of them, of at least 0; got {noise!r}")
-    return value + outputs
