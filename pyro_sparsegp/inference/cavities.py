@@ -1,8 +1,7 @@
-"""Cavities of expectation propagation, and the normalisers of its Gaussians."""
+"""Cavities of expectation propagation, and how its prior moves with inducing values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,12 +78,6 @@ def is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
     return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
 
 
-def parabola(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """The slope and minus the curvature of log p(yₙ | f) by three nodes, ``(..., N)`` both."""
-    below, here, above = log_density(torch.stack([centre - step, centre, centre + step]))
-    return (above - below) / (2 * step), (2 * here - below - above) / step.square()
-
-
 def prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:
     """0, with the gradient by T of E_q log p(u), where w = T w₀ has the prior N(0, I) and q(w₀) is held."""
     # E log N(u | 0, TTᵀ) of w = Tw₀ is log|T| − ½(|Tm|² + tr TSTᵀ) + a constant: eq. 6's terms of the prior.
@@ -92,9 +85,3 @@ def prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:
     squares = (turn @ loc[..., None]).square().sum((-2, -1)) + (turn @ inverse.mT).square().sum((-2, -1))
     value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares
     return value - value.detach()
-
-
-def log_normaliser_of(factor: Tensor, loc: Tensor, pull: Tensor) -> Tensor:
-    """G(q) − G(p) = ½(mᵀPm − log|P|), of the batch's shape."""
-    # Eq. 27 of q less that of N(0, I)
-    return 0.5 * (loc * pull).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -229,21 +229,16 @@ class ExpectationPropagation:
         for i in range(most):
             for run in runs:
                 run.look(terms)
-            loss, total = self._loss(runs, terms, train)
-            value = finite("−log Z_EP", total, self.guide, *call)
+            # This process's part of minus the objective, with the gradient wanted, and all of it.
+            with torch.set_grad_enabled(train):
+                normalisers, expected = zip(*(run.log_z(terms, train) for run in runs))
+                common, own = -terms.priors - sum(normalisers), -terms.rest - sum(expected)
+                loss = own + common / self.workers.num
+            (total,) = self.workers.sum(own.detach())
+            value = finite("−log Z_EP", total + common.detach(), self.guide, *call)
             for run in runs if sweeps else ():
                 run.refine()
             far = train and whole and any(run.progress.far for run in runs)
             if not far and (i + 1 >= sweeps or all(run.progress.change <= self.tolerance for run in runs)):
                 break
         return loss, value
-
-    def _loss(self, runs: list[SiteRun], terms: Terms, train: bool) -> tuple[Tensor, Tensor]:
-        """Minus the objective: this process's part of it, with the gradient wanted, and all of it."""
-        with torch.set_grad_enabled(train):
-            common, own = -terms.priors, -terms.rest
-            for run in runs:
-                normaliser, expected = run.log_z(terms, train)
-                common, own = common - normaliser, own - expected
-        (total,) = self.workers.sum(own.detach())
-        return own + common / self.workers.num, total + common.detach()

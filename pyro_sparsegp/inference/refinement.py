@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Optional
 
@@ -26,12 +27,12 @@ from ..numerics.linalg import (
     solve_lower,
     variance_floor,
 )
-from ..numerics.tilted import Tilted, log_normaliser, tilted
+from ..numerics.tilted import log_normaliser, tilted
 from ..process import GaussianProcess
 from ..program.facts import NONE
 from ..program.reader import Terms
 from ..warned import warn_once
-from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola, prior_of
+from .cavities import cavity_of, is_valid, prior_of
 
 _SLOWEST = 1 / 64
 _NEAR = 1.0  # standard deviations by which sites near their fixed point move at most
@@ -40,27 +41,18 @@ _NEAR_IF_EXACT = 0.05  # the same where one sweep ends there
 
 @dataclass
 class Progress:
-    """How the updates of one GP site's sites go.
-
-    :param sites: how many there are; ``skipped``, ``negative`` and ``cut`` as in ``ExpectationPropagation.status``.
-    :param change: the last sweep's largest move, of exact sites too, in standard deviations.
-    :param far: whether sites are too far from their fixed point for a gradient that supposes them there.
-    :param moved: that of sites that are not exact, at the last sweep that was kept.
-    :param pace: a share of the damping, which falls where updates go astray.
-    :param start: the precisions and pulls of the sites from which the last sweep started.
-    :param seen: how many data came since the running sums were made anew.
-    """
+    """How the updates of one GP site's sites go; counts as in ``ExpectationPropagation.status``."""
 
     sites: Any = 0
     skipped: Any = 0
     negative: Any = 0
     cut: int = 0
-    change: float = math.nan
-    far: bool = False
-    moved: float = math.inf
-    pace: float = 1.0
-    start: Any = None
-    seen: int = 0
+    change: float = math.nan  # the last sweep's largest move, of exact sites too, in standard deviations
+    far: bool = False  # whether sites are too far from their fixed point for a gradient that supposes them there
+    moved: float = math.inf  # the move of sites that are not exact, at the last sweep that was kept
+    pace: float = 1.0  # a share of the damping, which falls where updates go astray
+    start: Any = None  # the precisions and pulls of the sites from which the last sweep started
+    seen: int = 0  # data that came since the running sums were made anew
 
 
 class SiteRun:
@@ -73,13 +65,6 @@ class SiteRun:
     :param indices: the row numbers of the data given, if they were given.
     :raises ValueError: naming the site, if the rows are not the data that it has sites of, or do not say which.
     """
-
-    cavity: Cavity
-    at: Tilted
-    exact: Tensor
-    factor: Tensor
-    loc: Tensor
-    log_normaliser: Tensor
 
     def __init__(
         self,
@@ -138,18 +123,17 @@ class SiteRun:
         residual, prior_mean = self.residual.detach(), self.prior_mean.detach()
         mean, variance = cavity.mean + prior_mean, cavity.variance + residual
 
-        def log_density(f: Tensor) -> Tensor:
-            return terms.log_density(self.name, f) if self.name in terms else torch.zeros_like(f)
-
+        log_density = partial(terms.log_density, self.name)
         # Z = ∫ p(y | f)^α N(f | μ + m⁻, v⁻ + d) df, of which eq. 17 is the probit's. The tilted distribution is near
         # where the cavity times the site was, as a factor of f rather than of φᵀw:
         # τ = αν/(1 − ανd); and where a Gaussian likelihood's is, however far from the cavity.
         left = (1 - power * self.sites.precision * residual).clamp(min=1e-6)
         precision = (1 / variance + power * self.sites.precision / left).clamp(min=0.25 / variance)
         centre = prior_mean + (cavity.mean / variance + power * self.sites.linear / left) / precision
-        top = mean
+        top, steps = mean, mean.new_tensor([-1.0, 0.0, 1.0]).reshape(-1, *[1] * mean.dim())
         for _ in range(2):  # in float32 rounding far from its top hides how a parabola bends: looked at near it again
-            slope, curvature = parabola(log_density, top, self.spread)
+            below, here, above = log_density(top + self.spread * steps)
+            slope, curvature = (above - below) / (2 * self.spread), (2 * here - below - above) / self.spread.square()
             gaussian = 1 / variance + power * curvature
             top = top + (power * slope - (top - mean) / variance) / gaussian
         at = self.at = tilted(
@@ -205,7 +189,9 @@ class SiteRun:
             self.factor = torch.linalg.cholesky(plus_one(gram))
         # Eq. 12 and 13 in w: S = P⁻¹ and m = P⁻¹Σ bφ.
         self.loc = torch.cholesky_solve(pull[..., None], self.factor)[..., 0]
-        self.log_normaliser = log_normaliser_of(self.factor, self.loc, pull)
+        # G(q) − G(p) = ½(mᵀPm − log|P|): eq. 27 of q less that of N(0, I)
+        half_log_det = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        self.log_normaliser = 0.5 * (self.loc * pull).sum(-1) - half_log_det
 
     def _resum(self) -> None:
         module = self.module
@@ -255,7 +241,17 @@ class SiteRun:
             new = self._within_bounds(old, new)
         counts = (~usable).sum(), (new.precision < 0).sum(), moves.new_full((), self.num)
         progress.skipped, progress.negative, progress.sites = workers.sum(*(count.to(moves) for count in counts))
-        self._keep(self._careful(new, moved))
+        # Mini-batches, between whose visits others' sites move, go on from where they are.
+        if self.index is None:
+            new = self._careful(new, moved)
+        self.module.gram, self.module.pull = self._sums(new)
+        self.module.put(self.index, self.num, new, self.anchor)
+        self.sites = new
+        if self.index is not None:
+            progress.seen += new.inputs.shape[-2]
+            if progress.seen >= self.num:  # rounding errors of the running sums
+                progress.seen = 0
+                self._resum()
 
     def _within_bounds(self, old: Sites, new: Sites) -> Sites:
         """New sites, those that lose precision less far if else q or cavities had no covariance: of likelihoods that
@@ -278,27 +274,14 @@ class SiteRun:
 
     def _careful(self, new: Sites, moved: float) -> Sites:
         """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there:
-        test_student_t_with_outliers. Mini-batches, between whose visits others' sites move, go on from where they are.
+        test_student_t_with_outliers.
         """
         progress = self.progress
-        if self.index is not None:
-            return new
         if not moved > max(2 * progress.moved, 0.5):
             progress.start, progress.moved = (self.sites.precision, self.sites.linear), moved
             return new
         progress.moved, progress.pace = math.inf, max(0.6 * progress.pace, _SLOWEST)
         return Sites(new.inputs, *progress.start)
-
-    def _keep(self, sites: Sites) -> None:
-        module, progress = self.module, self.progress
-        module.gram, module.pull = self._sums(sites)
-        module.put(self.index, self.num, sites, self.anchor)
-        if self.index is not None:
-            progress.seen += sites.inputs.shape[-2]
-            if progress.seen >= self.num:  # rounding errors of the running sums
-                progress.seen = 0
-                self._resum()
-        self.sites = sites
 
     # The objective.
 
@@ -322,7 +305,7 @@ class SiteRun:
                 normaliser = normaliser + prior_of(turn, self.loc, self.factor)
             mean = (phi * cavity.loc).sum(-1)
             variance = 2 * (phi * cavity.cov).sum(-1) - cavity.variance
-            if terms.differentiable and self.name in terms:
+            if terms.differentiable:
                 values = terms.log_density(self.name, at.nodes)
         # log Z̃ₙ = log Zₙ + G(cavity) − G(q), eq. 26, over α; eq. 6 scales those of a mini-batch up.
         log_z = log_normaliser(at, mean + self.prior_mean, variance + self.residual, values, power)

@@ -83,12 +83,10 @@ class Terms:
         }
         self.rowwise = {*rows} - {name for (name, _), owner in self.owners.items() if not _rowwise(owner, rows[name])}
 
-    def __contains__(self, name: str) -> bool:
-        return any(name == own for own, _ in self.owners)
-
     def log_density(self, name: str, nodes: Tensor) -> Tensor:
         """log p(yₙ | fₙ) at nodes ``(K, ..., N)`` of GP site ``name``, of the same shape, without plates' scales."""
         owners = {site: owner for (own, site), owner in self.owners.items() if own == name}
+        total = nodes.new_zeros(len(nodes), nodes[0].numel())
 
         def at(f: Tensor) -> tuple[Tensor, ...]:
             trace = self.run({**self.means, name: f})
@@ -97,8 +95,7 @@ class Terms:
             return tuple(parts[site] * self.shares[site] for site in owners)
 
         with pyro.validation_enabled(False):
-            parts = mapped(at, nodes)
-        total = nodes.new_zeros(len(nodes), nodes[0].numel())
+            parts = mapped(at, nodes) if owners else ()
         for owner, part in zip(owners.values(), parts):
             # log p(y | fₙ) = Σ of the terms that belong to fₙ.
             part = torch.where(owner < 0, 0.0, part).flatten(1).to(total.dtype)
