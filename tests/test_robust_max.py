@@ -311,12 +311,7 @@ class TestOtherDistributions:
         model = self.model(torch.sin)
         guide = AutoSparseGP(model, SVGP(8))
         loss = TraceQuadrature_ELBO(40)
-        with pytest.warns(UserWarning, match=r"'y' has the distribution PoissonOfLog.*not an affine function"):
-            value = loss.loss(model, guide, x, y)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # said once
-            assert loss.loss(model, guide, x, y) == value
-
+        value = loss.loss(model, guide, x, y)
         plain = one_function(KERNEL, lambda f: dist.Poisson(torch.sin(f).exp()))
         other = restored(guide, plain, SVGP(8))
         assert TraceQuadrature_ELBO(40).loss(plain, other, x, y) == pytest.approx(value)

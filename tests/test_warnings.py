@@ -29,7 +29,6 @@ WARNINGS = {
     "was trained with site": "give predict the guide's own model.",
     "were changed in place after training": "or change copies.",
     "is not far above the jitter": "jitter=1e-12), or more noise.",
-    "it is left unused": "Write it around an affine function of f.",
 }
 
 NAMES = ("warn", "warn_once")

@@ -14,22 +14,15 @@ _WIDEST = 4.0  # a cavity's variance, over the prior's
 
 @dataclass
 class Cavity:
-    """Marginals of φᵀw under the cavities, (..., B), and what they are made of.
-
-    :param log_ratio: G(cavity) − G(q).
-    :param valid: whether the cavity has a positive variance.
-    :param loc: the cavities' means of w, (..., B, M).
-    :param cov: the cavities' covariances of w and φᵀw, (..., B, M).
-    :param marginal: q's mean and variance.
-    """
+    """Marginals of φᵀw under the cavities, (..., B), and what they are made of."""
 
     mean: Tensor
     variance: Tensor
-    log_ratio: Tensor
-    valid: Tensor
-    loc: Tensor
-    cov: Tensor
-    marginal: tuple[Tensor, Tensor]
+    log_ratio: Tensor  # G(cavity) − G(q)
+    valid: Tensor  # whether the variance is positive
+    loc: Tensor  # the cavities' means of w, (..., B, M)
+    cov: Tensor  # their covariances of w and φᵀw, (..., B, M)
+    marginal: tuple[Tensor, Tensor]  # q's mean and variance
 
 
 def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: Tensor, factor: Tensor) -> Cavity:
@@ -67,13 +60,8 @@ def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc:
 
 
 def is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
-    """Whether cavities, of variance φ̂ᵀSφ̂/e, have one that is positive and not far above the prior's.
-
-    It exceeds the prior's only by negative sites of other data; without bounds it goes to infinity.
-
-    :param left: e, ``(..., N)``.
-    :param spread: φ̂ᵀSφ̂, ``(..., N)``.
-    """
+    """Whether cavities, of variance φ̂ᵀSφ̂/e, have one that is positive and not far above the prior's."""
+    # It exceeds the prior's only by negative sites of other data; without bounds it goes to infinity.
     rounding = 1000 * torch.finfo(left.dtype).eps
     return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
 

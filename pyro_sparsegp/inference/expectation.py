@@ -219,10 +219,7 @@ class ExpectationPropagation:
     def _sweep_all(
         self, runs: list[SiteRun], terms: Terms, sweeps: int, train: bool, whole: bool, call: tuple
     ) -> tuple[Tensor, float]:
-        """Refine the sites up to ``sweeps`` times; the loss before the last, with its graph, and as a number.
-
-        :param whole: whether the runs are of all data.
-        """
+        """Refine the sites up to ``sweeps`` times; the loss before the last, with its graph, and as a number."""
         # The matched gradient is log Z's where sites are near their fixed point. Where parameters have moved them far
         # from it they are swept again first, once if the likelihood is Gaussian: test_a_learned_noise.
         most = self.max_sweeps if train and whole else max(sweeps, 1)

@@ -39,30 +39,19 @@ from ..program.traces import RandomState, bare, free_values, sample_sites, witho
 from ..warned import warn_once
 
 
-def warn_of_unused(guide: AutoSparseGP, found: ClosedForms) -> None:
-    """Warn of sites whose distributions bring an expectation that is of no use.
-
-    :raises ValueError: naming the site, if such a one is piecewise constant, so that draws would give no gradient.
+def require_gradients(found: ClosedForms) -> None:
+    """Raise, naming the site, if one is piecewise constant and its expectation of its own cannot be used: draws of
+    function values would give no gradient.
     """
     for name, kind in found.unused.items():
-        complaint = (
-            f"site {name!r} has the distribution {kind.__name__}, which brings its own expectation over normal "
-            f"{kind.normal_parameter}, but here this is not an affine function of function values, another parameter, "
-            "the scale or the mask depends on them, too, or entries of one term share functions"
-        )
         if getattr(kind, "piecewise_constant", False):
             raise ValueError(
-                f"{complaint}. It is piecewise constant, so that draws of function values would give no gradient: "
-                "give it one output of a GP for each entry, scaled or shifted at most, or take a likelihood with a "
-                "gradient, such as Categorical(logits=...)."
+                f"site {name!r} has the distribution {kind.__name__}, which brings its own expectation over normal "
+                f"{kind.normal_parameter}, but here this is not an affine function of function values, another "
+                "parameter, the scale or the mask depends on them, too, or entries of one term share functions. It is "
+                "piecewise constant: give it one output of a GP for each entry, scaled or shifted at most, or take a "
+                "likelihood with a gradient, such as Categorical(logits=...)."
             )
-        warn_once(
-            guide.warned,
-            "expectation not used",
-            name,
-            f"{complaint}: it is left unused. Write it around an affine function of f.",
-            stacklevel=5,
-        )
 
 
 def sum_of_expectations(
@@ -154,10 +143,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def _variances_by_axes(
     run: Rerun, posteriors: dict[str, NodeSite], axes: Axes, locations: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Σ (θ(e) − θ(0))² over the axes e of standardised values t, of which a row's are an affine function.
-
-    :param locations: by site, its distribution at t = 0.
-    """
+    """Σ (θ(e) − θ(0))² over the axes e of standardised values t, by the sites' distributions at t = 0."""
     mean = next(iter(posteriors.values())).mean
     num = 1 + max(axis for used in axes.values() for axis in used)
 
@@ -218,18 +204,13 @@ _ELEMENTWISE: dict[str, Callable[[Any], Optional[Elementwise]]] = {
 
 @dataclass
 class Grid:
-    """One evaluation of a bound on a product grid.
-
-    :param wrapped: the guide, or what handlers made of it.
-    :param closed: the sites whose expectation is in closed form, and how all others depend on GP sites.
-    :param given: what the guide's runs are conditioned on, where that is read ahead.
-    """
+    """One evaluation of a bound on a product grid."""
 
     guide: AutoSparseGP
-    wrapped: Callable
+    wrapped: Callable  # the guide, or what handlers made of it
     call: tuple[tuple, dict[str, Any]]
-    closed: ClosedForms
-    given: Any = None
+    closed: ClosedForms  # the sites whose expectation is in closed form, and how all others depend on GP sites
+    given: Any = None  # what the guide's runs are conditioned on, where that is read ahead
 
     def run(self, *node: Tensor) -> Ran:
         """The model's and the guide's run with GP sites at a node, by default at their means."""
@@ -266,11 +247,8 @@ class Grid:
         return at
 
     def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace, nodes: Tensor) -> Tensor:
-        """The bound's terms at all nodes, ``(K,) * num_axes``, off a run with GP sites at their means. Its graph shows
-        what densities make of single function values.
-
-        :param nodes: of one axis.
-        :raises ValueError: where it does not.
+        """The bound's terms at all nodes, ``(K,) * num_axes``, off the graph of a run with GP sites at their means;
+        raise where it does not show what densities make of single function values.
         """
         sites: Any = model_trace.nodes
         names = [name for name in self.closed.rest.downstream if name not in self.closed.sites]
@@ -332,8 +310,7 @@ def _functions(site: Any, made: Mapping[Any, str], moving: Collection[str]) -> d
     """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise.
 
     :param made: the GP sites by the nodes of autograd's graph that their values are from.
-    :param moving: what depends on any, of parameters, the scale and the mask.
-    :raises ValueError: if other things are, or the graph does not show it.
+    :param moving: what depends on any, of parameters, the scale and the mask: as many, or it raises.
     """
     fn = site["fn"]
     found: dict[str, tuple[str, list[Elementwise]]] = {}

@@ -36,10 +36,10 @@ from .expected import (
     log_density_minus_kl,
     on_grid,
     one_by_one,
+    require_gradients,
     require_shown,
     sum_of_expectations,
     warn_of_draws,
-    warn_of_unused,
 )
 from .field import bound_of_field
 
@@ -53,18 +53,12 @@ Evaluation = tuple[Tensor, float, Record]
 
 @dataclass
 class _Known:
-    """What an objective knows of a guide.
+    """What an objective knows of a guide."""
 
-    :param met: whether its posteriors have met data.
-    :param way: in which its terms are found at all nodes, if that is known.
-    :param steps: how many it has taken.
-    :param loss: before the last one.
-    """
-
-    met: bool = False
-    way: Optional[int] = None
-    steps: int = 0
-    loss: float = math.inf
+    met: bool = False  # whether its posteriors have met data
+    way: Optional[int] = None  # in which its terms are found at all nodes, if that is known
+    steps: int = 0  # that it has taken
+    loss: float = math.inf  # before the last one
 
 
 class TraceQuadrature_ELBO(ELBO):
@@ -138,12 +132,10 @@ class TraceQuadrature_ELBO(ELBO):
     def _warn_of_few_nodes(
         self, gain: float, guide: AutoSparseGP, wrapped: Any, args: tuple, kwargs: dict[str, Any]
     ) -> None:
-        """Tell of a bound that other numbers of nodes change, by more than a tenth of what a step gains.
-
-        No Gauss-Hermite rule converges for a density with a kink, as of a quantile's loss: its error is some hundredths
-        of a nat, and natural steps may stand still where it is larger than their gain. One that is smooth but narrow
-        beside an early q has such an error, too, which goes while the steps still gain much more.
-        """
+        """Tell of a bound that other numbers of nodes change, by more than a tenth of what a step gains."""
+        # No Gauss-Hermite rule converges for a density with a kink, as of a quantile's loss, and natural steps may
+        # stand still where its error is larger than their gain. Beside an early q a smooth one may be as narrow, while
+        # the steps still gain much more.
         # Errors at kinks have any sign: one difference may be small.
         found = []
         for num in range(self.num_nodes, self.num_nodes + 4):
@@ -166,13 +158,12 @@ class TraceQuadrature_ELBO(ELBO):
     def _meet(self, guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> Evaluation:
         """An evaluation once posteriors that have taken no step were brought to the data by natural steps; a guide of
         which any learns by gradients is left alone.
-
-        Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
-        second moments would remember for hundreds of steps. These passes do not count as steps: where the first that
-        does has a rate of 1, as by default, q forgets all of them but where they led. Under a Gaussian likelihood one
-        leads to the optimum for these data, where the bound stands still, and they end. A batch of which a mask leaves
-        all out has nothing to be met: a later one is.
         """
+        # Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
+        # second moments would remember for hundreds of steps. These passes do not count as steps: where the first that
+        # does has a rate of 1, as by default, q forgets all of them but where they led. Under a Gaussian likelihood one
+        # leads to the optimum for these data, where the bound stands still, and they end. A batch of which a mask
+        # leaves all out has nothing to be met: a later one is.
         modules, known = steppers(guide), self._known[guide]
         natural = all(spec["family"].get("natural") for spec in guide.facts.gps.values())
         if not natural or any(module.steps for module in modules):
@@ -197,12 +188,9 @@ class TraceQuadrature_ELBO(ELBO):
         return found or evaluate()
 
     def _evaluated(self, unwrapped: Any, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
-        """The loss, as a tensor and as a number, which is read together with the flags of its factorisations, and what
-        natural steps are to know of it.
-
-        Where one failed, it is evaluated anew, from the same state and with the same random numbers, and each flag is
-        looked at, as it is in a first call.
-        """
+        """The loss, as a tensor and as a number, and what natural steps are to know of it."""
+        # The number is read together with the flags of factorisations. Where one failed, it is evaluated anew, from the
+        # same state and with the same random numbers, and each flag is looked at, as it is in a first call.
         if self._known[unwrapped].met:
             kept = [(sites, sites.memory) for sites in kept_sites(unwrapped).values()]
             state = RandomState(unwrapped.like)
@@ -270,7 +258,7 @@ class TraceQuadrature_ELBO(ELBO):
         closed = guide.core.forms or closed_forms_of(guide, args, kwargs)
         if guide.core.facts.field:
             return bound_of_field(guide, wrapped, args, kwargs, self.num_nodes)
-        warn_of_unused(guide, closed)
+        require_gradients(closed)
         given = guide.conditioned(wrapped, args, kwargs) if guide.by_sites else None
         grid = Grid(guide, wrapped, (args, kwargs), closed, given)
         if closed.drawn:
@@ -295,10 +283,7 @@ class TraceQuadrature_ELBO(ELBO):
         return total + self._integrated(grid, run)
 
     def _integrated(self, grid: Grid, ran: Optional[Ran] = None) -> Tensor:
-        """The bound's terms summed over the product grid.
-
-        :param ran: the run with GP sites at their means, if it has been made.
-        """
+        """The bound's terms summed over the product grid; the run with GP sites at their means may have been made."""
         if not grid.closed.num_axes:
             return grid.once() if ran is None else grid.held(*ran)()
         # Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ), one axis after the other; weights add up to 1, so that what has no nodes stays.
@@ -309,12 +294,10 @@ class TraceQuadrature_ELBO(ELBO):
         return values
 
     def _at_all_nodes(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Tensor:
-        """The bound's terms on the product grid, ``(K,) * num_axes``.
-
-        A step's graph may show all, by :meth:`Grid.direct`. Else the program runs once, mapped. torch.func.vmap refuses
-        some: where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with
-        all that does not depend on nodes held; where after f, they run once for each node.
-        """
+        """The bound's terms on the product grid, ``(K,) * num_axes``."""
+        # A step's graph may show all, by Grid.direct. Else the program runs once, mapped. torch.func.vmap refuses some:
+        # where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with all
+        # that does not depend on nodes held; where after f, they run once for each node.
         guide, num_axes = grid.guide, grid.closed.num_axes
         known = self._known.setdefault(guide, _Known())
 

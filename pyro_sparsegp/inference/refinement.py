@@ -61,9 +61,7 @@ class SiteRun:
     After :meth:`look`: the cavities, the tilted distributions ``at`` them, where the likelihood is Gaussian, so that
     the site found is ``exact`` whatever the cavity; the factor of q's precision, q's mean, and G(q) − G(p).
 
-    :param method: the :class:`ExpectationPropagation` whose damping, power, nodes and processes these are.
     :param indices: the row numbers of the data given, if they were given.
-    :raises ValueError: naming the site, if the rows are not the data that it has sites of, or do not say which.
     """
 
     def __init__(

@@ -21,8 +21,6 @@ from .traces import all_sites, bare, is_observation, sample_sites
 def require_sizes(sites: Mapping[str, Any]) -> None:
     """Raise if a plate holds more of a run's data than it has: it would scale them down; if data do not fit their
     distribution, are a column, or one row beside many; or if a latent is under a mask of rows.
-
-    :raises ValueError: naming the site and the plate.
     """
     for name, site in sites.items():
         shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]

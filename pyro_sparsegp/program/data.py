@@ -15,12 +15,7 @@ _PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class Relation:
-    """What a call's tensors are to those of training; numbers and other arguments may change from call to call.
-
-    Nothing is compared before it is asked for.
-
-    :param known: the training data.
-    """
+    """What a call's tensors are to those of training; numbers and other arguments may change from call to call."""
 
     def __init__(self, known: TrainingData, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self._known, self._call = known, (model, args, kwargs)

@@ -68,10 +68,7 @@ class Enumeration(Messenger):
         return [latent.name for latent in self.latents.values()]
 
     def meet(self, msg: Any) -> None:
-        """At a sample site: give an enumerated one all its values, and sum them out of others' distributions.
-
-        :raises ValueError: naming the sites, where they cannot be summed out.
-        """
+        """At a sample site: give an enumerated one all its values, and sum them out of others' distributions."""
         infer = msg["infer"] or {}
         wanted = infer.get("enumerate") == "parallel"
         # A run without such sites costs nothing; before the first of them no site depends on one.
@@ -177,9 +174,7 @@ class Enumeration(Messenger):
 
     def contract(self, factors: Sequence[Factor]) -> list[Factor]:
         """The factors that are left when all latents are summed out, from the innermost plates outwards (Obermeyer et
-        al., 2019, algorithm 1).
-
-        :raises ValueError: naming the latents, if there is no order of summing.
+        al., 2019, algorithm 1); raise if there is no order of summing.
         """
         left, names = list(factors), list[str]()
         while dims := frozenset().union(*(factor.latents for factor in left)):

@@ -47,13 +47,11 @@ Key = tuple[str, str]
 def explore(
     found: Structure, held: Rerun, processes: Mapping[str, GaussianProcess], on_sites: Collection[str] = ()
 ) -> ClosedForms:
-    """Fill in how densities and layers above depend on GP sites' values: by one mapped run in which some are NaN, and
-    where densities are declared one whose gradient is looked at.
+    """Fill in how densities and layers above depend on GP sites' values, and return which are in closed form: by one
+    mapped run in which some are NaN, and where densities are declared one whose gradient is looked at.
 
-    :param held: runs the program with GP sites at values, all else held.
     :param processes: the GP sites' priors in some run.
     :param on_sites: the GP sites of which it is asked whether log densities are quadratic in their values.
-    :returns: the densities in closed form.
     """
     moments = {name: (process.mean, process.variance) for name, process in processes.items()}
     program = Program(held, moments, processes)
@@ -209,10 +207,7 @@ class Program:
         return is_own and self.is_affine(site, [name])
 
     def is_closed(self, site: str, outer: list[str]) -> bool:
-        """Whether a declared density depends on function values, and its expectation over them is in closed form.
-
-        :param outer: the GP sites that enter no other.
-        """
+        """Whether a declared density depends on function values, and its expectation over them is in closed form."""
         kind, touching = self.kinds[site], self.touching(site, outer)
         theta = self.first[_THETA, site]
         # Entries of one term have to be independent, but for a normal's: each has one function, and no other has it.

@@ -207,9 +207,7 @@ class Structure:
 
     @property
     def able_to_couple(self) -> list[str]:
-        """The latents whose posterior may be joint with others', in the order of the first call: those that have one
-        value for all rows, and no posterior of their own by an overridden ``get_posterior``.
-        """
+        """The latents that have one value for all rows, and no posterior by an overridden ``get_posterior``."""
         return [n for n, own in self.latents.items() if own["shape"] is not None and n not in self.local_latents]
 
     def neighbours(self, name: str) -> set[str]:
@@ -225,12 +223,10 @@ class Structure:
         return self.is_direct(name) and not self.neighbours(name)
 
     def axes(self, most: float = MAX_AXES) -> dict[str, tuple[int, ...]]:
-        """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
-
-        Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
-        meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-        so is a group that would need more axes than ``most``.
-        """
+        """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out."""
+        # Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
+        # meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
+        # so is a group that would need more axes than ``most``.
         width = {
             name: math.prod(self.gps[name]["batch_shape"]) if kind == DATAWISE else 1
             for name, kind in self.dependence.items()

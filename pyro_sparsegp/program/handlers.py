@@ -105,11 +105,8 @@ def held_runs(model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[s
 
 def unrecorded(same: bool, learns: bool) -> Any:
     """Hide a run from the traces around it. Handlers that change its sites stay in force, but scales and masks where
-    the data are not those that the call is about, and for the mask that leaves all out, by which Pyro's prediction says
-    that it wants no densities.
-
-    :param same: whether the run is of the call's data.
-    :param learns: whether the call is a step of training.
+    its data are not the ``same`` that the call is about, and for the mask that leaves all out, by which Pyro's
+    prediction says that it wants no densities.
     """
     kinds = (TraceMessenger,) if same or learns else (TraceMessenger, MaskMessenger, ScaleMessenger)
 

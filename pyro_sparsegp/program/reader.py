@@ -30,12 +30,8 @@ Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 class Terms:
     """The log densities of a run, with all but GP values held: which of them belong to which value.
 
-    ``owners`` are the numbers of the values that terms depend on, −1 for none;
-    ``rowwise`` the GP sites of which each term stands in the row of its value.
-
-    :param found: what is known of the model.
-    :param processes: the GP sites' priors in that run.
-    :param known: ``owners`` and ``rowwise`` of an earlier run, which may hold here.
+    ``owners`` are the numbers of the values that terms depend on, −1 for none; ``rowwise`` the GP sites of which each
+    term stands in the row of its value. Those ``known`` of an earlier run may hold here.
     """
 
     def __init__(
@@ -179,10 +175,8 @@ class Reader:
 
 
 def total_after(trace: poutine.Trace, name: str, gps: Collection[str]) -> Tensor:
-    """ℓ, the sum of log densities after a GP site, as its prior meets it: under ``poutine.scale`` that is scaled, too,
-    on which the best q does not depend.
-
-    :param gps: all GP sites, whose densities are left out.
+    """ℓ, the sum of log densities after a GP site but all GP sites', as its prior meets it: under ``poutine.scale``
+    that is scaled, too, on which the best q does not depend.
     """
     names, site = list(trace.nodes), sample_sites(trace)[name]
     # What stands before the GP site is the same for all its values.
