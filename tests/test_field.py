@@ -962,3 +962,38 @@ def test_rows_of_a_start_are_none_of_a_pattern(monkeypatch):
     guide = AutoSparseGP(model, families.SVGP(6))
     guide(x, treated, torch.ones(120))
     assert guide.facts.field or guide.facts.coupled
+
+
+@pytest.mark.parametrize("kind", ["hyperparameter", "member"])
+def test_a_latent_below_f(kind):
+    """Its prior is a density of f's, as a likelihood is, in the bound, draws and trees."""
+    x = torch.linspace(0, 1, 12)[:, None]
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        c = pyro.sample("c", (dist.Normal if kind == "member" else dist.LogNormal)(f.mean(), 0.5))
+        return observed(dist.Poisson((f + c).exp() if kind == "member" else c * f.exp()), y)
+
+    y = torch.tensor([1.0, 4, 7, 5, 6, 2, 0, 1, 0, 2, 1, 0])
+    guide = AutoSparseGP(model, families.SVGP(x))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    for _ in range(30):
+        svi.step(x, y)
+    loss = torch.tensor([svi.evaluate_loss(x, y) for _ in range(50)])
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=300)
+    guide.eval()
+    with torch.no_grad():
+        joint = torch.tensor([Trace_ELBO().loss(model, guide, x, y) for _ in range(100)])
+    weights = torch.as_tensor((tree.sample_stats.log_q - tree.sample_stats.lp).values)
+    assert guide.facts.field
+    for draws in (joint, weights):
+        assert abs(loss.mean() - draws.mean()) < 5 * math.hypot(
+            draws.std() / len(draws.flatten()) ** 0.5, loss.std() / 7
+        )
+    if kind == "member":  # given f, which the tree's coefficients are
+        f = torch.as_tensor(
+            diagnostics.to_datatree(model, guide, x, y, num_samples=5, include_f=True, seed=1).posterior.f.values
+        )
+        tree = diagnostics.to_datatree(model, guide, x, y, num_samples=5, seed=1)
+        prior = dist.Normal(f.mean(-1), 0.5).log_prob(torch.as_tensor(tree.posterior.c.values))
+        torch.testing.assert_close(torch.as_tensor(tree.log_prior.c.values), prior, atol=1e-4, rtol=1e-4)

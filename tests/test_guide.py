@@ -442,7 +442,7 @@ def numbered(y, value):
         (lambda x, y: begun(changing)[2](x, more="site"), "GP site 'g' was not there"),
         (
             lambda x, y: svi_of(begun(changing)[2]).step(x, y, more="latent"),
-            "'level' is a latent that the guide's first call did not meet",
+            "'level' is one that the guide's first call did not meet",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..approximations.on_sites import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
+from ..guide.latents import FieldLatent
 from ..guide.runs import LARGEST_JOINT
 from ..inference.batches import signature_of
 from ..inference.expected import weighted_sum
@@ -151,9 +152,12 @@ class GuideSource(Source, Messenger):
         self.data = [name for name, num in facts.rows.items() if num]
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*facts.inner, *(f for f, kind in facts.dependence.items() if kind == COUPLED)}
+        members = {*facts.field} & {*facts.downstream}  # whose priors are made of function values
+        self.drawn |= {*facts.gps} if members else set()
+        self.read = [*facts.rows, *({*facts.downstream} - members)]
         # Given a latent of the field f has less variance than its marginal has (test_scores_of_a_field).
         self.marginal = marginal and not facts.field
-        self.reader = DensityReader(guide.model, args, kwargs, [*facts.rows, *facts.downstream])
+        self.reader = DensityReader(guide.model, args, kwargs, self.read)
 
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
         draw = self.draw = Draws(stats={"log_q": torch.zeros((), dtype=torch.float64)})
@@ -183,9 +187,13 @@ class GuideSource(Source, Messenger):
         draw.values = {name: values[name] for name in sites if name in values.keys() - draw.functions.keys()}
         for name in draw.values:
             if priors[name]["fn"] is not posteriors[name]["fn"]:  # else it is drawn from the model
-                draw.stats["log_q"] = draw.stats["log_q"] + log_density_of(posteriors[name])
-                if name not in self.facts.downstream:  # those whose densities move with f have their own terms
-                    draw.log_priors[name] = log_density_of(priors[name])
+                prior, log_q = priors[name], log_density_of(posteriors[name])
+                if isinstance(fn := posteriors[name]["fn"], FieldLatent):  # its density is relative to its prior
+                    prior = {**prior, "fn": fn.prior}
+                    log_q = log_q + log_density_of(prior)
+                draw.stats["log_q"] = draw.stats["log_q"] + log_q
+                if name not in self.read:  # those whose densities move with f have their own terms
+                    draw.log_priors[name] = log_density_of(prior)
         # The bound's target, or expectation propagation's: a q(w) under a kernel's variance correction is optimal for
         # integrated densities, as expectation propagation's is.
         exact = [n for n, module in self.guide.modules_by_site().items() if isinstance(module, ExactWeightSpaceGP)]

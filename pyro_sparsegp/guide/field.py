@@ -183,8 +183,10 @@ class Standardised(Messenger):
         if name in self.theta:
             transform = biject_to(fn.support)
             value = transform(self.theta[name])
-            jacobian = transform.log_abs_det_jacobian(self.theta[name], value)
-            self.log_prior = self.log_prior + msg["scale"] * (fn.log_prob(value).sum() + jacobian.sum())
+            log_prior = transform.log_abs_det_jacobian(self.theta[name], value).sum()
+            msg["is_observed"] = name in self.guide.facts.downstream  # a latent below f, whose density is as data's
+            log_prior = log_prior if msg["is_observed"] else log_prior + fn.log_prob(value).sum()
+            self.log_prior = self.log_prior + msg["scale"] * log_prior
         elif name in self.x or name in self.residuals:
             process, _ = as_process(fn)
             if process is None:

@@ -42,13 +42,14 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
             require_data(run)
         return 0.0
     known = {*facts.gps, *facts.latents, *facts.rows}
-    # What the guide has no posterior of is drawn from its prior: a latent that training first meets now would never
-    # learn, test_guide.py::test_refusals.
-    new = [name for name, site in sites.items() if name not in known and not site["is_observed"] and _is_prior(site)]
+    # A latent that training first meets now would be drawn from its prior at each step, and data be met at f's mean:
+    # test_guide.py::test_refusals.
+    others = {name: site for name, site in sites.items() if name not in known}
+    new = [n for n, site in others.items() if (_is_prior(site) if is_free(site) else is_observation(site))]
     if new:
         raise ValueError(
-            f"site {new[0]!r} is a latent that the guide's first call did not meet, which knows {sorted(known)}. Make "
-            "a new guide, and call it first with arguments under which the model samples all its latents."
+            f"site {new[0]!r} is one that the guide's first call did not meet, which knows {sorted(known)}. Make a new "
+            "guide, and call it first with arguments under which the model has all its latents and observations."
         )
     if not run.rows.same:
         _refuse_other_data(run, next(iter(observed)))

@@ -223,7 +223,7 @@ class Search:
 
         linked = find_links(at, layout, guide.like)
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
-        if linked is None or not {name for name in facts.downstream if name in facts.rows} <= linked[0].keys():
+        if linked is None or not {*facts.downstream} - {*self.normal} <= linked[0].keys():
             return None
         links, owned, bent = linked
         if moved := {*bent} & self.normal.keys():  # latents in which predictors are not affine are hyperparameters

@@ -75,7 +75,11 @@ def bound_of_field(
         eta, covariance = _moments(whole.q, layout, found)
     first = guide_trace.nodes[next(iter(facts.field))]
     total = found.expected(eta, covariance, num_nodes) - weighted_sum(whole.q.kl(), {**first, "mask": None})
-    total = total + log_density_minus_kl(model_trace, guide_trace, {*facts.field, *data})
+    below = [
+        name for name in data if name in guide_trace.nodes
+    ]  # latents, whose E log p(c | f) takes log p(c | f)'s place
+    total = total - sum(weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below)
+    total = total + log_density_minus_kl(model_trace, guide_trace, {*facts.field, *data} - {*below})
     return total if torch.is_grad_enabled() else total.detach()
 
 
