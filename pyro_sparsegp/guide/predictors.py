@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import combinations_with_replacement, cycle
+from itertools import combinations_with_replacement, cycle, product
 from typing import Any, Optional
 
 import torch
@@ -19,7 +19,7 @@ from ..program.declared import LINKS, candidates, expectation, is_declared, para
 from ..program.handlers import mapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, is_observation, sample_sites
-from .field import Layout, slices
+from .field import Layout
 
 Place = tuple[str, str]  # a site, and its parameter
 Pair = tuple[Place, Place]
@@ -28,67 +28,66 @@ Again = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]  # the sites of the 
 # The link of a density whose parameters do not show its predictor: it is told in the values of a GP site.
 VALUE = "value"
 _AWAY = 0.37, -0.71  # of a value, from where it may be at a top of its density
-_BENT = 1e-2  # of a log density, and of a nat
 _MOVED = -1.5, 3.0  # times a draw of a member, to see kinks: through its prior's mean, and out
-_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-2}  # of the largest change of a predictor
+_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-2}  # of a log density, and of a nat
 
 
 def find_links(
-    run: Callable[[Tensor], poutine.Trace], layout: Layout, like: Tensor
+    run: Callable[..., poutine.Trace], layout: Layout, like: Tensor
 ) -> Optional[tuple[dict[str, dict[str, str]], list[str], list[str]]]:
     """By observed site and parameter, the link under which it is affine in x, the latents that are owned, and the
     members in which one is affine under no link; ``None`` if a density is not known.
 
-    It is affine if the move of each member from x = 0 changes it as its slopes say, which are those at a draw of x:
-    products have other slopes there, kinks other changes, and comparisons no slope that tells
+    It is affine if densities are those of predictors that move from x = 0 with each member as their slopes at a draw of
+    x say: products have other slopes there, kinks other values, and comparisons no slope that tells
     (test_what_bends_at_a_kink_is_no_predictor).
 
-    :param run: the program with a field at x, ``(extended,)``.
+    :param run: the program with a field at x, ``(extended,)``, and some of its sites' values given.
     """
-    x = torch.randn(2, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)[0].requires_grad_()
-    members = [name for name in layout.field for _ in _MOVED]
+    x = torch.randn(layout.extended, generator=torch.Generator().manual_seed(0)).to(like).requires_grad_()
+    members, zero = [name for name in layout.field for _ in _MOVED], torch.zeros_like(x)
     moves = x.new_zeros(len(members), layout.extended)
     for move, name, factor in zip(moves, members, cycle(_MOVED)):
         move[layout.rows[name]] = factor * x.detach()[layout.rows[name]]
-    # The slope by each value shows whose a datum's is.
-    several = {n: num for n, num in layout.numbers.items() if n not in layout.residuals and num > 1}
-    along = torch.cat([moves, *(torch.eye(layout.extended)[layout.rows[n]].to(like) for n in several)])
-    zero = torch.zeros_like(x, requires_grad=True)
-    first, here = run(zero), run(x)
+    here = sample_sites(run(x))
     with torch.no_grad():
-        there = [run(move) for move in moves]
-    links: dict[str, dict[str, str]] = {}
-    slopes: list[Tensor] = []
-    bent: list[str] = []
-    for name, site in sample_sites(here).items():
-        if not is_observation(site) or not depends(bare(site["fn"]).log_prob(site["value"]), x):
+        start, *ends = (sample_sites(run(place)) for place in (zero, *moves))
+
+    def found(name: str, of_site: dict[str, str]) -> tuple[list[str], dict[str, str], list[Tensor]]:
+        """The members in which predictors are not affine, their links, and their slopes."""
+        its = Predictors(here, {name: of_site}, x, layout, lambda given: run(x, given).nodes).detached()
+        its.sites, its.again = start, lambda given: run(zero, given).nodes
+        its.eta = {place: _eta(start, *place, of_site[place[1]]) for place in its.eta}
+        off = [n for n, move, sites in zip(members, moves, ends) if not its.tells(name, sites, its.moved(move))]
+        return off, of_site, list(its.rows.values())
+
+    links, bent, slopes = dict[str, dict[str, str]](), list[str](), list[Tensor]()
+    for name, site in here.items():
+        fn = bare(site["fn"])
+        density = fn.log_prob(site["value"]) if is_observation(site) else zero
+        if not depends(density, x):
             continue
-        known: dict[str, tuple[list[str], str, Tensor]] = {}  # by parameter: where it bends, link and slopes
-        for key in _moving(bare(site["fn"]), site["value"], x):
-            of_links = []
-            for link in candidates(site["fn"], key):
-                start, middle, *ends = (_eta(trace.nodes, name, key, link) for trace in (first, here, *there))
-                slope = jacobian(middle, x, along).detach()
-                off = [n for n, end, change in zip(members, ends, slope) if not _is_affine(start, end, change)]
-                of_links.append((off, link, slope))
-            known[key] = min(of_links, key=lambda found: len(found[0]))
-        apart = {member for off, *_ in known.values() for member in off}
-        if not known or not apart.isdisjoint(layout.residuals):
-            gp, slope = _in_values([(first, zero), (here, x)], name, layout, along)
-            off = [member for member, part in zip(members, slope) if part.isnan().any()]
-            # Links stay where f is affine without some latents, as without k in mu + k f.
-            if gp and not 0 < len(apart.difference(layout.residuals)) <= len({*off}):
-                known = {gp: (off, VALUE, slope)}
-            if not known:
-                return None
-        links[name] = {key: link for key, (_, link, _) in known.items()}
-        slopes += [slope for *_, slope in known.values()]
-        bent += [member for off, *_ in known.values() for member in off]
-    for member, trace in zip(members, there):
-        pairs = zip(_others(first, links), _others(trace, links))
-        bent += [member for one, other in pairs if not torch.allclose(one, other, equal_nan=True)]
-    rows = {n: slice(own.start + len(members), own.stop + len(members)) for n, own in slices(several).items()}
-    owned = [n for n, own in rows.items() if all(((slope[own] != 0).sum(0) <= 1).all() for slope in slopes)]
+        made_of = {} if fn.event_shape else parameters(fn)
+        moving = [key for key, part in made_of.items() if depends(part, x)]
+        keys = moving if _is_made_of(fn, moving, site["value"]) else []
+        options = [dict(zip(keys, each)) for each in product(*(candidates(fn, key) for key in keys)) if keys]
+        tried = [found(name, option) for option in options]
+        # What moves without a slope jumps, as by a comparison.
+        still = [(key, sites[name]["fn"]) for key in made_of if key not in moving for sites in ends]
+        jumps = any(not torch.equal(parameters(there)[key], made_of[key]) for key, there in still)
+        # Links come first, as in mu + k f without k; then the values of f, if each datum has one.
+        if not jumps and all(not layout.residuals.keys().isdisjoint(off) for off, *_ in tried):
+            values = [here[gp]["value"] for gp in layout.residuals]
+            by_value = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
+            met = [(gp, by) for gp, by in zip(layout.residuals, by_value) if by is not None]
+            if len(met) == 1 and layout.residuals[met[0][0]] == 1 and met[0][1].shape == density.shape:
+                tried.append(found(name, {met[0][0]: VALUE}))
+        if not tried:
+            return None
+        off, links[name], rows = min(tried, key=lambda each: len(each[0]))
+        bent, slopes = bent + off, slopes + rows
+    several = [name for name, num in layout.numbers.items() if name not in layout.residuals and num > 1]
+    owned = [n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in slopes)]
     return links, owned, list(dict.fromkeys(bent))
 
 
@@ -99,26 +98,6 @@ def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
     return part.reshape(-1)
 
 
-def _is_affine(start: Tensor, end: Tensor, slope: Tensor) -> bool:
-    """Whether a predictor changes as its slope along the move says, to rounding; where it ends at infinity it may."""
-    change, eps = end - start, torch.finfo(slope.dtype).eps
-    size = (change.abs() + slope.abs()).nan_to_num(posinf=0.0).amax()
-    near = (change - slope).abs() <= _ROUNDING[slope.dtype] * size + 100 * eps * (start.abs() + end.abs())
-    return bool(near.all())
-
-
-def _others(trace: poutine.Trace, links: Mapping[str, Mapping[str, str]]) -> list[Tensor]:
-    """What densities are made of beside predictors."""
-    found, sites = list[Tensor](), sample_sites(trace)
-    for name, of_site in links.items():
-        site = sites[name]
-        # the predictor of a density is in none of its parameters
-        made_of = {} if VALUE in of_site.values() else parameters(site["fn"])
-        parts = [*(part for key, part in made_of.items() if key not in of_site), site["scale"], site["mask"]]
-        found += [torch.as_tensor(part).double() for part in parts if isinstance(part, Tensor)]
-    return found
-
-
 def _density_of(site: Any, value: Tensor) -> Tensor:
     """Log densities of single data; with the masks of other sites that share a discrete latent
     (test_a_mask_beside_an_enumerated_latent).
@@ -126,38 +105,12 @@ def _density_of(site: Any, value: Tensor) -> Tensor:
     return (site["fn"] if hasattr(site["fn"], "without_masks") else bare(site["fn"])).log_prob(value)
 
 
-def _moving(fn: Any, value: Tensor, x: Tensor) -> list[str]:
-    """The parameters of a density of single data that depend on x: one or two, of which it can be made anew."""
-    made_of = {} if fn.event_shape else parameters(fn)
-    moving = {key: part for key, part in made_of.items() if depends(part, x)}
-    is_single = len(moving) <= 2 and all(part.dim() <= len(fn.batch_shape) for part in moving.values())
+def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
+    """Whether a density of single data can be made anew of one or two parameters that move, and all others."""
+    is_single = len(moving) <= 2 and all(parameters(fn)[key].dim() <= len(fn.batch_shape) for key in moving)
     with suppress(TypeError, ValueError, RuntimeError):
-        if is_single and torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value)):
-            return list(moving)
-    return []
-
-
-def _in_values(
-    runs: Sequence[tuple[poutine.Trace, Tensor]], name: str, layout: Layout, along: Tensor
-) -> tuple[Optional[str], Tensor]:
-    """The GP site of which each datum of a density has one value, and the moves of it that do to the density what those
-    of x do, ``(K, N)``: j/g with its slopes; NaN where these differ by x. ``None`` if there is no such site.
-    """
-    found: list[tuple[Tensor, Tensor]] = []
-    for trace, x in runs:
-        sites: Any = trace.nodes
-        density = bare(sites[name]["fn"]).log_prob(sites[name]["value"])
-        values = [sites[gp]["value"] for gp in layout.residuals]
-        slopes = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
-        met = {gp: slope for gp, slope in zip(layout.residuals, slopes) if slope is not None}
-        if len(met) != 1 or any(layout.residuals[gp] > 1 or g.shape != density.shape for gp, g in met.items()):
-            return None, x
-        found.append((jacobian(density, x, along), *met.values()))  # type: ignore[arg-type]
-    (one, by_one), (other, by_other) = found
-    # j₁/g₁ = j₂/g₂, also where one g is next to 0
-    gap, size = one * by_other - other * by_one, (one * by_other).abs() + (other * by_one).abs()
-    near = gap.abs() <= _ROUNDING[size.dtype] * size.nan_to_num().amax()
-    return next(iter(met)), _ratio(*found).detach().masked_fill(~near.all(1, keepdim=True), torch.nan)
+        return is_single and torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
+    return False
 
 
 def _ratio(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
@@ -208,15 +161,17 @@ class Predictors:
         """η at x, ``(num,)``."""
         return {place: (self.eta[place] + row @ x).requires_grad_() for place, row in self.rows.items()}
 
-    def bent_at(self, x: Tensor, sites: Mapping[str, Any]) -> list[str]:
-        """The sites whose densities at x, ``(extended,)``, are not those of predictors that are affine.
+    def moved(self, move: Tensor) -> dict[Place, Tensor]:
+        """η after a move, ``(extended,)``, of x and of residuals."""
+        x, t = move.tensor_split([self.layout.num])
+        return {place: self.eta[place] + row @ x + self.residuals[place] @ t for place, row in self.rows.items()}
 
-        :param sites: of the same run at x.
-        """
-        move, t = (x - self.x).detach().split([self.layout.num, len(x) - self.layout.num])
-        eta = {place: self.eta[place] + row @ move + self.residuals[place] @ t for place, row in self.rows.items()}
-        pairs = {n: (_density_of(sites[n], sites[n]["value"]), self.log_prob(n, eta)) for n in self.links}
-        return [n for n, (one, other) in pairs.items() if ((one - other).abs() > _BENT * (1 + other.abs())).any()]
+    def tells(self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor]) -> bool:
+        """Whether a site's densities in another run of its program are those of predictors."""
+        site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
+        pairs = [(_density_of(site, site["value"]), self.log_prob(name, eta))]
+        pairs += [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]
+        return all(torch.allclose(a * 1.0, b * 1.0, rounding, rounding, equal_nan=True) for a, b in pairs)
 
     def detached(self) -> Predictors:
         """These without their graph."""

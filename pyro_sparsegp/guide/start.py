@@ -218,8 +218,8 @@ class Search:
             first = self.hyper.parts(self.hyper.of(self.held))
             beside = {name: value + _BESIDE * torch.randn_like(value) for name, value in first.items()}
 
-        def at(x: Tensor) -> poutine.Trace:
-            return self.run(Standardised(guide, *layout.parts(x), beside), {})
+        def at(x: Tensor, given: Mapping[str, Tensor] = {}) -> poutine.Trace:
+            return self.run(Standardised(guide, *layout.parts(x), beside), given)
 
         linked = find_links(at, layout, guide.like)
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.

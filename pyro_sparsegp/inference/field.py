@@ -61,7 +61,8 @@ def bound_of_field(
                 away = torch.cat([*drawn, torch.randn_like(x[layout.num :])], -1)
                 handler = Standardised(guide, *layout.parts(away), bases=ahead.bases)
                 there = run_standardised(guide, args, kwargs, handler, held, model_trace).nodes
-                bent = found.bent_at(away, there)
+                eta = found.moved(away - x)
+                bent = [name for name in links if not found.tells(name, there, eta)]
             for name in bent:
                 warn_once(
                     guide.warned,
