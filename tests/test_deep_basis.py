@@ -431,21 +431,6 @@ def test_unseen_rows_are_told_of_and_one_call_mends_it():
     assert guide.gps.f.rows.shape == (80, 2)
 
 
-def test_one_warning_does_not_silence_another_of_the_same_site(monkeypatch):
-    """Rows unseen and a large joint draw, of one site: each is told of, once."""
-    monkeypatch.setattr("pyro_sparsegp.guide.runs.LARGEST_JOINT", 50)
-    network, (x, y) = mlp(), data(num=80)
-    model = deep(network)
-    guide = AutoSparseGP(model, WeightSpace())
-    batches(model, guide, x, y, steps=3)
-    with pytest.warns(UserWarning, match="has seen|drawn jointly") as caught:
-        predict(model, guide, x, num_samples=2)
-    found = [str(warning.message) for warning in caught]
-    assert len(found) == 2, found
-    assert any("seen 16 of these 80" in message for message in found)
-    assert any("80 values of GP site 'f' are drawn jointly" in message for message in found)
-
-
 @pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
 def test_predictions_visit_the_training_rows_once(family, monkeypatch):
     network, (x, y) = mlp(), data(num=30)

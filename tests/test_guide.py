@@ -463,15 +463,6 @@ def test_inference_mode_and_another_dtype_after_the_first_call():
     guide(x.float())
 
 
-def test_a_large_joint_draw_warns_once(monkeypatch):
-    monkeypatch.setattr("pyro_sparsegp.guide.runs.LARGEST_JOINT", 50)
-    x, _, guide = begun(PLAIN)
-    predict(guide.model, guide, x, num_samples=2, joint=False)
-    with pytest.warns(UserWarning, match="60 values of GP site 'f' are drawn jointly.*joint=False") as caught:
-        predict(guide.model, guide, x, num_samples=3)
-    assert len(caught) == 1
-
-
 def test_independent_processes_inside_another_plate():
     x, y = data()
 

@@ -1,15 +1,16 @@
 """The warnings of the package: all of them, and what each tells to do."""
 
 import ast
+import warnings
 from pathlib import Path
 
 import pyro_sparsegp
+from pyro_sparsegp.warned import Warned, warn_once
 
 # Some words of each text, and its end.
 WARNINGS = {
     "changes by": "or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
     "did not converge": "Absorb fewer rows at a time.",
-    "drawn jointly, at O(N³) time": "draws them independently, in O(N).",
     "drawn jointly, in O(N³), and": "give it one term for each row, in a plate.",
     "dropped sites of negative precision": "lower damping (0.1) and power (0.5) help.",
     "enter densities by their sum": "or give sites of one output one posterior, {({}): SVGP(64)}.",
@@ -57,3 +58,12 @@ def test_each_warning_ends_in_what_to_do():
         (text,) = [text for text in texts if start in text]
         assert text.endswith(end), text
     assert len(texts) == len(WARNINGS), [text for text in texts if not any(start in text for start in WARNINGS)]
+
+
+def test_one_warning_does_not_silence_another_of_the_same_site():
+    warned: Warned = set()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for kind in ("one", "other", "one"):
+            warn_once(warned, kind, "f", kind)
+    assert [str(warning.message) for warning in caught] == ["one", "other"]

@@ -22,10 +22,10 @@ from ..program.facts import Structure
 from ..program.handlers import held_runs
 from ..program.reader import Reader
 from ..program.traces import all_sites, is_observation, repeatable, whole_plates
+from .conditions import Readings, SiteReading
 from .field import anchor_of
 from .first_call import require_separate_sites
 from .known import KnownGuide
-from .reading import Readings, SiteReading
 from .runs import Priors
 
 _MOST = 200  # updates of sites

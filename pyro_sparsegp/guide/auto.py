@@ -22,16 +22,14 @@ from ..program.traces import repeatable, whole_plates
 from .absorb import absorb
 from .check import check
 from .conditions import condition, conditions_now
-from .first_call import initialise, require_arguments
-from .known import Families, Rows
+from .first_call import check_parameters, initialise
+from .known import Families
 from .latents import init_to_centre
-from .parameters import check_parameters
-from .rows import note_rows, note_step, rows_of
-from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Run
-from .state import SavedGuide
+from .messenger import SiteMessenger
+from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Rows, Run, note_rows, note_step, rows_of
 
 
-class AutoSparseGP(SavedGuide):
+class AutoSparseGP(SiteMessenger):
     """A variational guide for a Pyro model with Gaussian process sites.
 
     >>> guide = AutoSparseGP(model, SVGP(64))  # doctest: +SKIP
@@ -83,10 +81,8 @@ class AutoSparseGP(SavedGuide):
         independent: Union[bool, Collection[str]] = (),
         start: Optional[str] = "mode",
     ) -> None:
-        names: dict[str, Any] = {"independent_draws": independent_draws, "independent": independent}
-        require_arguments(model, families, start, **names, point_estimates=point_estimates or ())
-        options: dict[str, Any] = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
-        super().__init__(model, families, point_estimates, **names, search=start is not None, **options)
+        options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
+        super().__init__(model, families, point_estimates, independent_draws, independent, start, **options)
         self._asked: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call is for, if not draws
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
@@ -301,7 +297,16 @@ class AutoSparseGP(SavedGuide):
         were halved since they lowered the bound; and whether another would move no marginal by over 0.001 standard
         deviations (other latents at their medians).
         """
-        return {name: reading.status for name, reading in conditions_now(self, median=True).readings.items()}
+        return {
+            name: {
+                "sites": reading.sites.precision.numel(),
+                "exact": reading.quadratic,
+                "truncated": int(reading.truncated),
+                "halved": reading.module.sites.progress["halved"],
+                "converged": reading.change <= 1e-3,
+            }
+            for name, reading in conditions_now(self, median=True).readings.items()
+        }
 
     # For objectives, and what else runs it.
 

@@ -25,10 +25,10 @@ from ..numerics.functions import jacobian
 from ..program.traces import repeatable, whole_plates
 from .conditions import conditions_now
 from .field import field_given, index_of, slices
-from .known import KnownGuide, Rows
+from .first_call import explain_nan
+from .known import KnownGuide
 from .nested import Optimum
-from .parameters import explain_nan
-from .runs import Posteriors, Priors
+from .runs import Posteriors, Priors, Rows
 from .start import ALL_ROWS, PATIENCE, Search, is_open
 
 _DRAWS = 128

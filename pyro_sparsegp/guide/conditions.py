@@ -1,32 +1,41 @@
-"""q(f | latents, data) of families on sites: the latents are drawn, and the sites read under them, before the run."""
+"""q(f | latents, data) of families on sites: latents are drawn, and the sites read under them, before the run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from ..approximations.on_sites import SiteGP
+from ..approximations.on_sites import ProjectedGP, SiteGP
+from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..numerics.linalg import MAPPED
+from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.explore import explore
 from ..program.handlers import held_runs, unrecorded
-from ..program.reader import Expectation, Reader, total_after
+from ..program.reader import Expectation, Marginal, Reader, total_after
 from ..program.traces import free_values, repeatable
 from ..warned import warn_once
-from .known import Core, KnownGuide, Rows
-from .reading import Readings, SiteReading
-from .runs import Conditions, Priors, Run
+from .known import KnownGuide
+from .runs import Conditions, Priors, Rows
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
 _LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
+_LARGE = 0.5  # a move, in standard deviations, that may overshoot
+_ATTEMPTS, _SLOWEST = 8, 1 / 256  # of a search, and the least share of a rate: test_kinks
+_MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
+_WIDE = 100.0  # nats a value by which a bound is lost
+_NEWTON = 20
+_TIGHT = {torch.float64: 1e-6, torch.float32: 1e-3}  # standard deviations that a linear system's solution may move
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5}  # of a bound
 
 
 def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Conditions:
@@ -85,28 +94,30 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
         modules keep the sites, and gradients pass through them.
     :param median: take the latents' medians instead.
     """
-    core, same, learns = guide.core, rows.same, rows.learns
+    core, modules, same, learns = guide.core, guide.site_modules(), rows.same, rows.learns
     if not same:
         if core.data is None:
             return Conditions()
         args, kwargs = core.data.args, core.data.kwargs
     # Not under vmap, by which predict draws: it has no torch.autograd.grad.
-    kept = [name for name, module in guide.modules_by_site().items() if isinstance(module, SiteGP)]
-    reads = [] if MAPPED.get() else list(filter(core.facts.is_alone, kept))
+    reads = [] if MAPPED.get() else list(filter(core.facts.is_alone, modules))
     run = _UnderLatents(guide, at_medians=median, reads=reads)
     with unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
         run.perform(args, kwargs)
-    if holds_part(run.trace):
-        if same and guide.takes_batches and core.data is not None:
-            return condition(guide, replace(rows, same=False), args, kwargs)  # the rows it knows, as a batch of more
-        name, module = next(iter(guide.site_modules().items()))
-        require_full_batch(name, module.family["name"], run.trace)
+    if same and core.data is not None and guide.takes_batches and holds_part(run.trace):
+        return condition(guide, replace(rows, same=False), args, kwargs)  # the rows it knows, as a batch of more
+    name, module = next(iter(modules.items()))
+    require_full_batch(name, module.family["name"], run.trace)
     if same and learns:
         core.data = core.data or TrainingData(guide.model, args, kwargs)
         core.data.args, core.data.kwargs = args, kwargs
-    reader = Reader(held_runs(guide.model, run.trace, args, kwargs), core.facts, _closed(core, run))
+    # Expectations are in closed form if no other densities depend on the values of the one GP site.
+    forms, closed = core.forms, tuple[str, ...]()
+    if forms and len(core.facts.gps) == 1 and not (forms.functions or forms.rest.dependence):
+        closed = forms.rows * forms.hold(run.trace.nodes)
+    reader = Reader(held_runs(guide.model, run.trace, args, kwargs), core.facts, closed)
     with torch.set_grad_enabled(learns):
-        readings = _read(reader, kept, run, rows)
+        readings = _read(reader, modules, run, rows)
     # What other runs are to have of latents: all of it at the same rows.
     free = free_values(run.trace)
     shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(core.facts.local_latents)
@@ -114,7 +125,7 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     return Conditions(held, readings, run.drawn)
 
 
-def _read(reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:
+def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
     guide, learns, found = run.guide, rows.learns, reader.found
     if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
@@ -123,32 +134,25 @@ def _read(reader: Reader, names: Collection[str], run: _UnderLatents, rows: Rows
             again = replace(found)
             explore(again, reader.run, run.processes, found.quadratic)
             found.quadratic[:] = again.quadratic
-    met = {name: process for name, process in run.processes.items() if name in names}
-    readings = {name: SiteReading(name, process, guide.module_of(name), reader) for name, process in met.items()}
-    left = []
-    for name, reading in readings.items():
-        if name in run.moves:
-            _read_off(reading, run, learns)
-        else:
-            left.append(reading)
+    met = {name: process for name, process in run.processes.items() if name in modules}
+    readings = {name: SiteReading(name, process, modules[name], reader) for name, process in met.items()}
+    for name in run.moves:
+        _read_off(readings[name], run, learns)
+    left = [reading for name, reading in readings.items() if name not in run.moves]
     if left:
-        for reading in left if learns else ():
-            reading.resume(rows.same)
+        most, tolerance = _SETTLED, _TOLERANCE[guide.like.dtype]
+        if learns:
+            most, tolerance = max(reading.module.updates for reading in left), 0.0
+            for reading in left:
+                reading.resume(rows.same)
+            if guide.has_random_latents:  # sites that were kept are those of another draw
+                most, tolerance = max(most, 5), 0.05
         others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
-        Readings(reader, left, others).settle(*_patience(guide, left, learns))
-    for reading in readings.values():  # to look at a guide does not change how it trains
-        reading.release()
-        if learns or reading.module.sites.empty or (reading.direct and run.at_medians):
-            reading.keep()
+        Readings(reader, left, others).settle(most, tolerance)
+    for reading in readings.values():
+        # To look at a guide does not change how it trains.
+        reading.end(learns or reading.module.sites.empty or (reading.direct and run.at_medians))
     return readings
-
-
-def _closed(core: Core, run: Run) -> Collection[str]:
-    """The sites whose expectation is in closed form, if no other densities depend on the values of the one GP site."""
-    forms = core.forms
-    if forms is None or len(core.facts.gps) > 1 or forms.functions or forms.rest.dependence:
-        return ()
-    return forms.rows if forms.hold(run.trace.nodes) else ()
 
 
 def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
@@ -159,15 +163,243 @@ def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
         total = total_after(run.trace, reading.name, run.guide.facts.gps) + 0 * move.sum()
         (first,) = torch.autograd.grad(total, move, create_graph=True)
         (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=learns)
-    found = Expectation(total, first, second) if learns else Expectation(*(p.detach() for p in (total, first, second)))
-    reading.move(reading.expanded(found, torch.zeros_like(move)))
+    first = first if learns else first.detach()
+    reading.move(reading.expanded(Expectation(total, first, second), torch.zeros_like(move)))
     reading.change = 0.0
 
 
-def _patience(guide: KnownGuide, readings: list[SiteReading], learns: bool) -> tuple[int, float]:
-    """How many updates sites get at most, and what moves, in standard deviations, are not worth one."""
-    if not learns:
-        return _SETTLED, _TOLERANCE[guide.like.dtype]
-    most = max(reading.module.updates for reading in readings)
-    # Under latents that are drawn anew, the sites that were kept are those of another draw.
-    return (max(most, 5), 0.05) if guide.has_random_latents else (most, 0.0)
+class SiteReading:
+    """The Gaussian sites of one GP site while they are read.
+
+    :param module: a SiteGP, or what absorb has for it.
+    :param reader: of the likelihood ℓ.
+
+    ℓ may be ``quadratic`` in each value. If no outputs meet in a term it is ``direct``: one reading gives the best
+    sites, the other GP sites' posteriors as they are. If no other GP sites do it is ``alone``: the sites are ℓ itself.
+    """
+
+    def __init__(self, name: str, process: GaussianProcess, module: Any, reader: Reader) -> None:
+        self.name, self.process, self.module = name, process, module
+        found = reader.found
+        self.quadratic, self.direct, self.alone = name in found.quadratic, found.is_direct(name), found.is_alone(name)
+        kept: KeptSites = module.sites
+        self.unread = kept.empty or kept.inputs.shape != process.x.shape
+        self.sites = Sites.none(process.x, process.batch_shape)
+        if not self.unread:
+            self.sites = Sites(process.x, kept.precision, kept.linear)
+        self.truncated = kept.truncated  # negative curvatures, cut to 0
+        self.change = math.inf  # that the last update would have made of a marginal, in standard deviations
+        self.pace, self.halved = 1.0, 0  # a share of the rate; updates that were cut since they lowered the bound
+        # Of passes over all rows: what gives posteriors of sites, and the last one, if it was made, with its marginals.
+        self._answer: Optional[Callable[[Sites], SparsePosterior]] = None
+        self._last: Any = None
+
+    def resume(self, same: bool) -> None:
+        """Go on where training is: its pace, and the marginals that the last step had, if it was at the same rows."""
+        progress = self.module.sites.progress
+        if not self.unread:
+            self.pace = progress["pace"]
+            self._last = (None, progress["marginals"]) if same and progress["marginals"] else None
+
+    def look(self) -> tuple[SparsePosterior, Marginal]:
+        """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
+        if self._last is None or self._last[0] is None:
+            self._last = self.posterior(None if self.unread else self.sites.detached())
+        return self._last
+
+    @property
+    def marginal(self) -> Marginal:
+        """Where ℓ is expanded."""
+        if self.alone:  # it is the same wherever that is
+            return self.process.mean.detach(), self.process.variance.detach()
+        return (self._last or self.look())[1]
+
+    def move(self, sites: Sites, found: Optional[tuple[SparsePosterior, Marginal]] = None) -> None:
+        """Have these sites, of which the posterior and its marginals may be known."""
+        # What was known goes before the next is made: of projections of data each holds a Φ of its own.
+        self.sites, self.unread, self._last = sites, False, found
+
+    def expanded(self, found: Expectation, away: Tensor, least: float = 0.0) -> Sites:
+        """The sites of ℓ expanded at function values so far from the prior's mean, of at least this precision."""
+        # λ = −E[ℓ''] and λ(z − μ) = E[ℓ'] + λ(m − μ): Khan and Lin, 2017, eq. 10
+        precision = (-found.second).clamp(min=least)
+        return Sites(self.process.x, precision, found.first + precision * away)
+
+    def end(self, keeps: bool) -> None:
+        """Let go of what is larger than the sites, which are read; the module may keep them."""
+        self._answer = self._last = None
+        kept = self.module.sites
+        if keeps:
+            kept.keep(self.sites, self.truncated)
+            kept.progress |= {"pace": self.pace, "halved": kept.progress["halved"] + self.halved}
+
+    def posterior(self, sites: Optional[Sites]) -> tuple[SparsePosterior, Marginal]:
+        """The posterior of these sites, and its marginals; ``None`` is the start, noise as large as the process around
+        its mean: under the prior a likelihood that is not log-concave would be met where it is flat.
+        """
+        with torch.no_grad():
+            if self._answer is None:
+                self._answer = self.module.by_sites(self.process, self.name)
+            if sites is None:
+                # λ is one over the mean of the prior's variances: test_a_scale_that_grows_with_f_is_met_near_the_mean
+                prior = self.process.variance
+                noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
+                sites = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
+            posterior = self._answer(sites)
+            return posterior, (posterior.mean, posterior.variance)
+
+
+class Readings:
+    """The readings of GP sites, which are updated until they stay, one after the other, and none so that the bound
+    falls.
+
+    :param others: the marginals of all other GP sites.
+    """
+
+    def __init__(self, reader: Reader, readings: Sequence[SiteReading], others: Mapping[str, Marginal]) -> None:
+        self.reader, self.readings, self.others = reader, readings, others
+
+    def settle(self, most: int, tolerance: float) -> None:
+        """Update the sites. Gradients pass through the last update.
+
+        :param tolerance: updates end when none moves a marginal by more than this, in standard deviations, or after
+            ``most`` of them.
+        """
+        readings, trained = self.readings, torch.is_grad_enabled()
+        names = {reading.name for reading in readings}
+        meets = any(not reading.direct or self.reader.found.neighbours(reading.name) & names for reading in readings)
+        if meets and all(reading.quadratic for reading in readings) and self._solve(tolerance):
+            for reading in readings if trained else ():  # once more, for the gradient
+                reading.sites = self._target(reading)[1]
+            return
+        # Under torch.func.vmap this raises, and draws go in a loop: as many updates for all would leave out draws that
+        # need more of them, such as those of little noise, and take longer where rows are many.
+        for _ in range(most):
+            for reading in readings:
+                self._update(reading, -1.0 if trained else tolerance)
+            if all(reading.change <= tolerance for reading in readings):
+                return
+
+    def _expect(self, reading: SiteReading, marginal: Marginal) -> Expectation:
+        """E[ℓ] and its derivatives under a marginal of one GP site, those of all others as they are."""
+        every = {other.name: other.marginal for other in self.readings if other is not reading}
+        return self.reader.expect(reading.name, {**self.others, **every, reading.name: marginal})
+
+    def _target(self, reading: SiteReading) -> tuple[Expectation, Sites]:
+        """E[ℓ] and its derivatives, and the sites that these lead to; how far these are from those that there are is
+        the reading's ``change``.
+        """
+        mean, variance = marginal = reading.marginal
+        found = self._expect(reading, marginal)
+        away, old = mean - reading.process.mean, reading.sites
+        target = reading.expanded(found, away)
+        if isinstance(reading.module, ProjectedGP) and not reading.quadratic:
+            target = within_reach(target, old, (away, variance))
+        if reading.alone:
+            reading.change = 0.0
+            return found, target
+        with torch.no_grad():
+            # The larger of |Δg|√v and |Δλ|v, of each row alone, with g = λ(z − m)
+            pull = (target.linear - target.precision * away) - (old.linear - old.precision * away)
+            tighter = (target.precision - old.precision).abs() * variance
+            moves = torch.maximum(pull.abs() * variance.clamp(min=0).sqrt(), tighter)
+            reading.change = float(moves.nan_to_num(math.inf).max())
+        return found, target
+
+    def _update(self, reading: SiteReading, least: float) -> None:
+        """Update one GP site's sites, unless they move less than ``least`` standard deviations."""
+        found, target = self._target(reading)
+        # Negative curvatures, beyond rounding, of which sites cut to 0 are made.
+        reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
+        # ℓ that is quadratic where others are held has sites that no damping brings nearer.
+        rate = 1.0 if reading.quadratic else reading.module.rate
+        if reading.direct:
+            reading.move(target)
+        elif least < reading.change <= _LARGE / (rate * reading.pace):
+            reading.move(_proposed(reading, found, reading.marginal, rate))
+            reading.pace = min(1.0, 1.1 * reading.pace)
+        elif reading.change > least:
+            self._search(reading, found, rate)
+
+    def _search(self, reading: SiteReading, found: Expectation, rate: float) -> None:
+        """An update that may overshoot: as far as the bound E[ℓ] − KL does not fall."""
+        known, (posterior, marginal) = reading.marginal, reading.look()
+        if known is not marginal:  # what was kept may be of an earlier step
+            found, _ = self._target(reading)
+        bound = float((found.value - posterior.kl.sum()).detach())
+        # The sites of a free q are not quite the best ones for projected data: golden student-ComputationAware.
+        share = 1e-2 if isinstance(reading.module, ProjectedGP) else _ROUNDING[marginal[0].dtype]
+        slack = share * (1 + abs(bound))
+        if not bound > -_WIDE * marginal[0].numel():  # any step raises it: test_exponential_links_under_wide_priors
+            reading.move(self._at_modes(reading))
+            return
+        for _ in range(_ATTEMPTS):
+            sites = _proposed(reading, found, marginal, rate)
+            moved = reading.posterior(sites.detached())
+            with torch.no_grad():
+                value = float(self._expect(reading, moved[1]).value - moved[0].kl.sum())
+            if value >= bound - slack:
+                reading.move(sites, moved)
+                reading.pace = min(1.0, 1.5 * reading.pace)
+                return
+            reading.halved += 1
+            reading.pace = max(reading.pace / 2, _SLOWEST)
+
+    @torch.no_grad()
+    def _at_modes(self, reading: SiteReading) -> Sites:
+        """ℓ expanded at each row's own mode, or towards it, where the posterior is so wide that expectations are of its
+        farthest tail, as under an exponential link.
+        """
+        mean, variance = reading.process.mean, reading.process.variance
+        f, reach, tiny = mean, 1 + variance.sqrt() / 4, torch.finfo(mean.dtype).tiny
+        near = 1e-4 * variance  # slopes and curvatures within a hundredth of the prior's deviation
+        for _ in range(_NEWTON):
+            found = self._expect(reading, (f, near))
+            # f ← f − ℓ'/ℓ''
+            move = (found.first / (-found.second).clamp(min=tiny)).nan_to_num(0.0)
+            f = f + move.clamp(-reach, reach)
+        return reading.expanded(self._expect(reading, (f, near)), f - mean, tiny)
+
+    @torch.no_grad()
+    def _solve(self, tolerance: float) -> bool:
+        """The sites of GP sites and outputs that meet in Gaussian densities, at the optimum of a mean field: its means
+        solve a linear system, by Anderson's mixing of all iterates (1965), which on linear maps is GMRES.
+
+        :returns: whether they were found: not if the precisions of one depend on the others, as in a product of
+            functions.
+        """
+        readings = self.readings
+        # Tight in training, too: the bound falls with the square of what is missing, times its precisions.
+        tolerance = max(min(tolerance, 1e-5), _TIGHT[readings[0].process.x.dtype])
+        steps: list[tuple[Tensor, Tensor]] = []  # residuals of iterates, and where they lead
+        for reading, (_, first) in zip(readings, [self._target(reading) for reading in readings]):
+            reading.move(first if reading.unread else Sites(first.inputs, first.precision, reading.sites.linear))
+        for _ in range(_MOST):
+            pairs = [(reading, self._target(reading)[1]) for reading in readings]
+            if not all(torch.allclose(found.precision, reading.sites.precision, rtol=1e-6) for reading, found in pairs):
+                return False
+            if all(reading.change <= tolerance for reading in readings):
+                return True
+            # b = λ(z − μ) has the fixed point b = T(b), T affine; in units of √v all rows count alike.
+            sizes = torch.cat([reading.marginal[1].flatten() for reading in readings])
+            sizes = sizes.clamp(min=torch.finfo(sizes.dtype).tiny).sqrt()
+            now = torch.cat([reading.sites.linear.flatten() for reading in readings]) * sizes
+            new = torch.cat([found.linear.flatten() for _, found in pairs]) * sizes
+            steps = [*steps[-_DEPTH:], (new - now, new)]
+            if len(steps) > 1:
+                # The weights γ by which the residuals r − Σ γᵢ(r − rᵢ) are least give T(b) − Σ γᵢ(T(b) − T(bᵢ)).
+                turned, moved = (torch.stack([part[-1] - each for each in part[:-1]], -1) for part in zip(*steps))
+                driver = "gelsd" if now.device.type == "cpu" else None
+                new = new - moved @ torch.linalg.lstsq(turned, new - now, driver=driver).solution
+            parts = (new / sizes).split([found.linear.numel() for _, found in pairs])
+            for (reading, found), part in zip(pairs, parts):
+                reading.move(Sites(found.inputs, found.precision, part.reshape(found.linear.shape)))
+        return False
+
+
+def _proposed(reading: SiteReading, found: Expectation, marginal: Marginal, rate: float) -> Sites:
+    """The damped update; projections of data take no sites whose z is far from the marginal."""
+    relative = marginal[0] - reading.process.mean, marginal[1]
+    old = reading.sites.detached()
+    sites = update(old, found.first, (-found.second).clamp(min=0), relative, rate * reading.pace)
+    return within_reach(sites, old, relative) if isinstance(reading.module, ProjectedGP) else sites

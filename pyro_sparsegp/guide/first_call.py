@@ -1,7 +1,10 @@
-"""A guide's first call: its parameters are made, and it learns what the model is; GP sites that have one posterior."""
+"""A guide's first call: its parameters are made, and it learns what the model is; what it checks at the first step; and
+what to say where a bound is not finite.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -16,19 +19,23 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..approximations.on_sites import SiteGP
-from ..families import Family, FreeFormFamily
+from ..bases.inducing import InducingPoints
+from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
 from ..kernels.base import white_share
 from ..modules import at_path
-from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, Site
+from ..numerics.linalg import default_jitter
+from ..posterior.drawing import ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks
 from ..program.data import TrainingData, first_tensor
+from ..program.declared import is_normal
 from ..program.explore import explore
 from ..program.facts import COUPLED, ClosedForms, Structure
-from ..program.handlers import held_runs, is_blocked
+from ..program.handlers import held_runs
 from ..program.traces import (
     all_sites,
+    bare,
     grouped,
     is_free,
     is_observation,
@@ -37,63 +44,12 @@ from ..program.traces import (
     plate_sizes,
     repeatable,
     sample_sites,
+    whole_plates,
 )
 from .field import is_normal_prior
-from .known import Core, KnownGuide, by_groups
-from .rows import show_all_rows
-from .runs import Run, probed
+from .known import Core, KnownGuide
+from .runs import Priors, Run, note_rows, probed
 from .start import start
-
-
-def require_families(families: Any) -> None:
-    """Raise if that is no family, nor a mapping from names, or groups of names, to families."""
-    named, names = by_groups(families), list[str]()
-    # test_guide.py::test_refusals; test_joint.py::test_names_that_are_no_groups
-    for group, family in named.items():
-        names += group
-        if not isinstance(family, Family) or not all(isinstance(n, str) and names.count(n) == 1 for n in group):
-            raise ValueError(
-                "AutoSparseGP's families must be a family, such as SVGP(64) (of a class make an instance, SVGP(...)), "
-                "or a mapping to families from GP site names, or tuples of names, whose sites have one posterior; each "
-                f"name once. Got {', '.join(map(repr, group))}: {family!r}"
-            )
-
-
-def _require_one(guide: KnownGuide, found: Structure) -> None:
-    """Raise where GP sites that are to have one posterior have none."""
-    for group in guide.together_by_name:
-        # test_joint.py::test_sites_that_can_not_have_one_posterior
-        if not {*group} <= found.field.keys():
-            raise ValueError(
-                f"GP sites {list(group)} can't have one posterior here. That takes GP sites of one output that enter "
-                "no other, up to 2,000 coefficients, and likelihoods whose parameters are affine in function values "
-                "under a link, such as a Normal around f + g[index] or a Poisson of its exp. Give each site a family "
-                "of its own."
-            )
-
-
-_FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
-
-
-def require_arguments(model: Any, families: Any, start: Any, **named: Any) -> None:
-    """Raise if a guide's arguments are none.
-
-    :param named: names of sites.
-    :raises ValueError: naming the argument.
-    """
-    if not callable(model):
-        raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
-    if is_blocked(model):
-        raise ValueError(
-            "AutoSparseGP's model is under poutine.block, as for a part of AutoGuideList or EasyGuide, and a GP site's "
-            f"prior depends on what that hides. Give it the whole model, and SVI this guide alone; {OTHER_LATENTS}."
-        )
-    require_families(families)
-    for what, names in named.items():
-        if isinstance(names, str) or not isinstance(names, (bool, Collection)):
-            raise ValueError(f"{what} must be a collection of names, such as ({names!r},)")
-    if start not in ("mode", None):
-        raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
 
 
 def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
@@ -107,24 +63,29 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         )
     guide.like = first_tensor((args, kwargs))
     try:
-        run = _set_up(guide, args, kwargs)
-        trace = run.trace
+        run = _Setup(guide, at_medians=True)
+        with torch.no_grad(), poutine.block():
+            try:
+                run.perform(args, kwargs)
+            except _FlatInputsError as flat:
+                guide.forget()
+                run = _Setup(guide, at_medians=True, from_draws=flat.args).perform(args, kwargs)
         checks.require_sizes(run.sites)
         _require_sites(run)
-        facts = _describe(run)
-        facts.enumerated = run.enumeration.names  # type: ignore[union-attr]
-        guide.core = Core(facts)
-        show_all_rows(guide, args, kwargs, trace)
-        _explore(run, facts, args, kwargs)
+        guide.core = Core(_describe(run))
+        if guide.corrected_modules() and checks.holds_part(run.trace):
+            # Plates with a subsample_size leave rows out, on which kernels' diagonals depend.
+            with torch.enable_grad(), poutine.block(), whole_plates():
+                note_rows(Priors(guide, at_medians=True).perform(args, kwargs))
+            guide.trace = run.trace
+        _learn_forms(run, guide.facts, args, kwargs)
+        _require_densities(run)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
-            if isinstance(family, FreeFormFamily) and family.start == "data" and name not in facts.inner:
+            if isinstance(family, FreeFormFamily) and family.start == "data" and name not in guide.facts.inner:
                 guide.module_of(name).inform(posterior.process, name)
         start(guide, run, args, kwargs)
-        _require_one(guide, facts)
-        if not facts.field:
-            _expect_joint_draws(guide)
-            _warn_of_sums(facts)
+        _look_at_posteriors(guide)
         guide.core.data = TrainingData(guide.model, args, kwargs)
     except BaseException:
         guide.forget()
@@ -133,7 +94,9 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
 
 
 class _FlatInputsError(Exception):
-    """A GP site's inputs have columns in which all rows are the same; with the names of latents to move them by."""
+    """A GP site's inputs have columns in which all rows are the same; with the names of latents to move them by: normal
+    ones of several values, which inputs and weights of layers are.
+    """
 
 
 @dataclass(eq=False)
@@ -177,19 +140,6 @@ class _Setup(Run):
         return posterior.given(posterior.coefficients.rsample(posterior.batch_shape)).mean
 
 
-def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> _Setup:
-    """The first run. Latents start at their medians; but where all rows of a GP's inputs would then stand in one place,
-    normal ones of several values, which inputs and weights of layers are, start at draws.
-    """
-    with torch.no_grad(), poutine.block():
-        try:
-            return _Setup(guide, at_medians=True).perform(args, kwargs)
-        except _FlatInputsError as flat:
-            guide.forget()
-            from_draws = flat.args
-        return _Setup(guide, at_medians=True, from_draws=from_draws).perform(args, kwargs)
-
-
 def _require_sites(run: Run) -> None:
     """Raise if a first run is none that its guide can learn from."""
     guide, trace, posteriors = run.guide, run.trace, run.posteriors.keys()
@@ -229,11 +179,16 @@ def _require_sites(run: Run) -> None:
 
 def _require_positive(trace: poutine.Trace, gp: str, process: GaussianProcess) -> None:
     """Raise if a kernel's length scale, period or variance is a latent whose prior allows 0 or less."""
-    made_of = _hyperparameters(process.kernel)
+    kernels, made_of = [process.kernel], dict[int, str]()
+    for kernel in kernels:  # and its parts
+        kernels += kernel.parts
+        for what in ("lengthscale", "period", "variance"):
+            if isinstance(value := vars(kernel).get(what), Tensor):
+                made_of[value.untyped_storage().data_ptr()] = what  # length[0] has the place of the whole
     for name, site in sample_sites(trace).items():
         value, prior = site["value"], site["infer"].get("prior")
         place = value.untyped_storage().data_ptr()  # 0 without memory, on a pretended device: test_device.py
-        what = made_of.get(place) if place and is_free(site) else None
+        what = made_of.get(place, "") if place and is_free(site) else ""
         if what and prior and value.is_floating_point() and prior.support.check(torch.full_like(value, -1e-6)).any():
             raise ValueError(
                 f"latent site {name!r} is a {what} of GP site {gp!r}, and its prior allows 0 or less. Give it a "
@@ -241,20 +196,12 @@ def _require_positive(trace: poutine.Trace, gp: str, process: GaussianProcess) -
             )
 
 
-def _hyperparameters(kernel: Any) -> dict[int, str]:
-    """What must be positive in a kernel and its parts, by its place in memory: length[0] has the place of the whole."""
-    own = {name: vars(kernel).get(name) for name in ("lengthscale", "period", "variance")}
-    found = {value.untyped_storage().data_ptr(): name for name, value in own.items() if isinstance(value, Tensor)}
-    for part in kernel.parts:
-        found |= _hyperparameters(part)
-    return found
-
-
 def _describe(run: Run) -> Structure:
     """The sites of a first run, in which the guide made its parameters."""
     gps = {name: at_path(run.guide.gps, name).spec() for name in run.posteriors}
     columns = {name: process.x.shape[-1] for name, process in run.processes.items()}
-    found = Structure(gps=gps, columns=columns, grouped=grouped(run.trace))
+    enumerated = run.enumeration.names  # type: ignore[union-attr]
+    found = Structure(gps=gps, columns=columns, grouped=grouped(run.trace), enumerated=enumerated)
     for name, site in run.sites.items():
         plates = plate_sizes(site)
         if is_free(site) and name not in gps:
@@ -270,18 +217,18 @@ def _describe(run: Run) -> Structure:
     return found
 
 
-def _explore(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Learn how densities depend on GP sites' values, and raise where a family on sites does not fit."""
+def _require_densities(run: Run) -> None:
+    """Raise where a family on sites, or of expectation propagation, does not fit."""
     guide, modules = run.guide, run.guide.site_modules()
-    _learn_forms(run, found, args, kwargs)
-    for site, density in log_densities(run.trace, found.gps).items() if modules or guide.by_expectation else ():
+    for site, density in log_densities(run.trace, guide.facts.gps).items() if modules or guide.by_expectation else ():
         if not density.isfinite().all():
             raise ValueError(
                 f"the log density of site {site!r} is not finite at {checks.which(~density.isfinite())}: look for "
                 "infinite data, or data outside of the distribution's support."
             )
+    remedy = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
     for name, module in modules.items():
-        require_separate_sites(found, name, f"the family {module.family['name']}, which", run.trace, _FREE)
+        require_separate_sites(guide.facts, name, f"the family {module.family['name']}, which", run.trace, remedy)
 
 
 def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
@@ -312,30 +259,125 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
         )
 
 
-def _expect_joint_draws(guide: KnownGuide) -> None:
-    """Have natural steps know of them, and warn."""
-    coupled = [name for name in guide.facts.gps if guide.kind_of_draws(name) is ExpectedSite]
+def _look_at_posteriors(guide: KnownGuide) -> None:
+    """Raise where GP sites have none of those asked for, have natural steps know of joint draws, and warn of others."""
+    facts, forms = guide.facts, guide.core.forms
+    for group in guide.together_by_name:
+        # test_joint.py::test_sites_that_can_not_have_one_posterior
+        if not {*group} <= facts.field.keys():
+            raise ValueError(
+                f"GP sites {list(group)} can't have one posterior here. That takes GP sites of one output that enter "
+                "no other, up to 2,000 coefficients, and likelihoods whose parameters are affine in function values "
+                "under a link, such as a Normal around f + g[index] or a Poisson of its exp. Give each site a family "
+                "of its own."
+            )
+    if facts.field:
+        return
+    coupled = [name for name in facts.gps if guide.kind_of_draws(name) is ExpectedSite]
     for name in coupled:
-        coefficients = getattr(guide.modules_by_site()[name], "coefficients", None)
+        coefficients = getattr(guide.module_of(name), "coefficients", None)
         if isinstance(coefficients, NaturalGaussian):
             coefficients.hold_by_draws()
-    forms: Any = guide.core.forms
-    if coupled and (forms.rest.dependence or guide.facts.inner):  # else all is normal around affine functions of values
+    # Else all is normal around affine functions of values.
+    if coupled and (forms is None or forms.rest.dependence or facts.inner):
         warnings.warn(
             f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
             "different inputs: they are drawn jointly, in O(N³), and not integrated by quadrature. If a pyro.factor "
             "adds up terms of rows, give it one term for each row, in a plate.",
             stacklevel=5,
         )
-
-
-def _warn_of_sums(found: Structure) -> None:
-    names = [name for name in found.gps if any(name in pair for pair in found.summed)]
-    if names:
-        group = ", ".join(map(repr, names))
+    summed = ", ".join(repr(name) for name in facts.gps if any(name in pair for pair in facts.summed))
+    if summed:
         warnings.warn(
-            f"GP sites {group} enter densities by their sum, weighted or not, and have independent posteriors: the "
+            f"GP sites {summed} enter densities by their sum, weighted or not, and have independent posteriors: the "
             "intervals of each are too narrow. Write one site with the sum of their kernels; or give sites of one "
-            f"output one posterior, {{({group}): SVGP(64)}}.",
+            f"output one posterior, {{({summed}): SVGP(64)}}.",
             stacklevel=5,
         )
+
+
+# What is checked at the first step, and of a state that was loaded.
+
+
+def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
+    probe, facts = probed(guide, args, kwargs), core.facts
+    outputs = list(log_densities(probe.trace, probe.posteriors).values())
+    for name, q in probe.posteriors.items():  # a kernel's parameter may be in the divergence alone, a mean's in values
+        outputs += [probe.values[name], q.process.kernel.diag(q.process.x), q.kl]
+    free = {name for name, site in probe.sites.items() if not site["is_observed"]}
+    known, is_training = {*facts.gps, *facts.latents}, probe.data.keys() == facts.rows.keys()
+    # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
+    if free != known and is_training:
+        raise ValueError(
+            f"the model's latent sites are {sorted(free)}, the guide knows {sorted(known)}: it was initialised, or "
+            "its state saved, with another model."
+        )
+    # A prediction may draw sites of its own: test_messages.py::test_a_latent_that_a_state_does_not_have.
+    unknown = sorted(free - known - facts.rows.keys())
+    if unknown:
+        warnings.warn(
+            f"site {unknown[0]!r} is neither a latent site that the guide knows, {sorted(known)}, nor one of its data, "
+            f"{sorted(facts.rows)}: it is drawn from its prior. If another model's state was loaded, load it into a "
+            "guide of that model.",
+            stacklevel=2,
+        )
+    _warn_of_widths(probe)
+    core.registered = checks.require_registered(outputs, probe.trace, (args, kwargs))
+    for name, posterior in probe.posteriors.items():
+        if posterior.process.x.requires_grad:
+            module = guide.module_of(name)
+            # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
+            for part in [p for p in module.modules() if isinstance(p, InducingPoints) and p.units is not None]:
+                part.leave_units()
+            facts.gps[name] = module.spec()
+    core.checked = is_training  # else a training call will tell
+
+
+def _warn_of_widths(probe: Run) -> None:
+    """Tell of intervals that will be too narrow or too wide: of latents that each datum has one of beside f, and of
+    normal data that are as precise as the jitter lets function values be.
+    """
+    facts = probe.guide.facts
+    most = max(facts.rows.values(), default=math.inf)
+    names = [name for name in facts.local_latents if math.prod(facts.latents[name]["shape"] or ()) >= most]
+    # Those that may be a GP's inputs are another matter: test_messages.py::test_a_latent_of_each_datum.
+    if names and not any(process.x.requires_grad for process in probe.processes.values()):
+        warnings.warn(
+            f"latent site {names[0]!r} has a value for each datum, and q takes it to be independent of GP sites "
+            f"{', '.join(map(repr, facts.gps))}: the intervals of both are too narrow. Integrate it out in the "
+            "likelihood: add its variance to a Normal's, or use quadrature in pyro.factor.",
+            stacklevel=6,
+        )
+    noise = {n: fn.variance.min() for n, site in probe.data.items() if is_normal(fn := bare(site["fn"]))}
+    for gp, process in probe.processes.items():
+        parts = [part.jitter for part in probe.module(gp, process).modules() if isinstance(part, InducingPoints)]
+        # a process' before a basis' own, as in InducingPoints.forward
+        own = next(filter(None, [process.jitter, *parts]), default_jitter(process.x.dtype))
+        jitter = own * process.variance.mean()
+        names = [name for name, variance in noise.items() if variance < 10 * jitter]  # sd 5 % too wide, and more
+        if names:
+            warnings.warn(
+                f"the noise variance of site {names[0]!r}, {noise[names[0]]:.1e}, is not far above the jitter of GP "
+                f"site {gp!r}'s kernel matrix, {jitter:.1e}: intervals at these data are too wide. Take float64 and "
+                "GaussianProcess(..., jitter=1e-12), or more noise.",
+                stacklevel=6,
+            )
+
+
+def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
+    """What is NaN or infinite at these arguments, for an error."""
+    with torch.no_grad():
+        run = probed(guide, args, kwargs)
+    densities = log_densities(run.trace, run.posteriors)
+    values = {f"the log density of site {name!r}": density for name, density in densities.items()}
+    for name, q in run.posteriors.items():
+        values |= {
+            f"the inputs of GP site {name!r}": q.process.x.sum(-1),
+            f"the KL divergence of GP site {name!r}": q.kl,
+        }
+    values |= {f"parameter {name}": parameter for name, parameter in guide.named_parameters()}
+    broken = {what: ~value.isfinite() for what, value in values.items() if not value.isfinite().all()}
+    return "; ".join(f"{what} ({checks.which(bad)}) is not finite" for what, bad in broken.items()) or (
+        "all is finite at the medians"
+    )

@@ -17,9 +17,10 @@ from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
 from ..modules import at_path
-from ..posterior.drawing import ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
+from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
 from ..program.data import NoRelation, Relation, TrainingData
 from ..program.facts import COUPLED, ClosedForms, Structure
+from ..program.handlers import is_blocked
 from ..warned import Warned
 
 Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
@@ -39,23 +40,34 @@ class Core:
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Which rows a call brings."""
+def _require_arguments(model: Any, families: Mapping[Any, Any], start: Any, **named: Any) -> None:
+    """Raise if a guide's arguments are none.
 
-    same: bool = True  # those of training, with their observations
-    inputs: bool = True  # their inputs are: latents of single rows are of these rows
-    # It is a step of training, of these rows or, where modules take them, of others: gradients pass through the sites
-    # that q is conditioned on.
-    learns: bool = False
-    new: bool = False  # rows to predict at, whatever they are
-    relation: Any = NoRelation  # what its tensors are to those of training
-
-
-def by_groups(families: Families) -> dict[tuple[str, ...], Family]:
-    """Families by the names of GP sites that have one posterior; one family for all by no name."""
-    named: Mapping[Any, Family] = families if isinstance(families, Mapping) else {(): families}
-    return {key if isinstance(key, tuple) else (key,): family for key, family in named.items()}
+    :param families: by groups of names; ``named``: names of sites.
+    :raises ValueError: naming the argument.
+    """
+    if not callable(model):
+        raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
+    if is_blocked(model):
+        raise ValueError(
+            "AutoSparseGP's model is under poutine.block, as for a part of AutoGuideList or EasyGuide, and a GP site's "
+            f"prior depends on what that hides. Give it the whole model, and SVI this guide alone; {OTHER_LATENTS}."
+        )
+    names = list[str]()
+    # test_guide.py::test_refusals; test_joint.py::test_names_that_are_no_groups
+    for group, family in families.items():
+        names += group
+        if not isinstance(family, Family) or not all(isinstance(n, str) and names.count(n) == 1 for n in group):
+            raise ValueError(
+                "AutoSparseGP's families must be a family, such as SVGP(64) (of a class make an instance, SVGP(...)), "
+                "or a mapping to families from GP site names, or tuples of names, whose sites have one posterior; each "
+                f"name once. Got {', '.join(map(repr, group))}: {family!r}"
+            )
+    for what, given in named.items():
+        if isinstance(given, str) or not isinstance(given, (bool, Collection)):
+            raise ValueError(f"{what} must be a collection of names, such as ({given!r},)")
+    if start not in ("mode", None):
+        raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
 
 
 def _has(names: Union[bool, Collection[str]], name: str) -> bool:
@@ -78,20 +90,23 @@ class KnownGuide(AutoNormalMessenger):
         point_estimates: Union[bool, Collection[str], None],
         independent_draws: Collection[str],
         independent: Union[bool, Collection[str]],
-        search: bool,
+        start: Optional[str],
         **options: Any,
     ) -> None:
+        named: Mapping[Any, Any] = families if isinstance(families, Mapping) else {(): families}
+        by_group = {key if isinstance(key, tuple) else (key,): family for key, family in named.items()}
+        names: dict[str, Any] = {"independent_draws": independent_draws, "independent": independent}
+        _require_arguments(model, by_group, start, **names, point_estimates=point_estimates or ())
         super().__init__(model, **options)
-        self.families, by_group = families, by_groups(families)
+        self.families, self.declared = families, list(by_group.values())
         self.by_name = {name: family for group, family in by_group.items() for name in group}
-        self.declared = list(by_group.values())
         self.together_by_name = [group for group in by_group if len(group) > 1]  # GP sites that are to have one
         # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
         self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
         self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared)
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws, self.independent = tuple(independent_draws), independent
-        self.search = search  # whether hyperparameters start at their mode
+        self.search = start is not None  # whether hyperparameters start at their mode
         self.core = Core()  # what was learnt
         self.run: Any = None  # that it is on
         self.warned: Warned = set()

@@ -1,30 +1,38 @@
-"""What Pyro's messengers meet: how the guide answers at a program's sites, as the run it is on has it."""
+"""How Pyro and torch meet a guide: it answers at a program's sites, as the run it is on has it, and is saved, loaded,
+copied and moved whole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import init_to_sample
-from pyro.infer.autoguide.utils import helpful_support_errors
+from pyro.infer.autoguide.utils import deep_setattr, helpful_support_errors
 from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..modules import drop_stored, take_name, unique_name
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess, PriorProcess
 from ..program.checks import warn_of_groups
+from ..program.data import TrainingData
 from ..program.facts import Structure
 from ..program.handlers import stand_in
 from ..program.traces import as_process, bare, fill_masked, piecewise_constant, without_event
-from .known import KnownGuide
-from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params, coupled_posterior
+from .conditions import conditions_now
+from .field import keep_rows, make_field
+from .known import Core, KnownGuide
+from .latents import BaseMeasure, FieldLatent, condition_on_held, couple, coupled_params, coupled_posterior
 
 
 def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[str, Any], Any]) -> Any:
@@ -32,6 +40,15 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[s
     facts = guide.core.facts
     if facts.gps and (name not in facts.latents or (facts.latents[name]["plates"] and _is_new(guide, name, facts))):
         return prior
+    _require_latent(guide, name, prior)
+    if name in facts.field:
+        return guide.run.latent_of_field(name, prior)
+    if guide._computing_median or guide.is_point(name):
+        return guide._get_posterior_median(name, prior)
+    return coupled_posterior(guide, name, prior) if name in facts.coupled else own(name, prior)
+
+
+def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
     twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):  # test_missing.py::test_obs_mask
         raise ValueError(
@@ -44,12 +61,15 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[s
             f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
             "model(x, y). If it is a latent, sum it out: infer={'enumerate': 'parallel'} in its pyro.sample."
         )
-    _require_row_numbers(guide, name)
-    if name in facts.field:
-        return guide.run.latent_of_field(name, prior)
-    if guide._computing_median or guide.is_point(name):
-        return guide._get_posterior_median(name, prior)
-    return coupled_posterior(guide, name, prior) if name in facts.coupled else own(name, prior)
+    for plate in get_plates():
+        rows = guide.trace.nodes.get(plate.name, {}).get("value")
+        # test_guide.py::TestSites::test_local_latents
+        is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
+        if is_data and plate.full_size not in (None, plate.size):
+            raise ValueError(
+                f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row: "
+                "give row numbers, subsample=indices, or subsample_size=B, and index the data by plate.indices."
+            )
 
 
 def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
@@ -86,18 +106,6 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
     return False
 
 
-def _require_row_numbers(guide: KnownGuide, name: str) -> None:
-    for plate in get_plates():
-        rows = guide.trace.nodes.get(plate.name, {}).get("value")
-        # test_guide.py::TestSites::test_local_latents
-        is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
-        if is_data and plate.full_size not in (None, plate.size):
-            raise ValueError(
-                f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row: "
-                "give row numbers, subsample=indices, or subsample_size=B, and index the data by plate.indices."
-            )
-
-
 def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
     if isinstance(bare(prior), dist.Delta):  # test_guide.py::test_refusals
         raise ValueError(f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic")
@@ -113,6 +121,73 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
             raise ValueError(f"init_loc_fn starts site {name!r} at {start}, which its prior {prior} does not allow")
         loc = guide._adjust_plates(transform.inv(start), event_dim)
     guide.set_latent(name, loc, event_dim)
+
+
+def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
+    """Make what a saved state is to be loaded into.
+
+    :raises ValueError: if it is of another model, or of other families.
+    """
+    saved = state_dict.get(prefix + "_extra_state")
+    if not saved:
+        return
+    tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    # Earlier releases had facts of their own.
+    facts = Structure(**{key: value for key, value in saved.items() if key in Structure.__dataclass_fields__})
+    held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
+    now = guide.core.facts
+    # A guide that was called keeps its parameters, which an optimiser may have:
+    # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters
+    fresh = [now.gps, now.latents, now.coupled, now.field] != [facts.gps, facts.latents, facts.coupled, facts.field]
+    if fresh:
+        guide.forget()
+    core = guide.core = Core(facts, loaded=True)
+    if fresh:
+        _make_parameters(guide, facts, tensors)
+    keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
+    if "data" in saved:
+        data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
+        like = guide.like
+        core.data = data.mapped(lambda t: t.to(like if t.is_floating_point() else like.device), guide.model)
+    _resume_name(guide, saved["name"])
+
+
+def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any]) -> None:
+    for name, latent in facts.latents.items():
+        loc = tensors.get(f"locs.{name}_unconstrained")  # none, where its posterior is joint with others'
+        is_point = loc is not None and f"scales.{name}_unconstrained" not in tensors
+        # test_guide.py::test_states_of_other_point_estimates_are_refused
+        is_other = is_point != guide.is_point(name) or (loc is None and guide.is_independent(name))
+        if latent["shape"] is not None and is_other:
+            raise ValueError(
+                f"the saved posterior of latent site {name!r} is a point, joint with others' or independent, and this "
+                "guide has another: make the guide with the point_estimates= and independent= that it was saved with."
+            )
+        if loc is not None:
+            guide.set_latent(name, loc.new_zeros(latent["shape"]), latent["event_dim"])
+    for name, spec in facts.gps.items():
+        like = next(t for k, t in tensors.items() if k.startswith(f"gps.{name}.") and t.is_floating_point())
+        deep_setattr(guide, "gps." + name, guide.family_of(name).rebuild(spec, like, name))
+        guide.like = like
+    if facts.coupled:
+        like = tensors["together.loc"]
+        couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
+    if facts.field:
+        make_field(guide, facts.field)
+    if facts.intercepts:
+        guide.field.register_buffer("slopes", torch.zeros_like(tensors["field.slopes"]))
+
+
+def _resume_name(guide: KnownGuide, name: str) -> bool:
+    """Take the name that a guide's parameters had when they were saved, if the guide that was saved is gone: a
+    saved optimiser finds them by it.
+    """
+    before = guide._pyro_name
+    if not take_name(guide, name):
+        return False
+    drop_stored(before)
+    guide.core.loaded = True
+    return True
 
 
 class SiteMessenger(KnownGuide):
@@ -247,3 +322,53 @@ class SiteMessenger(KnownGuide):
                 # A latent that a handler around the guide gave its value.
                 model_trace.nodes[name] = {**site, "fn": site["infer"]["prior"]}
         return model_trace, guide_trace
+
+    # State.
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.structure is not None and not self.core.loaded:
+            conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is known of the program, in plain Python, the name of the guide's parameters in Pyro's store, and the
+        training data where prediction needs them.
+        """
+        if self.structure is None:
+            return {}
+        state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.structure)}
+        data = self.core.data
+        if data is not None and self.is_about_rows and data.is_plain:
+            state["data"] = {"args": data.args, "kwargs": data.kwargs}
+        return state
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _rebuild(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _pyro_set_supermodule(self, name: str, context: Any) -> None:
+        # Its name is its own inside another module, too: two of these may hold guides under one attribute's name.
+        super()._pyro_set_supermodule(self._pyro_name, context)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.like = args[0](self.like)
+        if self.core.data is not None:
+            self.core.data = self.core.data.mapped(args[0], self.model)
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
+        stored = [parameter for _, parameter in pyro.get_param_store().named_parameters()]
+        for parameter in [*self.parameters(), *self.core.registered, *stored]:
+            parameter.__dict__.pop("unconstrained", None)
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.trace = poutine.Trace()
+        # A copy is a guide of its own, with a name of its own.
+        if not _resume_name(self, self._pyro_name):
+            take_name(self, unique_name("AutoSparseGP"))

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..guide.rows import require_data, rows_of, share_of_rows
-from ..guide.runs import Priors
+from ..guide.runs import Priors, require_data, rows_of, share_of_rows
 from ..numerics.arguments import require_choice, require_count, require_share
 from ..numerics.processes import Workers, put_gradients
 from ..program.checks import require_sizes

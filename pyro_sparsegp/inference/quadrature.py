@@ -21,8 +21,7 @@ from torch import Tensor
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Record, recording, steppers
 from ..guide import AutoSparseGP
-from ..guide.first_call import closed_forms_of
-from ..guide.parameters import explain_nan
+from ..guide.first_call import closed_forms_of, explain_nan
 from ..numerics.arguments import require_count
 from ..numerics.linalg import flags_kept
 from ..numerics.processes import joined
