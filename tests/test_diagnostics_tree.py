@@ -52,7 +52,8 @@ def densities_of(model, args, functions, held=None):
     reader = DensityReader(model, args, {}, ["y", "z"])
     stack = {name: (mean[None], variance[None]) for name, (mean, variance) in functions.items()}
     found = reader({name: value[None] for name, value in (held or {}).items()}, stack)
-    return {name: value[0] for name, value in found.integrated.items()}, found.expected[0], reader.plans["y"].quadratic
+    integrated = {name: value[0] for name, value in found.integrated.items()}
+    return integrated, found.towards["vfe"][0], reader.plans["y"].quadratic
 
 
 def dense_log_evidence(log_density, h, d, num=4001):

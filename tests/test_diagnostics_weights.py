@@ -220,11 +220,11 @@ def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3, independent=True)
     train(regression, guide, x, y, steps=20, lr=0.05)
     new, seen = data(num=10, seed=4)
-    normals, read = [], DensityReader.normal
-    monkeypatch.setattr(DensityReader, "normal", lambda *args: normals.append(read(*args)) or normals[-1])
+    normals, read = [], DensityReader._widened
+    monkeypatch.setattr(DensityReader, "_widened", lambda *args: normals.append(read(*args)) or normals[-1])
     found = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=12)
     assert found.method == "gaussian"
-    means, sds = torch.cat([m for m, _ in normals]), torch.cat([v.sqrt() for _, v in normals])
+    means, sds = torch.cat([m for *_, m, _ in normals]), torch.cat([v.sqrt() for *_, v in normals])
     assert means.std(0).min() > 0.01  # they differ
     each = dist.Normal(means, sds)
     crps = [normal_mixture_crps(m, s, v) for m, s, v in zip(means.mT, sds.mT, seen)]

@@ -40,17 +40,15 @@ class Densities:
 
     :param integrated: log ∫ p(y | f) N(f | h, d) df of each site read, ``(S, ...)``, a value a datum.
     :param weighted: these times the rows' weights, which scales are, as all plates are whole.
-    :param expected: Σ E_{N(h, d)}[log p] of all sites, weighted, ``(S,)``.
+    :param towards: log p of all sites, weighted, ``(S,)``, by target: "vfe", Σ E_{N(h, d)}[log p], and "fitc", the sum
+        of the integrated ones.
+    :param normals: mean and variance of values of sites that are normal with f integrated out.
     """
 
     integrated: dict[str, Tensor]
     weighted: dict[str, Tensor]
-    expected: Tensor
-
-    @property
-    def log_evidence(self) -> Tensor:
-        """Σ log ∫ p(y | f) N(f | h, d) df of all sites, weighted, ``(S,)``."""
-        return _total(self.weighted)
+    towards: dict[str, Tensor]
+    normals: dict[str, tuple[Tensor, ...]]
 
 
 @dataclass
@@ -94,25 +92,20 @@ class DensityReader:
                 first = {gp: (mean[0], variance[0]) for gp, (mean, variance) in functions.items()}
                 self._learn({name: value[0] for name, value in held.items()}, first)
             found = {name: self._site(name, held, functions) for name in self.plans}
-        integrated = {name: log_density for name, (log_density, _) in found.items()}
-        for name, log_density in integrated.items():
+        densities = Densities({}, {}, dict.fromkeys(("vfe", "fitc"), torch.zeros((), dtype=torch.float64)), {})
+        for name, (log_density, expected, *normal) in found.items():
             _require_finite(name, log_density)
-        expected = _total({name: self.scales[name] * expected for name, (_, expected) in found.items()})
-        return Densities(integrated, {name: self.scales[name] * part for name, part in integrated.items()}, expected)
-
-    def normal(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Moments:
-        """The mean and variance of a site's values at each draw, of a Normal whose mean is integrated."""
-        some = {gp: functions[gp] for gp in self.plans[name].quadratic}
-        with whole_plates(), pyro.validation_enabled(False):
-            mean, variance, *_ = self._widened(name, {**held, **{gp: h for gp, (h, _) in some.items()}}, some)
-        return mean, variance
-
-    def _run(self, values: Values) -> Any:
-        return held_trace(self.model, values, self.args, self.kwargs)
+            weighted = self.scales[name] * log_density
+            densities.integrated[name], densities.weighted[name] = log_density, weighted
+            densities.normals[name] = tuple(normal)
+            for target, part in (("vfe", self.scales[name] * expected), ("fitc", weighted)):
+                total = part.double().reshape(len(part), -1).sum(-1)
+                densities.towards[target] = densities.towards[target] + total
+        return densities
 
     def _sites(self, values: Values, only: Sequence[str]) -> dict[str, Any]:
-        """Some sites of such a run, those that it has."""
-        sites: Any = self._run(values).nodes
+        """Some sites of a run at these values, those that it has."""
+        sites: Any = held_trace(self.model, values, self.args, self.kwargs).nodes
         kept = {name: sites[name] for name in only if name in sites}
         self.scales = {name: site["scale"] for name, site in kept.items()} | self.scales
         return kept
@@ -126,7 +119,7 @@ class DensityReader:
         self.plans = {name: _Plan() for name in sites}
         if not means:
             return
-        program = Program(lambda f: self._run({**held, **f}), functions)
+        program = Program(lambda f: held_trace(self.model, {**held, **f}, self.args, self.kwargs), functions)
         for name, plan in self.plans.items():
             touching, is_one = program.touching(name, means), not sites[name]["fn"].event_shape
             places = {gp: _in_place(program.owners[gp][TERM, name], means[gp].shape) for gp in touching}
@@ -143,8 +136,8 @@ class DensityReader:
 
     # One site's densities, of S draws.
 
-    def _site(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Moments:
-        """log ∫ p N(f | h, d) df and E[log p], a value a datum, ``(S, ...)`` each."""
+    def _site(self, name: str, held: Values, functions: Mapping[str, Moments]) -> tuple[Tensor, ...]:
+        """log ∫ p N(f | h, d) df and E[log p], ``(S, ...)`` each, a value a datum; of a normal its moments."""
         plan = self.plans[name]
         means = {gp: mean for gp, (mean, _) in functions.items()}
         # An axis of nodes for all outputs of a GP site, if its terms have single values of it, or one for each.
@@ -158,71 +151,63 @@ class DensityReader:
             some = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]
             given = [{key: value[rows] for key, value in held.items()} for rows in blocks]
             found = [self._site(name, *part) for part in zip(given, some)]
-            return torch.cat([part for part, _ in found]), torch.cat([part for _, part in found])
+            return tuple(torch.cat(parts) for parts in zip(*found))
         stack = {key: value.expand(len(nodes), *value.shape) for key, value in {**held, **means}.items()}
         for gp, part in zip(plan.others, nodes.split(widths, -1)):
             h, d = functions[gp]
             shape = [1] * h.dim() if part.shape[-1] == 1 else [1, *h.shape[1:-1], 1]
             stack[gp] = h + d.sqrt() * part.reshape(-1, *shape)
-        flat = {key: value.flatten(0, 1) for key, value in stack.items()}  # (J·S, ...) for J nodes
-        integrated = {
-            gp: tuple(part.expand(len(nodes), *part.shape).flatten(0, 1) for part in functions[gp])
-            for gp in (*plan.quadratic, plan.inner)
-            if gp
-        }
-        # Where nothing is left to integrate ℓ is its own expectation.
-        parts: tuple[Tensor, ...] = (self._at(name, flat),) * 2 if not integrated else ()
-        if integrated:
-            parts = (self._widened if plan.quadratic else self._adaptive)(name, flat, integrated)[-2:]
-        # Nodes were put before draws in one dimension, so that one mapped run has all.
-        log_densities, expectations = (part.reshape(len(nodes), -1, *part.shape[1:]) for part in parts)
+        # Nodes are put before draws in one dimension, (J·S, ...) for J nodes, so that one mapped run has all.
+        flat = {key: value.flatten(0, 1) for key, value in stack.items()}
+        spread = {gp: functions[gp][1].expand_as(stack[gp]).flatten(0, 1) for gp in (*plan.quadratic, plan.inner) if gp}
+        if plan.quadratic:
+            parts = self._widened(name, flat, spread)
+        elif plan.inner:
+            parts = self._adaptive(name, flat, plan.inner, spread[plan.inner])
+        else:  # nothing is left to integrate: ℓ is its own expectation
+            parts = (self._at(name, flat),) * 2
+        log_densities, expectations = (part.reshape(len(nodes), -1, *part.shape[1:]) for part in parts[:2])
         shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
         # log Σⱼ wⱼ exp ℓⱼ and Σⱼ wⱼ E[ℓ]ⱼ over the nodes of what else moves the density.
-        return torch.logsumexp(log_densities + shaped.log(), 0), (shaped * expectations).sum(0)
+        return torch.logsumexp(log_densities + shaped.log(), 0), (shaped * expectations).sum(0), *parts[2:]
 
     def _at(self, name: str, stack: Values) -> Tensor:
-        """A site's log densities at each of stacked values, by vmap where the model allows it."""
-        return mapped(lambda values: (_log_density(self._sites(values, [name])[name]),), stack)[0]
+        """A site's log densities at each of stacked values, unscaled, 0 where masked; by vmap where it can be."""
 
-    def _widened(self, name: str, stack: Values, some: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The mean and variance of y ~ N(θ, σ²) with θ = Σ af + b integrated, their density, and E[log p]."""
+        def at(values: Values) -> tuple[Tensor]:
+            site = self._sites(values, [name])[name]
+            return (torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"])),)
+
+        return mapped(at, stack)[0]
+
+    def _widened(self, name: str, stack: Values, variances: Values) -> tuple[Tensor, ...]:
+        """The density of y ~ N(θ, σ²) with θ = Σ af + b integrated, E[log p], and y's mean and variance."""
 
         def at(values: dict[str, Tensor]) -> tuple[Tensor, ...]:
             site = self._sites(values, [name])[name]
             fn, y = bare(site["fn"]), site["value"]
             # θ has the variance Σ a²d, y the variance σ² + Σ a²d.
-            apart = ({**values, gp: values[gp] + values[_DEVIATION + gp]} for gp in some)
+            apart = ({**values, gp: values[gp] + values[_DEVIATION + gp]} for gp in variances)
             moved = (parameter_of(self._sites(other, [name])[name]["fn"]) - fn.loc for other in apart)
             variance = sum(move.square() for move in moved)
             total = fn.scale.square() + variance
             density = dist.Normal(fn.loc, total.sqrt(), validate_args=False).log_prob(y)
             parts = rewrapped(site["fn"], density), expectation(site["fn"], y, variance)
             masked = (torch.as_tensor(scale_and_mask(part, mask=site["mask"])) for part in parts)
-            return fn.loc.expand(total.shape), total, *masked
+            return *masked, fn.loc.expand(total.shape), total
 
-        return mapped(at, {**stack, **{_DEVIATION + gp: d.sqrt() for gp, (_, d) in some.items()}})
+        return mapped(at, {**stack, **{_DEVIATION + gp: d.sqrt() for gp, d in variances.items()}})
 
-    def _adaptive(self, name: str, stack: Values, some: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        ((gp, (h, d)),) = some.items()
-        columns, weights = (part.reshape(-1, *[1] * h.dim()) for part in normal_nodes(1, h))
+    def _adaptive(self, name: str, stack: Values, gp: str, d: Tensor) -> tuple[Tensor, ...]:
+        """log Z of p(y | f) N(f | h, d) as expectation propagation takes it; E[log p] by the bound's nodes."""
+        h, (columns, weights) = stack[gp], (part.reshape(-1, *[1] * d.dim()) for part in normal_nodes(1, d))
 
         def log_density(f: Tensor) -> Tensor:  # (K, S, ..., N)
             beside = {key: value.expand(len(f), *value.shape).flatten(0, 1) for key, value in stack.items()}
             return self._at(name, {**beside, gp: f.flatten(0, 1)}).reshape(f.shape)
 
-        # log Z of p(y | f) N(f | h, d) as expectation propagation takes it; E[log p] by the bound's nodes.
         integrated = tilted(log_density, h, d, h, d.sqrt(), num_nodes=_NODES).log_z
         return integrated, (weights * log_density(h + d.sqrt() * columns)).sum(0)
-
-
-def _total(parts: Values) -> Tensor:
-    """The sums of what sites have, ``(S,)``."""
-    return sum((part.double().reshape(len(part), -1).sum(-1) for part in parts.values()), torch.zeros(()))
-
-
-def _log_density(site: Any) -> Tensor:
-    """A site's terms, unscaled, 0 where they are masked."""
-    return torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]))
 
 
 def _in_place(own: Owners, shape: torch.Size) -> bool:

@@ -122,8 +122,7 @@ def predictive_scores(
             densities = source.reader(draws.held, draws.moments)
             log_densities.append(densities.integrated[site].double())
             method = _method(source.reader, source.sites[site])
-            normal = method == "gaussian" and source.reader.normal(site, draws.held, draws.moments)
-            kept.append(normal or (draws.simulated[site] * 1.0,))
+            kept.append(densities.normals[site] if method == "gaussian" else (draws.simulated[site] * 1.0,))
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
         scores = {"log_score": log_score, **_METHODS[method](node["value"].to(parts[0]), log_score, *parts)}

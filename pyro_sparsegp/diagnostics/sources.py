@@ -89,7 +89,7 @@ class Source(ABC):
     name: Optional[str] = None  # what kind of posterior this is
     shape: Optional[tuple[int, ...]] = None  # how many chains, and draws of each, if it has them
     families: Optional[dict[str, Any]] = None  # of GP sites
-    target: Optional[str] = None  # what the draws are towards; of a guide it is known after the first draw
+    target = "exact"  # what the draws are towards; of a guide it is known after the first draw
     joint = False  # whether draws take the covariance of function values
     apart = True  # whether each has features and covariances of its own
     data: list[str]
@@ -246,7 +246,7 @@ class SampleSource(Source):
     :param old: those of training, where these are others: function values are then integrated given those there.
     """
 
-    name, target, joint = "mcmc", "exact", True
+    name, joint = "mcmc", True
 
     def __init__(
         self, model: Callable, samples: Mapping[str, Tensor], diverging: Tensor, now: Call, old: Optional[Call]

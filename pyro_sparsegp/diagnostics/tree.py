@@ -93,8 +93,7 @@ def to_datatree(
                 densities = source.reader(draws.held, draws.moments)
                 groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data}
                 if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data
-                    of_data = densities.expected if source.target == "vfe" else densities.log_evidence
-                    groups["sample_stats"]["lp"] = draws.log_prior + of_data
+                    groups["sample_stats"]["lp"] = draws.log_prior + densities.towards[source.target]
             table.put(groups, draws.functions)
     if new is not None:
         table.fix_arguments("predictions_constant_data", *new, {})
