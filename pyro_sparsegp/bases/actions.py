@@ -50,12 +50,6 @@ class Actions(ABC):
     def left(self, columns: Tensor) -> Tensor:
         """SᵀA for A ``(..., N, c)`` with rows in the data's order."""
 
-    @property
-    def matrix(self) -> Tensor:
-        """S, ``(..., N, i)``, formed: for inspection and tests."""
-        num = self.inputs.shape[-2]
-        return self.left(torch.eye(num, dtype=self.inputs.dtype, device=self.inputs.device)).mT
-
 
 class BlockActions(Actions):
     """Each row of S has one number other than zero (eq. 14): S = ΛT, with T's numbers free.

@@ -151,21 +151,14 @@ class AdditiveFeatures(Features):
     """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c.
 
     :param kernel: Σ_c k_c.
-    :param sizes: the sizes of all blocks.
+    :param bases: of each summand.
     :param groups: numbers of summands, and their features: features of one summand under k_c, or stacked features of
         summands that differ by numbers only.
-    :param part: makes such a summand's own features, of c, its L and zeros whose derivative is L⁻¹dL.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        sizes: tuple[int, ...],
-        groups: Sequence[tuple[Sequence[int], Any]],
-        part: Callable[[int, Tensor, Tensor], Features],
-    ) -> None:
-        super().__init__(kernel, sizes)
-        self.groups, self._part = groups, part
+    def __init__(self, kernel: Any, bases: Sequence[Any], groups: Sequence[tuple[Sequence[int], Any]]) -> None:
+        super().__init__(kernel, tuple(size for basis in bases for size in basis.sizes))
+        self.bases, self.groups = bases, groups
         # What is asked of summands that are all in one stack stays one tensor.
         self._stack = groups[0][1] if len(groups) == 1 and len(groups[0][0]) > 1 else None
 
@@ -185,9 +178,11 @@ class AdditiveFeatures(Features):
         """Each summand's features."""
         found: dict[int, Features] = {}
         for members, features in self.groups:
-            alone = len(members) == 1
-            parts = [features] if alone else map(self._part, members, *(m.unbind(-3) for m in features.whitened))
-            found.update(zip(members, parts))
+            if len(members) == 1:
+                found[members[0]] = features
+                continue
+            for c, *whitened in zip(members, *(matrices.unbind(-3) for matrices in features.whitened)):
+                found[c] = InducingFeatures(self.kernel.terms[c], self.bases[c].variables(), Whitening(*whitened))
         return [found[c] for c in range(len(found))]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
@@ -271,19 +266,16 @@ class Additive(Basis):
                 "guide was initialised or saved; their order and names must not change."
             )
         bases = self.parts
-
-        def part(c: int, factor: Tensor, turn: Tensor) -> Features:
-            return InducingFeatures(terms[c], bases[c].variables(), Whitening(factor, turn))
-
         groups: list[tuple[Sequence[int], Any]] = []
         for members, inputs in _alike(bases, terms):
             c = members[0]
             if len(members) == 1:
-                groups.append((members, bases[c](terms[c], jitter, f"{name}, term {c}")))
+                features = bases[c](terms[c], jitter, f"{name}, term {c}")
             else:
-                some = [terms[c] for c in members], [bases[c] for c in members]
-                groups.append((members, _together(*some, inputs, jitter, name)))
-        return AdditiveFeatures(kernel, self.sizes, groups, part)
+                values, own = Values(torch.stack(inputs, -3)), bases[c].jitter if jitter is None else jitter
+                features = features_of(stacked([terms[c] for c in members], values.z), [values], own, name)
+            groups.append((members, features))
+        return AdditiveFeatures(kernel, bases, groups)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "additive", "names": list(self.names), "parts": [part.spec() for part in self.parts]}
@@ -319,11 +311,3 @@ def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[tuple[list[int]
         members.append(c)
         inputs.append(z)
     return list(found.values())
-
-
-def _together(
-    terms: Sequence[Any], bases: Sequence[InducingPoints], inputs: list[Tensor], jitter: Optional[float], name: str
-) -> InducingFeatures:
-    # The features of summands that differ by numbers only, stacked.
-    values = Values(torch.stack(inputs, -3))
-    return features_of(stacked(terms, values.z), [values], bases[0].jitter if jitter is None else jitter, name)

@@ -155,7 +155,10 @@ class InducingPoints(Basis):
         width, source = x.shape[-1], kernel.source
         domain, rows = kernel, x
         if source is not None:
-            domain, rows, columns = source, _some_source_inputs(kernel, x), None
+            some = x.detach().flatten(0, -2)
+            some = some[torch.randperm(len(some), device=x.device)[:1000]]
+            # Those that f reads at some random rows of x: an empty patch counts once.
+            domain, rows, columns = source, some_distinct(kernel.source_inputs(some).flatten(0, -2), 100_000), None
         counts = [num for num in sets if not isinstance(num, (Tensor, InducingVariables))]
         chosen = iter(choose_inputs(domain, rows, counts, init, name, columns))
         widths = {width, rows.shape[-1], len(columns or range(width))}
@@ -228,16 +231,15 @@ class InducingPoints(Basis):
 
     def variables(self) -> list[Variables]:
         """The sets."""
-        return [self._variables(z, of_source) for z, of_source in zip(self.inputs, self.of_source)]
-
-    def _variables(self, z: Any, of_source: bool) -> Variables:
-        if of_source or not isinstance(z, Tensor):
-            return SourceValues(z) if isinstance(z, Tensor) else z
-        # f at inputs that may be in the columns of the kernel alone.
-        if z.shape[-1] != self.width:
-            # The kernel never reads the other columns; what stands there does not matter.
-            z = z.new_zeros(len(z), self.width).index_copy(1, self.column_index, z)
-        return Values(torch.where(self.held, z.detach(), z) if self.codes else z)
+        found: list[Variables] = []
+        for z, of_source in zip(self.inputs, self.of_source):
+            if of_source or not isinstance(z, Tensor):
+                found.append(SourceValues(z) if isinstance(z, Tensor) else z)
+                continue
+            if z.shape[-1] != self.width:  # the kernel never reads the other columns: what stands there is no matter
+                z = z.new_zeros(len(z), self.width).index_copy(1, self.column_index, z)
+            found.append(Values(torch.where(self.held, z.detach(), z) if self.codes else z))
+        return found
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
         if any(self.of_source) and kernel.source is None:
@@ -309,13 +311,6 @@ def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVar
     if not trainable:
         freeze(own)
     return own
-
-
-def _some_source_inputs(kernel: Any, x: Tensor) -> Tensor:
-    # Distinct inputs of the kernel's source, (n, d), that f reads at some random rows of x: an empty patch counts once.
-    x = x.detach().flatten(0, -2)
-    x = x[torch.randperm(x.shape[0], device=x.device)[:1000]]
-    return some_distinct(kernel.source_inputs(x).flatten(0, -2), 100_000)
 
 
 def _join(variables: Sequence[Variables]) -> list[Variables]:

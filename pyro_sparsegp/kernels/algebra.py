@@ -346,17 +346,14 @@ def term_names(kernel: Any) -> tuple[str, ...]:
     """A name for each summand: its own, or its columns, "x0" or "x0:x1", or its class; numbered where they repeat."""
     found: list[str] = []
     for term in kernel.terms:
-        read = term.columns
-        plain = term.name or (":".join(f"x{column}" for column in read) if read else _kind(term))
+        read, inner = term.columns, term
+        while isinstance(inner, _Modified):
+            inner = inner.kernel
+        kind = type(inner.of if isinstance(inner, Foreign) else inner).__name__.lower()
+        plain = term.name or (":".join(f"x{column}" for column in read) if read else kind)
         count = sum(other == plain or other.startswith(f"{plain} (") for other in found)
         found.append(f"{plain} ({count + 1})" if count else plain)
     return tuple(found)
-
-
-def _kind(kernel: Any) -> str:
-    while isinstance(kernel, _Modified):
-        kernel = kernel.kernel
-    return type(kernel.of if isinstance(kernel, Foreign) else kernel).__name__.lower()
 
 
 def _bracketed(kernel: Kernel, types: Any) -> str:

@@ -185,7 +185,7 @@ class Convolutional(Kernel):
         # Of images as the first dimension, before the kernel's batch dimensions.
         p = self._patches(x).movedim(-3, 0)
         p = p.reshape(p.shape[0], *[1] * (len(self.batch_shape) - (p.dim() - 3)), *p.shape[1:])
-        mix, num = self._pairwise(p), self.num_patches
+        mix, num, inner = self._pairwise(p), self.num_patches, "n...pq,...pq->n..."
         size = max(16, -(-num // _SPLITS))
 
         def variance(images: slice) -> Tensor:
@@ -193,10 +193,10 @@ class Convolutional(Kernel):
             total: Any = 0.0
             for start in range(0, num, size):  # k_g is symmetric: the blocks above the diagonal stand for those below
                 own, rest = slice(start, start + size), slice(start + size, num)
-                total = total + _inner(self.base(some[..., own, :]), mix[..., own, own])
+                total = total + torch.einsum(inner, self.base(some[..., own, :]), mix[..., own, own])
                 if rest.start < num:
                     off = self.base(some[..., own, :], some[..., rest, :])
-                    total = total + 2 * _inner(off, mix[..., own, rest])
+                    total = total + 2 * torch.einsum(inner, off, mix[..., own, rest])
             return total
 
         cost = broadcast_shapes(self.batch_shape, p.shape[1:-2]).numel() * num**2
@@ -265,10 +265,3 @@ class TICK(Convolutional):
 
     def _pairwise(self, like: Tensor) -> Tensor:
         return super()._pairwise(like) * self.location(self.locations(like))
-
-
-def _inner(k: Tensor, mix: Tensor) -> Tensor:
-    # Σ_pq W_pq k_pq, (n, ...), of k (n, ..., P, P) and W (..., P, P).
-    if mix.dim() == 2:
-        return k.flatten(-2) @ mix.flatten()
-    return (k * mix).sum((-2, -1))

@@ -119,18 +119,17 @@ class Stationary(Kernel):
         self.lengthscale = positive(lengthscale, f"{type(self).__name__}'s lengthscale")
 
     @staticmethod
+    @abstractmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
         """g(s) and dg/ds by differentiable operations, in new memory or in that of s ≥ 0."""
-        raise NotImplementedError
 
-    @staticmethod
-    @abstractmethod
-    def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
-        """Draws ω of the spectral measure at ℓ = 1, ``(*shape, D)``, for inputs like x."""
+    def length(self, x: Tensor) -> Tensor:
+        """ℓ, in a shape that divides x or frequencies."""
+        return per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
     def scale(self, x: Tensor) -> Tensor:
         """x/ℓ, ``(..., N, D)``."""
-        return x / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
+        return x / self.length(x)
 
     def covariance(self, x: Tensor, z: Optional[Tensor]) -> Tensor:
         """g(s) of scaled inputs, ``(..., N, M)``; without z, of x with itself."""
@@ -146,9 +145,6 @@ class Stationary(Kernel):
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
 
-    def frequencies(self, shape: Sequence[int], x: Tensor) -> Any:
-        return self.unit_frequencies(shape, x) / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
-
 
 class RBF(Stationary):
     """Squared exponential: k = exp(−s/2), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are infinitely smooth."""
@@ -158,9 +154,8 @@ class RBF(Stationary):
         value = s.mul_(-0.5).exp_()
         return value, -0.5 * value
 
-    @staticmethod
-    def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
-        return torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Any:
+        return torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device) / self.length(x)
 
 
 class _Matern(Stationary):
@@ -168,12 +163,11 @@ class _Matern(Stationary):
 
     twice_nu: int
 
-    @classmethod
-    def unit_frequencies(cls, shape: Sequence[int], x: Tensor) -> Tensor:  # type: ignore[override]
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Tensor:
         # ω = n/√(χ²/2ν) with n ~ N(0, I) and χ² of 2ν degrees of freedom
         normal = torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
-        chi2 = torch.randn(*shape, cls.twice_nu, dtype=x.dtype, device=x.device).square().sum(-1, keepdim=True)
-        return normal * (cls.twice_nu / chi2).sqrt()
+        chi2 = torch.randn(*shape, self.twice_nu, dtype=x.dtype, device=x.device).square().sum(-1, keepdim=True)
+        return normal * (self.twice_nu / chi2).sqrt() / self.length(x)
 
 
 class Matern12(_Matern):

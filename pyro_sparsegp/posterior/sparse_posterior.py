@@ -272,7 +272,20 @@ class SparsePosterior(TorchDistribution):
         (:class:`~pyro_sparsegp.kernels.Periodic`, ``Anova``, adapted ones) values are drawn exactly, conditioned on all
         values drawn before. A call costs O(n³), n counting points of earlier calls, too.
         """
-        return sample_paths(self, num, num_features)
+        if num < 1 or num_features < 1:
+            raise ValueError(f"paths needs at least one path and one feature, got {num} and {num_features}")
+        process, w = self.process, self.coefficients.rsample(torch.Size((num, *self.batch_shape)))
+        prior = None if self.batch_shape else self.basis.prior_functions(num, num_features, process.x)
+        if prior is None:
+            return _Sequential(self, num, w)
+        function, own = prior
+        # f + φᵀ(w − w') (Wilson et al., 2020, eq. 8)
+        update = [a - b for a, b in zip(w, own)]
+
+        def path(x: Tensor) -> Tensor:
+            return process.at(x).mean + function(x) + sum_blocks(self.basis(x), update)
+
+        return in_chunks(path, num * num_features)
 
     def __repr__(self) -> str:
         return (
@@ -284,30 +297,6 @@ class SparsePosterior(TorchDistribution):
 @register_kl(SparsePosterior, GaussianProcess)
 def _kl_sparse_posterior(q: SparsePosterior, p: GaussianProcess) -> Tensor:
     return q.kl
-
-
-# Sample functions.
-
-
-def sample_paths(posterior: Any, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
-    """``num`` functions x ↦ ``(num, ..., N)``; see :meth:`SparsePosterior.paths`."""
-    if num < 1 or num_features < 1:
-        raise ValueError(f"paths needs at least one path and one feature, got {num} and {num_features}")
-    process, basis, coefficients = posterior.process, posterior.basis, posterior.coefficients
-    w = coefficients.rsample(torch.Size((num, *posterior.batch_shape)))
-    prior = None
-    if process.batch_shape == posterior.batch_shape == torch.Size():
-        prior = basis.prior_functions(num, num_features, process.x)
-    if prior is None:
-        return _Sequential(posterior, num, w)
-    function, own = prior
-    # f + φᵀ(w − w') (Wilson et al., 2020, eq. 8)
-    update = [a - b for a, b in zip(w, own)]
-
-    def path(x: Tensor) -> Tensor:
-        return process.at(x).mean + function(x) + sum_blocks(basis(x), update)
-
-    return in_chunks(path, num * num_features)
 
 
 class _Sequential:
