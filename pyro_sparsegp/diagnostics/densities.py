@@ -36,19 +36,13 @@ _MOST_NODES = 512  # of one that needs more
 
 @dataclass
 class Densities:
-    """The densities of S draws.
+    """The densities of S draws."""
 
-    :param integrated: log ∫ p(y | f) N(f | h, d) df of each site read, ``(S, ...)``, a value a datum.
-    :param weighted: these times the rows' weights, which scales are, as all plates are whole.
-    :param towards: log p of all sites, weighted, ``(S,)``, by target: "vfe", Σ E_{N(h, d)}[log p], and "fitc", the sum
-        of the integrated ones.
-    :param normals: mean and variance of values of sites that are normal with f integrated out.
-    """
-
-    integrated: dict[str, Tensor]
-    weighted: dict[str, Tensor]
+    integrated: dict[str, Tensor]  # log ∫ p(y | f) N(f | h, d) df of each site read, (S, ...), a value a datum
+    weighted: dict[str, Tensor]  # these times the rows' weights, which scales are, as all plates are whole
+    # log p of all sites, weighted, (S,), by target: "vfe", Σ E[log p] under N(h, d), "fitc", Σ of the integrated ones.
     towards: dict[str, Tensor]
-    normals: dict[str, tuple[Tensor, ...]]
+    normals: dict[str, tuple[Tensor, ...]]  # mean and variance of y, where it is normal with f integrated out
 
 
 @dataclass
@@ -217,7 +211,6 @@ def _in_place(own: Owners, shape: torch.Size) -> bool:
 
 
 def _require_finite(name: str, log_density: Tensor) -> None:
-    """Raise where a likelihood has no density at any function value that the posterior allows."""
     bad = ~log_density.isfinite()
     rows = bad.reshape(-1, bad.shape[-1] if bad.dim() > 1 else 1).any(0)
     found = rows.nonzero()[:, 0].tolist()

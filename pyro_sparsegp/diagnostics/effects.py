@@ -95,29 +95,24 @@ class _Effects(NamedTuple):
         column, smooth = [*others, *codes][0], bool(others)
         places = self._line(column, _CURVE) if smooth else self.x[:, column].unique()
         levels = [{by: level} for by in codes if smooth for level in self.x[:, by].unique().tolist()]
+        axis.set_xlabel(self.labels[column])
         for fixed in levels or [{}]:
-            label = "".join(f"{self.labels[by]} = {level:g}" for by, level in fixed.items())
-            self._curve(axis, part, self._at({column: places, **fixed}), column, label or None, points=not smooth)
+            here = part.at(self._at({column: places, **fixed}))
+            spread = self.quantile * here.stddev
+            ends = here.mean, here.mean - spread, here.mean + spread
+            at, (mean, low, high) = places.cpu().numpy(), (self.change(value).cpu().numpy() for value in ends)
+            if smooth:
+                label = "".join(f"{self.labels[by]} = {level:g}" for by, level in fixed.items())
+                (line,) = axis.plot(at, mean, label=label or None)
+                axis.fill_between(at, low, high, color=line.get_color(), alpha=0.25, lw=0)
+            else:
+                axis.errorbar(at, mean, [mean - low, high - mean], fmt="o", capsize=3)
+                axis.set_xticks(at)
         if levels:
             axis.legend(fontsize="small")
         if smooth:
             ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
             axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
-
-    def _curve(
-        self, axis: Any, part: SparsePosterior, at: Tensor, column: int, label: Optional[str], points: bool
-    ) -> None:
-        part, places = part.at(at), at[:, column].cpu().numpy()
-        spread = self.quantile * part.stddev
-        ends = part.mean, part.mean - spread, part.mean + spread
-        mean, low, high = (self.change(value).cpu().numpy() for value in ends)
-        axis.set_xlabel(self.labels[column])
-        if points:
-            axis.errorbar(places, mean, [mean - low, high - mean], fmt="o", capsize=3)
-            axis.set_xticks(places)
-        else:
-            (line,) = axis.plot(places, mean, label=label)
-            axis.fill_between(places, low, high, color=line.get_color(), alpha=0.25, lw=0)
 
     def _map(self, axis: Any, part: SparsePosterior, *columns: int) -> None:
         lines = [self._line(column, _MAP) for column in columns]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Optional
 
@@ -22,17 +22,13 @@ _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 _OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
 
 
-def plate_names(name: str, site: Any, sites: Sequence[str] = ()) -> list[str]:
-    """Names of a site's dimensions: a plate names its own, others are ``{site}_dim_{i}``.
-
-    :param sites: names that variables have, and dimensions may not.
-    """
+def plate_names(name: str, site: Any) -> list[str]:
+    """Names of a site's dimensions: a plate names its own, others are ``{site}_dim_{i}``."""
     batch_shape = site["fn"].batch_shape
     names = [f"{name}_dim_{i}" for i in range(len(batch_shape) + len(site["fn"].event_shape))]
     plates = {len(batch_shape) + frame.dim: frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
     for place in plates.keys() & range(len(batch_shape)):
-        taken = plates[place] in (*_RESERVED, name, *sites)
-        names[place] = plates[place] + "_dim" * taken
+        names[place] = plates[place] + "_dim" * (plates[place] in _RESERVED)
     return names
 
 
@@ -80,7 +76,7 @@ class Table:
         """Learn names and kinds, and what has no draws."""
         sites = {name: self.source.sites[name] for name in self.source.data}
         for name, site in sites.items():
-            self.names[name] = plate_names(name, site, list(sites))
+            self.names[name] = plate_names(name, site)
             # Function values and arguments of as many rows have the plate's name.
             sizes = zip(self.names[name], site["fn"].batch_shape)
             self.rows = {size: dim for dim, size in sizes if not dim.startswith(f"{name}_dim_")} | self.rows

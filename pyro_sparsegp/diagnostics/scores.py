@@ -121,11 +121,11 @@ def predictive_scores(
         for draws in source.draws(num_samples, simulates=True):
             densities = source.reader(draws.held, draws.moments)
             log_densities.append(densities.integrated[site].double())
-            method = _method(source.reader, source.sites[site])
+            method, scored = _method(source.reader, source.sites[site])
             kept.append(densities.normals[site] if method == "gaussian" else (draws.simulated[site] * 1.0,))
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
-        scores = {"log_score": log_score, **_METHODS[method](node["value"].to(parts[0]), log_score, *parts)}
+        scores = {"log_score": log_score, **scored(node["value"].to(parts[0]), log_score, *parts)}
     of = node["fn"], node["value"], node["mask"]
     seen = {mask.shape: mask for mask in (unmasked(*of), unmasked_rows(*of)) if mask is not None}
     if not all(mask.any() for mask in seen.values()):
@@ -144,15 +144,17 @@ def predictive_scores(
     return PredictiveScores(xarray.DataTree.from_dict({"predictive_scores": dataset}), method, tuple(probs))
 
 
-def _method(reader: DensityReader, node: Any) -> str:
-    """How an observed site is scored: as much in closed form as its likelihood allows."""
+def _method(reader: DensityReader, node: Any) -> tuple[str, Callable[..., dict[str, Tensor]]]:
+    """How an observed site is scored, in closed form if its likelihood allows it: a name, and a function of data, log
+    scores, and normal predictions or draws.
+    """
     fn, plan = bare(node["fn"]), reader.plans[node["name"]]
     if isinstance(fn, torch.distributions.Categorical):
-        return "log score"
+        return "log score", lambda *_: {}
     if isinstance(fn, (torch.distributions.Bernoulli, Probit)):
-        return "bernoulli"
+        return "bernoulli", _of_two_classes
     alone = bool(plan.quadratic) and plan.aligned == dict.fromkeys(plan.quadratic, True)
-    return "gaussian" if alone and not node["fn"].event_shape else "draws"
+    return ("gaussian", _of_normals) if alone and not node["fn"].event_shape else ("draws", _of_draws)
 
 
 def _of_normals(y: Tensor, _: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -195,11 +197,3 @@ def _expected_distance(delta: Tensor, variance: Tensor) -> Tensor:
     z = delta / scale
     normal = dist.Normal(0.0, 1.0)
     return 2 * scale * normal.log_prob(z).exp() + delta * (2 * normal.cdf(z) - 1)
-
-
-_METHODS: dict[str, Callable] = {  # of data, log scores and normal predictions or draws
-    "gaussian": _of_normals,
-    "bernoulli": _of_two_classes,
-    "draws": _of_draws,
-    "log score": lambda y, log_score, drawn: {},
-}

@@ -39,32 +39,23 @@ _ROWS = 8192  # whose features are held in memory at once
 
 @dataclass
 class Draws:
-    """S posterior draws: tensors by name, ``(S, ...)`` each. While one is made they are without S.
+    """S posterior draws: tensors by name, ``(S, ...)`` each. While one is made they are without S."""
 
-    :param values: latent sites that are no GPs.
-    :param functions: each GP site's values at the inputs, ``(..., N)``.
-    :param coefficients: w of each GP site with one block after the other, ``(..., M)``; none of MCMC.
-    :param moments: mean and variance of each function value given the rest of the draw, where it is integrated out.
-    :param held: all that a reading of the model's densities holds fixed.
-    :param log_priors: the log prior density of each variable, summed.
-    :param stats: ``log_q``, the log density of hyperparameters and coefficients under q; of MCMC ``diverging``.
-    :param simulated: a draw of each observed site.
-    :param predicted: each site at new inputs.
-    """
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    functions: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)  # latent sites that are no GPs
+    functions: dict[str, Tensor] = field(default_factory=dict)  # each GP site's values at the inputs, (..., N)
+    # w of each GP site with one block after the other, (..., M); none of MCMC.
     coefficients: dict[str, Tensor] = field(default_factory=dict)
+    # Mean and variance of each function value given the rest of the draw, where it is integrated out.
     moments: dict[str, Moments] = field(default_factory=dict)
-    held: dict[str, Tensor] = field(default_factory=dict)
-    log_priors: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)  # all that a reading of the model's densities holds fixed
+    log_priors: dict[str, Tensor] = field(default_factory=dict)  # the log prior density of each variable, summed
+    # "log_q", the log density of hyperparameters and coefficients under q; of MCMC "diverging".
     stats: dict[str, Tensor] = field(default_factory=dict)
-    simulated: dict[str, Tensor] = field(default_factory=dict)
-    predicted: dict[str, Tensor] = field(default_factory=dict)
+    simulated: dict[str, Tensor] = field(default_factory=dict)  # a draw of each observed site
+    predicted: dict[str, Tensor] = field(default_factory=dict)  # each site at new inputs
 
     @property
     def log_prior(self) -> Tensor:
-        """The log prior density."""
         return sum(self.log_priors.values(), torch.zeros((), dtype=torch.float64))
 
     def groups(self, include_f: bool) -> dict[str, dict[str, Tensor]]:
@@ -80,11 +71,7 @@ class Draws:
 
 
 class Source(ABC):
-    """Where draws at a model's arguments come from, and the densities that go with them.
-
-    :param data: names of the observed sites.
-    :param sites: the observed sites of the first run; those of ``pyro.factor``, which hold no data, among them.
-    """
+    """Where draws at a model's arguments come from, and the densities that go with them."""
 
     name: Optional[str] = None  # what kind of posterior this is
     shape: Optional[tuple[int, ...]] = None  # how many chains, and draws of each, if it has them
@@ -92,8 +79,8 @@ class Source(ABC):
     target = "exact"  # what the draws are towards; of a guide it is known after the first draw
     joint = False  # whether draws take the covariance of function values
     apart = True  # whether each has features and covariances of its own
-    data: list[str]
-    sites: dict[str, Any]
+    data: list[str]  # names of the observed sites
+    sites: dict[str, Any]  # those of the first run; pyro.factor's, which hold no data, among them
     reader: DensityReader
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
