@@ -66,10 +66,13 @@ def is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
     return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
 
 
-def prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:
-    """0, with the gradient by T of E_q log p(u), where w = T w₀ has the prior N(0, I) and q(w₀) is held."""
-    # E log N(u | 0, TTᵀ) of w = Tw₀ is log|T| − ½(|Tm|² + tr TSTᵀ) + a constant: eq. 6's terms of the prior.
+def turned(anchor: Tensor, loc: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """T = L⁻¹L₀ of an L that moves from L₀, with w = Tw₀ for the same u, where q(w₀) is held; and 0, with the gradient
+    by T of E_q log p(u).
+    """
+    turn = solve_lower(anchor, anchor.detach())
+    # E log N(u | 0, TTᵀ) is log|T| − ½(|Tm|² + tr TSTᵀ) + a constant: eq. 6's terms of the prior.
     inverse = solve_lower(factor, torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device))
     squares = (turn @ loc[..., None]).square().sum((-2, -1)) + (turn @ inverse.mT).square().sum((-2, -1))
     value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares
-    return value - value.detach()
+    return turn, value - value.detach()

@@ -33,25 +33,9 @@ from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import graph_of
 from ..program.declared import expectation, over_scale, parameter_of, parameters, rebuilt
-from ..program.facts import COUPLED, MAX_AXES, ClosedForms
+from ..program.facts import COUPLED, ClosedForms
 from ..program.handlers import Rerun, held_trace, mapped
 from ..program.traces import RandomState, bare, free_values, sample_sites, without_event
-from ..warned import warn_once
-
-
-def require_gradients(found: ClosedForms) -> None:
-    """Raise, naming the site, if one is piecewise constant and its expectation of its own cannot be used: draws of
-    function values would give no gradient.
-    """
-    for name, kind in found.unused.items():
-        if getattr(kind, "piecewise_constant", False):
-            raise ValueError(
-                f"site {name!r} has the distribution {kind.__name__}, which brings its own expectation over normal "
-                f"{kind.normal_parameter}, but here this is not an affine function of function values, another "
-                "parameter, the scale or the mask depends on them, too, or entries of one term share functions. It is "
-                "piecewise constant: give it one output of a GP for each entry, scaled or shifted at most, or take a "
-                "likelihood with a gradient, such as Categorical(logits=...)."
-            )
 
 
 def sum_of_expectations(
@@ -285,19 +269,6 @@ class Grid:
     def _moved(self, guide_trace: poutine.Trace, node: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """The GP sites' values at a node."""
         return values_at({name: posterior_at(guide_trace, name) for name in self.closed.axes}, node, self.closed.axes)
-
-
-def warn_of_draws(guide: AutoSparseGP, drawn: Collection[str]) -> None:
-    """Warn of sites that meet in so many that draws take the place of nodes."""
-    names = ", ".join(drawn)
-    warn_once(
-        guide.warned,
-        "integrated by draws",
-        names,
-        f"GP sites {names} meet in densities of more than {MAX_AXES} function values: these are integrated by Monte "
-        "Carlo, with one draw per particle. Take more, num_particles=10.",
-        stacklevel=6,
-    )
 
 
 def require_shown(shown: bool) -> None:

@@ -26,20 +26,11 @@ from ..numerics.arguments import require_count
 from ..numerics.linalg import flags_kept
 from ..numerics.processes import joined
 from ..posterior.drawing import OTHER_LATENTS
+from ..program.facts import MAX_AXES
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
-from .expected import (
-    Grid,
-    Ran,
-    log_density_minus_kl,
-    on_grid,
-    one_by_one,
-    require_gradients,
-    require_shown,
-    sum_of_expectations,
-    warn_of_draws,
-)
+from .expected import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, require_shown, sum_of_expectations
 from .field import bound_of_field
 
 _PASSES = 5  # at most, of posteriors that have met no data
@@ -257,11 +248,18 @@ class TraceQuadrature_ELBO(ELBO):
         closed = guide.core.forms or closed_forms_of(guide, args, kwargs)
         if guide.core.facts.field:
             return bound_of_field(guide, wrapped, args, kwargs, self.num_nodes)
-        require_gradients(closed)
         given = guide.conditioned(wrapped, args, kwargs) if guide.by_sites else None
         grid = Grid(guide, wrapped, (args, kwargs), closed, given)
         if closed.drawn:
-            warn_of_draws(guide, closed.drawn)
+            names = ", ".join(closed.drawn)
+            warn_once(
+                guide.warned,
+                "integrated by draws",
+                names,
+                f"GP sites {names} meet in densities of more than {MAX_AXES} function values: these are integrated by "
+                "Monte Carlo, with one draw per particle. Take more, num_particles=10.",
+                stacklevel=5,
+            )
         if not closed.sites:
             return self._integrated(grid)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.

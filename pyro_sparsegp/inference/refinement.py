@@ -18,21 +18,13 @@ from torch import Tensor
 from ..approximations.on_sites import ExpectationGP
 from ..gaussians.sites import Sites, update
 from ..guide import AutoSparseGP
-from ..numerics.linalg import (
-    NumericalWarning,
-    over_upper,
-    plus_one,
-    row_squares,
-    side_by_side,
-    solve_lower,
-    variance_floor,
-)
+from ..numerics.linalg import NumericalWarning, over_upper, plus_one, row_squares, side_by_side, variance_floor
 from ..numerics.tilted import log_normaliser, tilted
 from ..process import GaussianProcess
 from ..program.facts import NONE
 from ..program.reader import Terms
 from ..warned import warn_once
-from .cavities import cavity_of, is_valid, prior_of
+from .cavities import cavity_of, is_valid, turned
 
 _SLOWEST = 1 / 64
 _NEAR = 1.0  # standard deviations by which sites near their fixed point move at most
@@ -298,9 +290,8 @@ class SiteRun:
             phi = self.phi
             if self.index is not None and self.anchor is not None:
                 # The sites of other data stay where they are in u = Lw, and so do the cavities: φᵀw = φᵀL⁻¹u.
-                turn = solve_lower(self.anchor, self.anchor.detach())
-                phi = phi @ turn
-                normaliser = normaliser + prior_of(turn, self.loc, self.factor)
+                turn, prior = turned(self.anchor, self.loc, self.factor)
+                phi, normaliser = phi @ turn, normaliser + prior
             mean = (phi * cavity.loc).sum(-1)
             variance = 2 * (phi * cavity.cov).sum(-1) - cavity.variance
             if terms.differentiable:

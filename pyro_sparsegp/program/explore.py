@@ -13,7 +13,6 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from ..distributions import ExpectedLogProb
 from ..process import GaussianProcess
 from .declared import is_declared, is_normal, others_of, parameter_of, parameters
 from .facts import (
@@ -73,7 +72,16 @@ def explore(
     found.downstream = [site for _, site in terms if program.touching(site, names)]
     found.summed = _summed(found, program)
     closed = [site for site in program.kinds if program.is_closed(site, outer)]
-    brought = [site for site, kind in program.kinds.items() if isinstance(kind, ExpectedLogProb)]
+    for site in program.kinds.keys() - closed:
+        fn = program.kinds[site]
+        if getattr(fn, "piecewise_constant", False) and program.touching(site, outer):
+            raise ValueError(
+                f"site {site!r} has the distribution {type(fn).__name__}, which brings its own expectation over normal "
+                f"{fn.normal_parameter}, but here this is not an affine function of function values, another "
+                "parameter, the scale or the mask depends on them, too, or entries of one term share functions. It is "
+                "piecewise constant: give it one output of a GP for each entry, scaled or shifted at most, or take a "
+                "likelihood with a gradient, such as Categorical(logits=...)."
+            )
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
@@ -91,7 +99,6 @@ def explore(
         tuple(name for name in outer if any(program.touching(site, [name]) for site in closed)),
         left([key for key in terms if key[1] not in closed]),
         {site: type(program.kinds[site]) for site in closed},
-        {site: type(program.kinds[site]) for site in brought if site not in closed and program.touching(site, outer)},
         program.moving,
     )
 

@@ -255,7 +255,6 @@ class ClosedForms:
     gps: tuple[str, ...]  # the GP sites that these sites' densities depend on
     rest: Structure  # how all other densities do
     kinds: dict[str, type]  # of the distributions of sites in closed form
-    unused: dict[str, Any]  # those of sites whose distribution brings an expectation that can't be used
     moving: dict[str, list[str]]  # by site, which of its parameters, scale and mask depend on function values
 
     @cached_property
