@@ -10,7 +10,6 @@ from pyro_sparsegp.numerics.linalg import (
     default_jitter,
     factorised,
     flags_kept,
-    gaussian_kl,
     over_lower,
     over_upper,
     solve_lower,
@@ -91,16 +90,6 @@ def test_a_kernel_that_is_not_finite_is_told_of_with_its_hyperparameters(length)
         GaussianProcess(kernel, x).rsample()
     with pytest.raises(RuntimeError, match=r"K_ZZ of site 'f' .*" + message):
         SVGP(x[:5]).build(GaussianProcess(kernel, x), "f")(GaussianProcess(kernel, x), "f")
-
-
-def test_gaussian_kl_is_that_of_torch():
-    a = torch.randn(2, 4, 4)
-    loc, tril = torch.randn(2, 4), torch.linalg.cholesky(a @ a.mT + torch.eye(4))
-    q = torch.distributions.MultivariateNormal(loc, scale_tril=tril)
-    p = torch.distributions.MultivariateNormal(torch.zeros(4), torch.eye(4))
-    log_det = 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    kl = gaussian_kl(loc, tril.square().sum((-2, -1)), log_det)
-    torch.testing.assert_close(kl, torch.distributions.kl_divergence(q, p))
 
 
 def test_small_helpers():

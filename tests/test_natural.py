@@ -27,7 +27,7 @@ from pyro_sparsegp.families import (
     WeightSpace,
     additive,
 )
-from pyro_sparsegp.gaussians import Diagonal, Falling, NaturalGaussian, NaturalLowRank, Product, from_natural
+from pyro_sparsegp.gaussians import Diagonal, NaturalGaussian, NaturalLowRank, Product, from_natural
 from pyro_sparsegp.gaussians.factors import LowRankFactor
 from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import recording, steppers
@@ -508,7 +508,7 @@ def test_the_way_back_to_a_factor_that_moves_is_autograds():
 
 @pytest.mark.parametrize(
     ("rate", "of_all", "of_a_batch"),
-    [({}, 0.25, 0.1), ({"rate": Falling(0.05)}, 0.05, 0.05), ({"rate": 0.3}, 0.3, 0.3)],
+    [({}, 0.25, 0.1), ({"rate": lambda t: max(0.05, 1 / (1 + t))}, 0.05, 0.05), ({"rate": 0.3}, 0.3, 0.3)],
 )
 def test_the_floor_of_the_rate_is_higher_on_all_rows(rate, of_all, of_a_batch):
     """Of other data q takes the share ρ of the way to what they alone would have it be."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.base import hyperparameters
 from ..numerics.functions import in_chunks
-from ..numerics.linalg import Whitening, default_jitter, is_precise, side_by_side, solve_lower, whitening
+from ..numerics.linalg import PRECISE, Whitening, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs, coarse_to_fine, given_inputs, some_distinct, those
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
@@ -42,7 +42,7 @@ class InducingFeatures(CrossFeatures):
         super().__init__(kernel, tuple(map(attrgetter("size"), variables)))
         self.variables, self.factor, self.whitened = list(variables), whitened.factor, whitened
         self._wide = self._joined = _join(self.variables)
-        if self.factor.dtype != getattr(self._joined[0], "z", self.factor).dtype:  # found within precisely()
+        if self.factor.dtype != getattr(self._joined[0], "z", self.factor).dtype:  # found in float64
             self._wide, self.factor = _join(widened(kernel, self.variables)), self.factor.to(self.z)
 
     @property
@@ -292,7 +292,7 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
     exact = widened(kernel, variables)
     # In predictions Φ is found in float64, too: rounding that L⁻¹ magnifies would be variance of draws, of which the
     # residual's is then below 0 (test_joint_draws_are_as_wide_as_their_marginals).
-    dtype = None if exact is variables or is_precise() else variables[0].z.dtype  # type: ignore[attr-defined]
+    dtype = None if exact is variables or PRECISE.get() else variables[0].z.dtype  # type: ignore[attr-defined]
     sets = _join(exact)
     whole = checked(sets[0].covariance(kernel), sets[0], "covariance", sets[0].size)
     for b, part in enumerate(sets[1:], 1):

@@ -82,7 +82,7 @@ class MeanFieldAdditive(AdditiveFamily):
 
     def in_natural_steps(self) -> NewCoefficients:
         """That posterior, by natural steps; with many coefficients, at a cost linear in the number of summands."""
-        blocks: NewCoefficients = partial(NaturalLowRank, rank=0, rate=self.natural_rate)
+        blocks: NewCoefficients = partial(NaturalLowRank, rank=0, rate=self.rate)
         dense = super().in_natural_steps()
 
         def made(sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> Coefficients:
@@ -127,7 +127,7 @@ class CoupledPrecision(AdditiveFamily):
     couples = can_step = True
 
     def in_natural_steps(self) -> NewCoefficients:
-        return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.natural_rate)
+        return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.rate)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

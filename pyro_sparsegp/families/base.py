@@ -14,7 +14,6 @@ from ..approximations.on_sites import ExpectationGP, OptimalGP
 from ..bases import Basis, InducingVariables
 from ..bases.additive import rebuilt
 from ..gaussians import Coefficients, NaturalGaussian, Rate
-from ..gaussians.steps import DEFAULT_RATE
 from ..numerics.arguments import Documented, require_choice, require_count, require_share
 from ..process import GaussianProcess
 
@@ -165,14 +164,9 @@ class FreeFormFamily(BasisFamily):
         """The posterior over the coefficients as it is learned, by gradients or by natural gradients."""
         return self.in_natural_steps() if self.is_natural else self.new_coefficients()
 
-    @property
-    def natural_rate(self) -> Rate:
-        """ρ of natural steps: the one given, or the default."""
-        return DEFAULT_RATE if self.rate is None else self.rate
-
     def in_natural_steps(self) -> NewCoefficients:
         """The posterior of w that :meth:`new_coefficients` makes, learned by natural steps."""
-        return partial(NaturalGaussian, kind=self.new_coefficients(), rate=self.natural_rate)
+        return partial(NaturalGaussian, kind=self.new_coefficients(), rate=self.rate)
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = super().build(process, name)

@@ -15,11 +15,10 @@ from .free import (
 )
 from .low_rank import NaturalLowRank
 from .natural import NaturalGaussian
-from .product import Continued, Product, from_natural, optimal, weighted_gram
+from .product import Continued, Product, Share, Shared, Whole, from_natural, optimal, weighted_gram
 from .seats import AtRows, seen_from
-from .shared import Share, Shared, Whole
 from .sites import Sites
-from .steps import Falling, Rate
+from .steps import Rate
 
 __all__ = [
     "AtRows",
@@ -33,7 +32,6 @@ __all__ = [
     "DiagonalFactor",
     "Drawn",
     "DrawnGaussian",
-    "Falling",
     "FullCholesky",
     "Gaussian",
     "Given",

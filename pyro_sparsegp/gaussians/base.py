@@ -131,10 +131,10 @@ class Coefficients(Documented, AbstractModule):
     @abstractmethod
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
         super().__init__()
+        self.sizes = tuple(sizes)
 
     def put(self, name: str, value: Tensor) -> None:
         """Give a parameter a value, in the parameter's own shape, dtype and device."""
-        # Pyro's attribute sets the unconstrained parameter.
         current = getattr(self, name)
         setattr(self, name, value.to(current).expand(current.shape))
 

@@ -29,7 +29,6 @@ class _Factored(Coefficients):
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
         super().__init__(sizes, batch_shape, like)
-        self.sizes = tuple(sizes)
         layout = self.layout(len(self.sizes))
         self.kinds: list[Any] = [kind for kind, _ in layout]
         self.groups = [group for _, group in layout]
@@ -143,7 +142,7 @@ class _LowRank(Coefficients):
         self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rank: Optional[int] = None
     ) -> None:
         super().__init__(sizes, batch_shape, like)
-        self.sizes, self._stack = tuple(sizes), Stack(sizes)
+        self._stack = Stack(sizes)
         for i, (num, b) in enumerate(zip(self.sizes, small_columns(sizes, batch_shape, rank, like))):
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
             setattr(self, f"b_{i}", PyroParam(b))

@@ -38,7 +38,7 @@ from .free import leading_directions, small_columns
 from .natural import NaturalGaussian, Parts, Seen
 from .product import Product
 from .seats import Seat, softened
-from .steps import DEFAULT_RATE, Natural, Pass, Rate
+from .steps import Natural, Pass, Rate
 
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
 
@@ -245,7 +245,7 @@ class NaturalLowRank(NaturalGaussian):
         like: Tensor,
         rank: Optional[int] = None,
         base: bool = True,
-        rate: Rate = DEFAULT_RATE,
+        rate: Optional[Rate] = None,
     ) -> None:
         Natural.__init__(self, sizes, batch_shape, like, rate)
         self.base, self._stack = base, (stack := Stack(self.sizes))

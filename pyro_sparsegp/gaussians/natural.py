@@ -28,7 +28,7 @@ from .factors import CovarianceFactor, DenseFactor, IdentityFactor
 from .free import FullCholesky
 from .product import Product, Recorded, from_natural, slices
 from .seats import Known, Seat, inverse_of, softened
-from .steps import DEFAULT_RATE, Natural, Pass, Rate, cautious, recorded
+from .steps import Natural, Pass, Rate, cautious, recorded
 
 _KNOWN = 9  # steps that sums of more than a batch count for
 _BY_DRAWS = 0.3  # η where draws alone show curvatures
@@ -69,8 +69,6 @@ class NaturalGaussian(Natural):
 
     :param kind: the free posterior with the same layout of factors. These share the whole of G: their means are solved
         for together (a step with each one's own mean diverges where they are coupled).
-    :param rate: ρ, in (0, 1] or a function of the number of steps taken; by default max(0.1, 1/(1 + t)), or, of a step
-        on all rows, max(0.25, 1/(1 + t)).
     """
 
     softness = 0.03  # η
@@ -87,7 +85,7 @@ class NaturalGaussian(Natural):
         batch_shape: Sequence[int],
         like: Tensor,
         kind: Any = FullCholesky,
-        rate: Rate = DEFAULT_RATE,
+        rate: Optional[Rate] = None,
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
         if not self.takes(kind):

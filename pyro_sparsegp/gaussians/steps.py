@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter, methodcaller
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..modules import size_buffers
+from ..numerics.functions import held
 from ..numerics.linalg import lift_to
 from ..numerics.processes import joined, largest, total_share
 from .base import Coefficients
@@ -211,15 +211,9 @@ class Record:
 _RECORD: ContextVar[Optional[Record]] = ContextVar("record of an evaluation", default=None)
 
 
-@contextmanager
-def recording(like: Tensor) -> Iterator[Record]:
+def recording(like: Tensor) -> Any:
     """Record what Gaussians give, of a loss that is differentiated once."""
-    record = Record(like)
-    token = _RECORD.set(record)
-    try:
-        yield record
-    finally:
-        _RECORD.reset(token)
+    return held(_RECORD, Record(like))
 
 
 def recorded() -> Optional[Record]:
@@ -239,55 +233,34 @@ _CLOSER = 6  # times as close where negative curvatures are cut, half a deviatio
 Rate = Union[float, Callable[[int], float]]
 
 
-@dataclass(frozen=True)
-class Falling:
-    """The rate of step t = 0, 1, …: ρ = max(least, most/(1 + t)), an average over all steps, then the last 1/least.
-
-    :param least: the floor, in (0, 1].
-    :param most: of the first step, in (0, 1].
-    :param whole: the floor of steps on all rows, in [0, 1], where it is the larger one: what is averaged over is no
-        batch's noise there, but hyperparameters of before.
-    """
-
-    least: float = 0.1
-    most: float = 1.0
-    whole: float = 0.0
-
-    def __call__(self, step: int) -> float:
-        return max(self.least, self.most / (1 + step))
-
-
-DEFAULT_RATE = Falling(whole=0.25)
-
-
 class Natural(Coefficients):
     """Coefficients that take natural steps by an objective's record; without one they are plain parameters.
 
     Plain gradients move the mean and a tilt: of a root R of the covariance they make RA with A = tril(raw), the
     exponential of raw's diagonal on its own, I at 0. A natural step brings A back to I.
 
-    :param rate: ρ, a number in (0, 1], or a function of the number of steps taken.
+    :param rate: ρ, a number in (0, 1], or a function of the number of steps taken; by default max(0.1, 1/(1 + t)), or,
+        of a step on all rows, max(0.25, 1/(1 + t)).
     """
 
-    def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
+    def __init__(
+        self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Optional[Rate] = None
+    ) -> None:
         super().__init__(sizes, batch_shape, like)
-        self.sizes, self.batch_shape, self.rate = tuple(sizes), torch.Size(batch_shape), rate
+        self.batch_shape, self.rate = torch.Size(batch_shape), rate
         self.loc: Any = torch.nn.Parameter(like.new_zeros(*batch_shape, sum(self.sizes)))  # m
         self.steps = 0  # that were taken
         self.share = 1.0  # of its rate that a step takes, for a loop whose rates fall
         self._looked = -1, False  # the tilt's version when it was last looked at, and whether it was other than 0
 
     def next_rate(self, share: float = 0.0) -> float:
-        """ρ of the next step.
-
-        :param share: of all rows, those that it is on here.
-        """
+        """ρ of the next step, on this share of all rows."""
+        if self.rate is None:
+            # What an average over all steps, then the last ones, is over is no batch's noise on all rows, but
+            # hyperparameters of before: test_the_floor_of_the_rate_is_higher_on_all_rows
+            floor = 0.25 if total_share(share, self._kept("loc")) > 0.999 else 0.1
+            return max(floor, 1 / (1 + self.steps)) * self.share
         rate = float(self.rate(self.steps) if callable(self.rate) else self.rate)
-        # All rows have no noise to average out, so that the floor may be higher there:
-        # test_the_floor_of_the_rate_is_higher_on_all_rows
-        floor = getattr(self.rate, "whole", rate)
-        if rate < floor and total_share(share, self._kept("loc")) > 0.999:
-            rate = floor
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be in [0, 1], of step {self.steps} it gives {rate}")
         return rate * self.share

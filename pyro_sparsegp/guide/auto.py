@@ -14,7 +14,8 @@ from torch import Tensor
 from ..approximations.on_sites import require_refined
 from ..modules import drop_stored, take_name, unique_name
 from ..numerics.arguments import require_count
-from ..numerics.linalg import precisely
+from ..numerics.functions import held
+from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import require_sizes
 from ..program.handlers import in_blocks, observes, unrecorded
@@ -268,7 +269,7 @@ class AutoSparseGP(SiteMessenger):
         inputs = bool(self.core.facts.local_latents) and self.relation(args, kwargs).same
         rows = Rows(same=False, inputs=inputs, new=True)
         conditions = conditions or conditions_now(self, asked.get("at_medians", False), rows.inputs)
-        with unrecorded(same=False, learns=False), whole_plates(), precisely():
+        with unrecorded(same=False, learns=False), whole_plates(), held(PRECISE, True):
             run = Posteriors(self, conditions, rows, **{"sums_out": False} | asked).perform(args, kwargs)
         note_rows(run)
         return run

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Optional, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
 
 
 def shape_of(value: Any) -> str:
@@ -26,6 +29,16 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     return torch.Size(np.broadcast_shapes(*map(tuple, shapes)))
 
 
+@contextmanager
+def held(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """Have a context variable hold a value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
 class Function(torch.autograd.Function):
     """:class:`torch.autograd.Function`, whose ``apply`` looks up the signature of ``forward`` and binds arguments to it
     at each call: here they are all given, by position. Its ``jvp`` may stand within another: torch turns forward mode
@@ -34,8 +47,15 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "jvp" in vars(cls):
-            cls.jvp = staticmethod(_nested(cls.jvp))  # type: ignore[method-assign, assignment]
+        if "jvp" not in vars(cls):
+            return
+        plain = cls.jvp
+
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            with _set_fwd_grad_enabled(True):
+                return plain(_Primal(ctx), *tangents)
+
+        cls.jvp = staticmethod(jvp)  # type: ignore[method-assign, assignment]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -58,23 +78,10 @@ class _Primal:
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
+        self.saved_tensors = tuple(p if p is None else unpack_dual(p).primal for p in ctx.saved_tensors)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
-
-    @property
-    def saved_tensors(self) -> tuple[Any, ...]:
-        saved = self._ctx.saved_tensors
-        return tuple(unpack_dual(part).primal if isinstance(part, Tensor) else part for part in saved)
-
-
-def _nested(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def within(ctx: Any, *tangents: Any) -> Any:
-        with _set_fwd_grad_enabled(True):
-            return method(_Primal(ctx), *tangents)
-
-    return within
 
 
 def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor:
@@ -102,19 +109,14 @@ _KEPT = 2**24  # numbers that may stay until the way back
 _ROW = 2**9  # numbers that a network is taken to make of a row
 
 
-def more_on(like: Tensor) -> int:
-    """How many times as much as on a CPU is taken at once on a tensor's device."""
-    return 1 if like.device.type == "cpu" else 32
-
-
-def at_once(like: Tensor) -> int:
+def at_once(like: Tensor, on_cpu: int = _PIECE) -> int:
     """How many numbers, as of a kernel matrix, are made at once on a tensor's device."""
-    return more_on(like) * _PIECE
+    return on_cpu if like.device.type == "cpu" else 32 * on_cpu
 
 
 def is_long(x: Tensor) -> bool:
     """Whether inputs ``(N, D)`` have too many rows to keep what a network makes of all of them."""
-    return x.dim() == 2 and x.shape[0] * _ROW > more_on(x) * _KEPT
+    return x.dim() == 2 and x.shape[0] * _ROW > at_once(x, _KEPT)
 
 
 def pieces(num: int, like: Tensor, cost: int = _ROW) -> list[slice]:
@@ -151,6 +153,6 @@ def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Te
 
     Where they make many numbers on the way these are dropped, and made again on the way back.
     """
-    run = dropping if num * cost > more_on(like) * _KEPT else operator.call
+    run = dropping if num * cost > at_once(like, _KEPT) else operator.call
     parts = [run(function, rows) for rows in pieces(num, like, cost)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Optional
 
@@ -22,7 +21,7 @@ from .factors import solve_lower as solve_lower
 from .factors import times_lower as times_lower
 from .factors import tril_of_product as tril_of_product
 from .factors import turn_of as turn_of
-from .functions import broadcast_shapes
+from .functions import broadcast_shapes, held
 
 
 class NumericalWarning(UserWarning):
@@ -40,35 +39,13 @@ def default_jitter(dtype: torch.dtype) -> float:
 
 
 _FLAGS: ContextVar[Optional[list[Tensor]]] = ContextVar("flags of Cholesky factorisations", default=None)
+# For predictions, whose draws need them so.
+PRECISE: ContextVar[bool] = ContextVar("whether features in float32 are found in float64", default=False)
 
 
-_PRECISE: ContextVar[bool] = ContextVar("whether features are found in float64", default=False)
-
-
-@contextmanager
-def precisely() -> Iterator[None]:
-    """Have features in float32 be found in float64: for predictions, whose draws need them so."""
-    token = _PRECISE.set(True)
-    try:
-        yield
-    finally:
-        _PRECISE.reset(token)
-
-
-def is_precise() -> bool:
-    """Whether this is within :func:`precisely`."""
-    return _PRECISE.get()
-
-
-@contextmanager
-def flags_kept() -> Iterator[list[Tensor]]:
+def flags_kept() -> Any:
     """Have :func:`cholesky` try one jitter and leave its flag, not 0 if it failed: nothing is read from the device."""
-    flags: list[Tensor] = []
-    token = _FLAGS.set(flags)
-    try:
-        yield flags
-    finally:
-        _FLAGS.reset(token)
+    return held(_FLAGS, [])
 
 
 def rounding(matrix: Tensor) -> float:
@@ -190,7 +167,7 @@ def _left(info: Tensor) -> bool:
 
 
 def _why(matrix: Tensor, made_of: str, tried: str) -> str:
-    # Why there is no Cholesky factor, and what to do.
+    """Why there is no Cholesky factor, and what to do."""
     bad = ~matrix.isfinite()
     if bad.any():
         return (
@@ -245,16 +222,6 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
         shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
         parts = [part.expand(*shape, part.shape[-1]) for part in parts]
     return torch.cat(list(parts), -1)
-
-
-def gaussian_kl(loc: Tensor, trace: Tensor, log_det: Tensor) -> Tensor:
-    """KL[N(m, S) ‖ N(0, I)] = ½(tr S + mᵀm − M − log|S|), in nats.
-
-    :param loc: m, ``(..., M)``.
-    :param trace: tr S, ``(...,)``.
-    :param log_det: log|S|, ``(...,)``.
-    """
-    return 0.5 * (trace + loc.square().sum(-1) - loc.shape[-1] - log_det)
 
 
 def variance_floor(prior: Tensor) -> Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from .functions import Function
+from .functions import Function, held
 
 
 class _AllReduce(Function):
@@ -81,18 +80,13 @@ def put_gradients(parameters: Sequence[Tensor], total: Callable[..., list[Tensor
 _sharing: ContextVar[tuple[Workers, float]] = ContextVar("sharing", default=(Workers(None), 1.0))
 
 
-@contextmanager
-def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
+def sharing(group: Optional[Any], weight: float = 1.0) -> Any:
     """Steps of SVI within are of all the processes of a group together, each with rows of its own.
 
     :param group: a ``torch.distributed`` process group; ``None`` changes nothing.
     :param weight: how many rows this process's batch stands for, beside the others': equal ones by default.
     """
-    token = _sharing.set((Workers(group), weight))
-    try:
-        yield
-    finally:
-        _sharing.reset(token)
+    return held(_sharing, (Workers(group), weight))
 
 
 def is_shared() -> bool:
