@@ -11,10 +11,7 @@ from torch import Tensor
 
 
 def require_codes(codes: Tensor, num: int, what: str, remedy: str) -> None:
-    """Refuse codes that are no whole numbers from 0 to ``num`` − 1.
-
-    :raises ValueError: with ``what`` they are, which came, and the ``remedy``.
-    """
+    """Refuse codes that are no whole numbers from 0 to ``num`` − 1, with ``what`` they are, and the ``remedy``."""
     # NaN is none of them, and fails the first comparison; an error shows few of many.
     unknown = codes.detach()[(codes != codes.round()) | (codes < 0) | (codes >= num)][:1000]
     if unknown.numel():
@@ -23,28 +20,19 @@ def require_codes(codes: Tensor, num: int, what: str, remedy: str) -> None:
 
 
 def require_count(value: Any, what: str, least: int = 1, or_none: bool = False) -> None:
-    """Refuse what is no whole number of at least so much.
-
-    :raises ValueError: with ``what`` it is.
-    """
+    """Refuse what is no whole number of at least so much."""
     if not (or_none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{what} must be {'None or ' * or_none}a whole number of at least {least}, got {value!r}")
 
 
 def require_share(value: Any, what: str) -> None:
-    """Refuse what is no number in (0, 1].
-
-    :raises ValueError: with ``what`` it is.
-    """
+    """Refuse what is no number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ValueError(f"{what} must be a number in (0, 1], got {value!r}")
 
 
 def require_choice(value: Any, what: str, *choices: str) -> None:
-    """Refuse what is none of some words.
-
-    :raises ValueError: with ``what`` it is.
-    """
+    """Refuse what is none of some words."""
     if value not in choices:
         listed = " or ".join(f'"{word}"' for word in choices)
         raise ValueError(f"{what} must be {listed}, got {value!r}")
@@ -54,9 +42,8 @@ _PARAM = re.compile(r"^:param (\w+):.*(?:\n[ ]+.*)*", re.M)
 
 
 class Documented:
-    """A class whose subclasses' docstrings have its words for those of their arguments that they have none for.
-
-    A family says only what is its own; ``help(SVGP)`` and the reference tell of ``init`` and ``start``, too.
+    """A class whose subclasses' docstrings have its words for those of their arguments that they have none for:
+    ``help(SVGP)`` and the reference tell of ``init`` and ``start``, too.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

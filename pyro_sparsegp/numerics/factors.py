@@ -36,9 +36,9 @@ def times_lower(a: Tensor, lower: Tensor) -> Tensor:
 
 
 def tril_of_product(a: Tensor, b: Tensor, symmetric: bool = False, lower: bool = False) -> Tensor:
-    """AᵀB, ``(..., M, M)``, up to the last block on the diagonal of each row; what is above means nothing.
+    """AᵀB, ``(..., M, M)``, up to the last block on the diagonal of each row; what is above is filled where AᵀB is
+    symmetric, else it means nothing.
 
-    :param symmetric: whether AᵀB is symmetric: what is above is then filled.
     :param lower: whether A is lower triangular, and B is, or what AᵀB needs of it is below the diagonal.
     """
     if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
@@ -152,23 +152,25 @@ class Factor(Function):
         return factor @ turn, turn, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
-        matrix = matrix.movedim(in_dims[0], 0) if in_dims[0] is not None else matrix[None]
-        shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        # the mapped dimension first
+        pairs = zip(inputs[:2], in_dims)
+        matrix, shift = (part[None] if dim is None else part.movedim(dim, 0) for part, dim in pairs)
         matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
-        found = Factor.apply(matrix, shift, dtype)
+        found = Factor.apply(matrix, shift, inputs[2])
         # A draw that needs more jitter gets it, as alone: to draw its block anew would leave out such draws, in
         # test_a_failed_factor_under_vmap_is_finite.
         for _ in range(ESCALATIONS if MAPPED.get() else 0):
             if not (failed := found[2] != 0).any():
                 break
             shift = torch.where(failed, 10 * shift, shift).expand(failed.shape)
-            found = Factor.apply(matrix, shift, dtype)
+            found = Factor.apply(matrix, shift, inputs[2])
         return found, (0, 0, 0)
 
 
 class _Turn(Function):
-    # Of L, only whose lower triangle has a gradient: L̄ = L⁻ᵀ tril(grad).
+    """L ↦ zeros; only L's lower triangle has a gradient, L̄ = L⁻ᵀ tril(grad)."""
+
     generate_vmap_rule = True
 
     @staticmethod

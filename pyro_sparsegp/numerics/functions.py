@@ -85,9 +85,8 @@ class _Primal:
 
 
 def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor:
-    """∂ value / ∂x times directions, ``(K, N)``, of N values, by one way back and one through that.
-
-    :param along: the directions, ``(K, len(x))``; by default each entry of x.
+    """∂ value / ∂x times directions, ``(K, N)``, of N values, by one way back and one through that: along rows of
+    ``(K, len(x))``, by default each entry of x.
     """
     one = torch.zeros_like(value, requires_grad=True)
     (slope,) = torch.autograd.grad(value, x, one, create_graph=True)
@@ -120,11 +119,7 @@ def is_long(x: Tensor) -> bool:
 
 
 def pieces(num: int, like: Tensor, cost: int = _ROW) -> list[slice]:
-    """Slices of ``num`` items, one after the other.
-
-    :param like: a tensor of the device.
-    :param cost: how many numbers are made for each item; by default, what a network makes of a row.
-    """
+    """Slices of ``num`` items, one after the other, for each of which ``cost`` numbers are made."""
     size = max(1, at_once(like) // cost)
     return [slice(start, start + size) for start in range(0, max(num, 1), size)]
 
@@ -140,7 +135,8 @@ def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tupl
     """The tensors ``(..., N)`` that ``function`` gives at inputs ``(N, D)``, evaluated in pieces if these are many."""
     if not is_long(x):
         return function(x)
-    return tuple(torch.cat(part, -1) for part in zip(*(dropping(function, x[rows]) for rows in pieces(len(x), x))))
+    parts = [dropping(function, x[rows]) for rows in pieces(len(x), x)]
+    return tuple(torch.cat(part, -1) for part in zip(*parts))
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
@@ -149,9 +145,8 @@ def in_chunks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Ten
 
 
 def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Tensor, dim: int) -> Tensor:
-    """What ``function`` gives for ``num`` items by :func:`pieces`, joined along ``dim``.
-
-    Where they make many numbers on the way these are dropped, and made again on the way back.
+    """What ``function`` gives for ``num`` items by :func:`pieces`, joined along ``dim``; many numbers that they make on
+    the way are dropped, and made again on the way back.
     """
     run = dropping if num * cost > at_once(like, _KEPT) else operator.call
     parts = [run(function, rows) for rows in pieces(num, like, cost)]

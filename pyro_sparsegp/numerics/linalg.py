@@ -54,14 +54,10 @@ def rounding(matrix: Tensor) -> float:
 
 
 class Whitening(NamedTuple):
-    """L with LLᵀ = A + εsI, and B ↦ BL⁻ᵀ.
-
-    :param factor: L, ``(..., M, M)``.
-    :param turn: zeros, whose derivative is L⁻¹dL.
-    """
+    """L, ``(..., M, M)``, with LLᵀ = A + εsI, and B ↦ BL⁻ᵀ."""
 
     factor: Tensor
-    turn: Tensor
+    turn: Tensor  # zeros, whose derivative is L⁻¹dL
 
     def __call__(self, cross: Tensor) -> Tensor:
         """BL⁻ᵀ, ``(..., N, M)``."""
@@ -88,10 +84,9 @@ def residual_cholesky(
 ) -> Tensor:
     """The factor of ρ = k − ΦΦᵀ, the residual's covariance at N inputs, ``(..., N, N)``.
 
-    :param prior: k, ``(..., N, N)``.
-    :param features: Φ, a block ``(..., N, M_b)`` each.
-    :param jitter: relative to k; by default one that covers what the difference loses of it.
-    :param scale: of the jitter; by default the mean of k's diagonal.
+    :param prior: k; ``features``: Φ, a block ``(..., N, M_b)`` each.
+    :param jitter: relative to ``scale``, by default the mean of k's diagonal; by default it covers what the difference
+        loses of k.
     """
     if jitter is None:
         # Rounding adds up along rows of the factor and columns of Φ:
@@ -129,20 +124,20 @@ def whitening(
         of it is NaN or infinite, which no jitter mends. The text says "input is not positive-definite", by which Pyro's
         HMC recognises a step to reject.
     """
+    size = " x ".join(map(str, matrix.shape)) + f", {str(matrix.dtype).removeprefix('torch.')}"
     level = first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
     if scale is None:
         diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
         scale = diagonal.abs().mean(-1)
     for attempt in range(ESCALATIONS + 1):
         factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
-        if _left(info):
-            if MAPPED.get():  # A GPU's samplers stop the process at NaN: test_a_failed_factor_under_vmap_is_finite.
-                factor = torch.where(info[..., None, None] == 0, factor, torch.eye(matrix.shape[-1]).to(factor))
-            return Whitening(factor, turn)
-        if not info.any():
+        is_left = _left(info)
+        if is_left and MAPPED.get():  # A GPU's samplers stop at NaN: test_a_failed_factor_under_vmap_is_finite.
+            factor = torch.where(info[..., None, None] == 0, factor, torch.eye(matrix.shape[-1]).to(factor))
+        if is_left or not info.any():
             if attempt > 0:
                 warnings.warn(
-                    f"{what} ({_size(matrix)}) needed a relative jitter above {first:.0e} for its Cholesky "
+                    f"{what} ({size}) needed a relative jitter above {first:.0e} for its Cholesky "
                     f"factorisation; use {'' if matrix.dtype == torch.float64 else 'float64, '}fewer or better spread "
                     "points, or set jitter=.",
                     NumericalWarning,
@@ -153,7 +148,7 @@ def whitening(
         if attempt == 0 and not matrix.isfinite().all():
             break
     raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
-        f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite. "
+        f"Cholesky factorisation of {what} ({size}) failed: the input is not positive-definite. "
         f"{_why(matrix, made_of(), f'Relative jitters from {first:.0e} to {level / 10:.0e} were tried.')}"
     )
 
@@ -187,25 +182,17 @@ def _why(matrix: Tensor, made_of: str, tried: str) -> str:
     )
 
 
-def _size(matrix: Tensor) -> str:
-    return " x ".join(map(str, matrix.shape)) + f", {str(matrix.dtype).removeprefix('torch.')}"
-
-
 def on_diagonal(blocks: Sequence[Tensor], whole: Tensor) -> Tensor:
     """``whole``, ``(..., M, M)``, with the blocks ``(..., M_b, M_b)`` put on its diagonal, in place."""
-    start = 0
+    stop = 0
     for block in blocks:
-        stop = start + block.shape[-1]
+        start, stop = stop, stop + block.shape[-1]
         whole[..., start:stop, start:stop] = block
-        start = stop
     return whole
 
 
 class Unbound(list[Tensor]):
-    """The matrices of one tensor, ``(..., C, N, M)``, which stays at hand.
-
-    :param whole: the tensor.
-    """
+    """The matrices of one tensor, ``(..., C, N, M)``, which stays at hand."""
 
     def __init__(self, whole: Tensor) -> None:
         super().__init__(whole.unbind(-3))
@@ -284,10 +271,7 @@ def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
 
 
 def root_of_inverse(matrix: Tensor, what: str = "I + ΦᵀΦ") -> Tensor:
-    """Lower triangular L with LLᵀ = A⁻¹, for A positive definite, ``(..., M, M)``: no inverse is formed.
-
-    :param what: what is factorised, for errors.
-    """
+    """Lower triangular L with LLᵀ = A⁻¹, for A positive definite, ``(..., M, M)``: no inverse is formed."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     # With rows and columns reversed, A = CCᵀ is UUᵀ for an upper U, and (UUᵀ)⁻¹ = U⁻ᵀU⁻¹.
     upper = cholesky(matrix.flip((-2, -1)), 0.0, what).flip((-2, -1))

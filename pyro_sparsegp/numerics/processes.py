@@ -30,11 +30,7 @@ class _AllReduce(Function):
 
 
 class Workers:
-    """The processes of a ``torch.distributed`` group, or this one alone.
-
-    :param group: a process group, or ``None``.
-    :raises ValueError: if there is none of that kind.
-    """
+    """The processes of a ``torch.distributed`` group, or this one alone."""
 
     def __init__(self, group: Optional[Any]) -> None:
         if group is not None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -71,8 +67,8 @@ class Workers:
 
 def put_gradients(parameters: Sequence[Tensor], total: Callable[..., list[Tensor]]) -> None:
     """Put what processes make of the parameters' gradients together, such as :meth:`Workers.sum`, in their place."""
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    for p, gradient in zip(parameters, total(*gradients)):
+    gradients = total(*[torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    for p, gradient in zip(parameters, gradients):
         p.grad = gradient
 
 
@@ -99,9 +95,7 @@ def joined(*values: Tensor) -> list[Tensor]:
 
     Of process r's batch the sum is s_r = c + (N/b_r) Σₙ tₙ, with the same c (a divergence) in all. With weights b_r
     the joined batch has Σ_r b_r s_r / Σ_r b_r = c + (N/Σ_r b_r) Σₙ tₙ. Losses, gradients and sums of sites are such.
-    Outside of :func:`sharing`, the values themselves.
-
-    :param values: of any shapes; all processes give as many, in the same order.
+    Outside of :func:`sharing`, the values themselves. All processes give as many, in the same order.
     """
     workers, weight = _sharing.get()
     if workers.num == 1:
@@ -125,9 +119,6 @@ def by_draws(draw: Tensor, value: Tensor) -> list[tuple[float, Tensor, Tensor]]:
     """Of what is a nonlinear function of a draw and of a sum over rows: the draws of all processes, each once, with its
     share of the rows and the sum, :func:`joined`, over the processes that have it. With one seed in all of them that is
     one draw with all rows. Outside of :func:`sharing`, the draw and the value themselves.
-
-    :param draw: of this process, of any shape.
-    :param value: by its rows, of any shape.
     """
     workers, weight = _sharing.get()
     if workers.num == 1:

@@ -16,22 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tilted:
-    """The moments of p(y | f)^α N(f | m, v) / Z, and how they were taken.
+    """The moments of p(y | f)^α N(f | m, v) / Z, ``(..., N)``, and how they were taken."""
 
-    :param log_z: log Z, ``(..., N)``; NaN where log p is −∞ or NaN at all nodes.
-    :param mean: E f, ``(..., N)``.
-    :param variance: Var f, ``(..., N)``.
-    :param nodes: ``(K, ..., N)``; a node where log p is not finite, which does not count, is put where it is.
-    :param weights: of the nodes, their sum 1, ``(K, ..., N)``.
-    :param cavity: m and v.
-    """
-
-    log_z: Tensor
-    mean: Tensor
-    variance: Tensor
-    nodes: Tensor
-    weights: Tensor
-    cavity: tuple[Tensor, Tensor]
+    log_z: Tensor  # NaN where log p is −∞ or NaN at all nodes
+    mean: Tensor  # E f
+    variance: Tensor  # Var f
+    nodes: Tensor  # (K, ..., N); one where log p is not finite, which does not count, is put where it is
+    weights: Tensor  # of the nodes, their sum 1, (K, ..., N)
+    cavity: tuple[Tensor, Tensor]  # m and v
 
 
 @torch.no_grad()
@@ -56,9 +48,8 @@ def tilted(
 
     :param log_density: f at nodes, ``(K, ..., N)``, to log p(yₙ | fₙ), of the same shape.
     :param mean: m, ``(..., N)``.
-    :param variance: v, ``(..., N)``; 0 is as good as the smallest positive number.
-    :param centre: a guess of the tilted mean, ``(..., N)``.
-    :param spread: a guess of its standard deviation, ``(..., N)``.
+    :param variance: v; 0 is as good as the smallest positive number.
+    :param centre: a guess of the tilted mean; ``spread``: of its standard deviation.
     :param power: α.
     """
 
@@ -187,8 +178,7 @@ def log_normaliser(
     With the nodes held, ∂/∂m = (E f − m)/v, ∂/∂v = ½((Var f + (E f − m)²)/v² − 1/v), and the derivative by log p at a
     node is α times its weight.
 
-    :param mean: m, with its graph; of the value it had when the moments were taken.
-    :param variance: v, likewise.
+    :param mean: m, with its graph, of the value it had when the moments were taken; ``variance``: v, likewise.
     :param values: log p at ``at.nodes``, ``(K, ..., N)``, with its graph, if it has one.
     """
     m, v = at.cavity
