@@ -91,8 +91,6 @@ def predict(
             f"the model indexes what these arguments do not have ({error}): give its plate of data their number of "
             "rows, pyro.plate('data', len(x)), and its latents only indices that they had in training."
         ) from error
-    if isinstance(result, AutoSparseGP):
-        result.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
@@ -103,8 +101,9 @@ def _of_guide(model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kw
     except RuntimeError as error:  # of data of training, whose shape is another
         require_own_rows(guide.trace.nodes, error)
         raise
+    nodes, guide.trace = guide.trace.nodes, poutine.Trace()  # a mapped run's tensors cannot be copied
     if model is guide.model:
-        require_own_rows(guide.trace.nodes)
+        require_own_rows(nodes)
         return values
     names = (*guide.facts.latents, *guide.facts.gps)
     with whole_plates(), Held({name: values[name] for name in names if name in values}):

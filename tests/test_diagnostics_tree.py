@@ -530,7 +530,6 @@ def test_refusals():
     refused("got list", to_datatree, regression, [], x, y)
     svi = pyro.infer.SVI(regression, guide, pyro.optim.Adam({}), TraceQuadrature_ELBO())
     assert to_datatree(regression, svi, x, y, num_samples=2).posterior["noise"].shape == (1, 2)
-    refused("arguments at new inputs", to_datatree, regression, guide, x, y, predict=3)
     projected, x, y = fitted(family=ComputationAware(10), steps=1)
     refused(r"no draws of coefficients.*predictive_scores", to_datatree, regression, projected, x, y, num_samples=3)
 

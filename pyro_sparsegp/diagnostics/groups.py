@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Optional
@@ -53,8 +52,8 @@ class Table:
         self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
         self.names: dict[Any, list[str]] = {}  # of the dimensions of a variable, or of one in a group
         self.rows: dict[int, str] = {}  # the data plates, by size
-        self.discrete: set[str] = set()  # sites of whole numbers: torch holds counts as floats
-        self.left: dict[tuple[str, str], np.ndarray] = {}  # the rows that masks leave of log likelihoods
+        self.left: dict[tuple[str, str], Tensor] = {}  # the rows that masks leave of log likelihoods
+        self.discrete: set[tuple[str, str]] = set()  # what has whole numbers: torch holds counts as floats
 
     def put(self, groups: Mapping[str, Mapping[str, Tensor]], functions: Mapping[str, Tensor]) -> None:
         """Add a block of draws, ``(B, ...)`` by group and variable, and of function values, which give names."""
@@ -62,15 +61,15 @@ class Table:
             self._learn(functions)
         for group, variables in groups.items():
             for name, values in variables.items():
-                left = self.left.get((group, name))
-                values = values.detach() if left is None else values.detach().reshape(len(values), -1)[:, left]
-                block = (values.long() if self._is_whole(group, name) else values).cpu().numpy()
+                block = self._array(group, name, values)
                 if block.dtype.kind == "f":
                     block = block.astype("float64" if group == "sample_stats" else self.dtype, copy=False)
                 self.blocks.setdefault(group, {}).setdefault(name, []).append(block)
 
-    def _is_whole(self, group: str, name: str) -> bool:
-        return name in self.discrete and group in _OF_DATA
+    def _array(self, group: str, name: str, values: Tensor) -> np.ndarray:
+        if (group, name) in self.left:
+            values = values.reshape(len(values), -1)[:, self.left[group, name]]
+        return (values.long() if (group, name) in self.discrete else values).detach().cpu().numpy()
 
     def _learn(self, functions: Mapping[str, Tensor]) -> None:
         """Learn names and kinds, and what has no draws."""
@@ -81,14 +80,14 @@ class Table:
             sizes = zip(self.names[name], site["fn"].batch_shape)
             self.rows = {size: dim for dim, size in sizes if not dim.startswith(f"{name}_dim_")} | self.rows
             if getattr(site["fn"].support, "is_discrete", False) and (site["value"] == site["value"].round()).all():
-                self.discrete.add(name)
+                self.discrete |= {(group, name) for group in _OF_DATA}
             rows = unmasked_rows(site["fn"], site["value"], site["mask"])
             if rows is not None and not rows.all():
                 # The first such site has the plate's name: another's mask may leave other rows
                 # (test_sites_of_one_plate_keep_rows_of_their_own).
-                first = rows.dim() == 1 and not self.left
-                self.names["log_likelihood", name] = self.names[name][:1] if first else [f"{name}_dim_0"]
-                self.left["log_likelihood", name] = np.flatnonzero(rows.cpu().numpy())
+                key, first = ("log_likelihood", name), rows.dim() == 1 and not self.left
+                self.names[key] = self.names[name][:1] if first else [f"{name}_dim_0"]
+                self.left[key] = rows.flatten().nonzero()[:, 0]
         for name, f in functions.items():
             front = [f"{name}_dim_{i}" for i in range(f.dim() - 3)] + [f"{name}_output"] * (f.dim() > 2)
             self.names[name] = [*front, self.rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 2}")]
@@ -114,9 +113,7 @@ class Table:
     def _fix(self, group: str, values: Mapping[str, Tensor]) -> None:
         """Add a group without draws, if there is anything in it; counts among observed values are integers."""
         for name, value in values.items():
-            array = value.detach().cpu().numpy()
-            array = array.astype("int64") if self._is_whole(group, name) else array
-            self.fixed.setdefault(group, {})[name] = array
+            self.fixed.setdefault(group, {})[name] = array = self._array(group, name, value)
             if name not in self.names:  # an argument of as many rows as there are data, or as there are new ones
                 new = {n: blocks[0] for n, blocks in self.blocks.get("predictions", {}).items() if n in self.names}
                 rows = self.rows | {f.shape[-1]: self.names[n][-1] for n, f in new.items()}
@@ -152,7 +149,7 @@ class Table:
             sizes |= dict(zip(dims, shape))
             variables[name] = [*front, *dims], array
             if (group, name) in self.left:
-                rows = self.left[group, name]
+                rows = self.left[group, name].cpu().numpy()
                 coords[dims[0]] = coords.get(dims[0], np.arange(rows.max(initial=0) + 1))[rows]
         # Coordinates may be given for dimensions of other rows, such as those of new inputs.
         coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim)}
@@ -167,14 +164,13 @@ class Table:
         return [*known, *(f"{name}_dim_{i}" for i in range(len(known), len(shape)))][: len(shape)]
 
 
-def attributes(**more: Any) -> dict[str, Any]:
-    """A dataset's attributes: who made it; what NetCDF cannot hold is written as JSON."""
-    given = {key: value for key, value in more.items() if value is not None}
+def attributes(**more: Optional[str]) -> dict[str, str]:
+    """A dataset's attributes: who made it, and what is known besides."""
     return {
         "created_at": datetime.now(UTC).isoformat(),
         "creation_library": "pyro_sparsegp",
         "creation_library_version": __version__,
         "inference_library": "pyro-ppl",
         "inference_library_version": pyro.__version__,
-        **{key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in given.items()},
+        **{key: value for key, value in more.items() if value is not None},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -75,7 +76,7 @@ class Source(ABC):
 
     name: Optional[str] = None  # what kind of posterior this is
     shape: Optional[tuple[int, ...]] = None  # how many chains, and draws of each, if it has them
-    families: Optional[dict[str, Any]] = None  # of GP sites
+    families: Optional[str] = None  # of GP sites, as JSON
     target = "exact"  # what the draws are towards; of a guide it is known after the first draw
     joint = False  # whether draws take the covariance of function values
     apart = True  # whether each has features and covariances of its own
@@ -135,7 +136,7 @@ class GuideSource(Source, Messenger):
             )
         self.guide, self.facts, self.sites = guide, facts, {}
         self.apart = guide.has_random_latents
-        self.families = {name: spec["family"] for name, spec in facts.gps.items()}
+        self.families = json.dumps({name: spec["family"] for name, spec in facts.gps.items()})
         self.data = [name for name, num in facts.rows.items() if num]
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*facts.inner, *(f for f, kind in facts.dependence.items() if kind == COUPLED)}
@@ -291,25 +292,19 @@ def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any],
 
     :raises ValueError: where ``result`` is none of these, or belongs to another model.
     """
-    has_run = isinstance(result, MCMC)
-    now = (args, kwargs) if args or marginal or not has_run else sampled(result, None)[1]
     order = "then the guide or the MCMC, then the training data: (model, guide, x, y)"
-    require_call("a posterior's draws", order, model, *now)
-    guide = _guide_of(result)
-    if guide is not None:
+    require_call("a posterior's draws", order, model, args, kwargs)
+    guide = getattr(result, "guide", result)
+    if isinstance(guide, AutoSparseGP):
         return GuideSource(own_guide(model, guide, "this diagnostic"), args, kwargs, marginal)
+    has_run, now = isinstance(result, MCMC), (args, kwargs)
     samples, old, diverging = sampled(result, None if has_run else now)
     return SampleSource(model, samples, diverging, now, old if marginal and has_run else None)
 
 
-def _guide_of(given: Any) -> Optional[AutoSparseGP]:
-    guide = given if isinstance(given, AutoSparseGP) else getattr(given, "guide", None)
-    return guide if isinstance(guide, AutoSparseGP) else None
-
-
 def require_call(function: str, order: str, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise where something else stands in the model's place, or it cannot be called with these arguments."""
-    if not callable(model) or _guide_of(model) is not None:
+    if not callable(model) or isinstance(getattr(model, "guide", model), AutoSparseGP):
         raise ValueError(f"{function} takes the model first, {order}; got {type(model).__name__} in its place")
     try:
         signature_of(model).bind(*args, **kwargs)

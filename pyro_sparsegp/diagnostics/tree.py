@@ -77,11 +77,6 @@ def to_datatree(
     :raises ValueError: where the result, the arguments or the labels do not fit.
     """
     require_count(num_samples, "num_samples")
-    if predict is not None and not isinstance(predict, (Tensor, Mapping, tuple, list)):
-        raise ValueError(
-            "predict must be the model's arguments at new inputs, a tensor, a tuple or a mapping, got "
-            f"{type(predict).__name__}"
-        )
     source, new = as_source(model, guide, args, kwargs), None if predict is None else arguments_of(predict)
     shape = source.shape or (1, num_samples)
     table = Table(source, shape, dtype, dims, coords)

@@ -206,10 +206,9 @@ class Model(BoTorchModel, FantasizeMixin):
         """
         return _Given(self, X, Y, noise)
 
-    def _require_rows(self, X: Any, what: str) -> None:
-        if not isinstance(X, Tensor) or X.dim() < 2:
-            got = f"a tensor of shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
-            raise ValueError(f"Model.{what} is (..., q, D), got {got}")
+    def _require_rows(self, X: Tensor, what: str) -> None:
+        if X.dim() < 2:
+            raise ValueError(f"Model.{what} is (..., q, D), got a tensor of shape {tuple(X.shape)}")
 
 
 class _Given(Model):
