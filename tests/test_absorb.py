@@ -213,7 +213,6 @@ def deep(x, y=None):
 
 
 @pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
-@pytest.mark.filterwarnings("ignore:The model couples values")
 @pytest.mark.parametrize(
     ("model", "family", "words"),
     [

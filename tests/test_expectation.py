@@ -511,7 +511,6 @@ class TestModels:
                 batches.sweep(ys, rows)
         torch.testing.assert_close(part.gps.f.precision, guide.gps.f.precision)
 
-    @pytest.mark.filterwarnings("ignore:The model couples values")
     def test_one_density_of_several_values_is_refused(self):
         x, y = classes(20)
 

@@ -29,8 +29,6 @@ SHARES = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 SLOPES = torch.tensor([1.0, -1.0, 0.3], dtype=torch.float64)
 GROUP = torch.tensor([0, 3, 1, 1, 0, 2, 3, 3, 0, 1, 1, 3, 0, 0, 3, 1, 0, 3, 3, 1])  # group 2 has one row
 
-pytestmark = pytest.mark.filterwarnings("ignore:The model couples values")
-
 
 def data():
     generator = torch.Generator().manual_seed(0)

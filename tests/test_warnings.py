@@ -11,7 +11,6 @@ from pyro_sparsegp.warned import Warned, warn_once
 WARNINGS = {
     "changes by": "or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
     "did not converge": "Absorb fewer rows at a time.",
-    "drawn jointly, in O(N³), and": "give it one term for each row, in a plate.",
     "dropped sites of negative precision": "lower damping (0.1) and power (0.5) help.",
     "enter densities by their sum": "or give sites of one output one posterior, {({}): SVGP(64)}.",
     "has a value for each datum": "or use quadrature in pyro.factor.",

@@ -42,7 +42,7 @@ class _Sums:
     :param forget: the share of (G₀, r₀) that is dropped.
     """
 
-    at, rate = "marginals", 0.7  # of updates, as SiteGP has them
+    rate = 0.7  # of updates, as SiteGP has it
 
     def __init__(self, run: Priors, name: str, forget: float) -> None:
         guide, process = run.guide, run.processes[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Optional, Union
 
@@ -143,9 +142,10 @@ class AutoSparseGP(SiteMessenger):
             drop_stored(self._pyro_name)
         # Parameters are checked at the first step, and at the first call after a state was loaded, whatever that is
         # for: test_messages.py::test_a_latent_that_a_state_does_not_have.
-        if not core.checked and (torch.is_grad_enabled() or (core.loaded and not torch.is_inference_mode_enabled())):
+        asks = torch.is_grad_enabled() or core.loaded
+        if asks and not core.checked and not torch.is_inference_mode_enabled():
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
-            with torch.enable_grad(), whole_plates() if core.loaded else nullcontext(), repeatable(self.like):
+            with torch.enable_grad(), repeatable(self.like):
                 check_parameters(self, core, args, kwargs)
         core.loaded = False
 
@@ -201,23 +201,12 @@ class AutoSparseGP(SiteMessenger):
         return self.run_at(args, kwargs, at_medians=True, draws_data=False).posteriors
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
-        """One of :meth:`draws`."""
-        return self.draws(1, *args, joint=joint, **kwargs)[0]
+        """A draw of every site at new inputs. Subsampling is off. Latents under the data plate are drawn from the
+        model, or as learned if all arguments are the training data.
 
-    def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> list[dict[str, Tensor]]:
-        """Draws of every site at new inputs, a dictionary for each draw. Subsampling is off. Latents under the
-        data plate are drawn from the model, or as learned if all arguments are the training data.
-
-        :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
-        require_count(num, "the number of draws")
-        conditions, draws = None, list[dict[str, Tensor]]()
-        for _ in range(num):
-            run = self.run_at(args, kwargs, conditions=conditions, joint_up_to=torch.inf if joint else 0)
-            conditions = None if self.has_random_latents else run.conditions
-            draws.append(run.values)
-        return draws
+        return self.run_at(args, kwargs, joint_up_to=torch.inf if joint else 0).values
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
@@ -261,14 +250,12 @@ class AutoSparseGP(SiteMessenger):
             self.prepare(*args, **kwargs)
         require_refined(self.modules_by_site())
 
-    def run_at(
-        self, args: tuple, kwargs: dict[str, Any], conditions: Optional[Conditions] = None, **asked: Any
-    ) -> Posteriors:
-        """A run at new rows, by a run's ``conditions`` if given; latents of rows are known at training's data."""
+    def run_at(self, args: tuple, kwargs: dict[str, Any], **asked: Any) -> Posteriors:
+        """A run at new rows; latents of rows are known at training's data."""
         self._ready(args, kwargs)
         inputs = bool(self.core.facts.local_latents) and self.relation(args, kwargs).same
         rows = Rows(same=False, inputs=inputs, new=True)
-        conditions = conditions or conditions_now(self, asked.get("at_medians", False), rows.inputs)
+        conditions = conditions_now(self, asked.get("at_medians", False), rows.inputs)
         with unrecorded(same=False, learns=False), whole_plates(), held(PRECISE, True):
             run = Posteriors(self, conditions, rows, **{"sums_out": False} | asked).perform(args, kwargs)
         note_rows(run)

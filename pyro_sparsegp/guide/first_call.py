@@ -261,7 +261,7 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
 
 def _look_at_posteriors(guide: KnownGuide) -> None:
     """Raise where GP sites have none of those asked for, have natural steps know of joint draws, and warn of others."""
-    facts, forms = guide.facts, guide.core.forms
+    facts = guide.facts
     for group in guide.together_by_name:
         # test_joint.py::test_sites_that_can_not_have_one_posterior
         if not {*group} <= facts.field.keys():
@@ -273,19 +273,10 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
             )
     if facts.field:
         return
-    coupled = [name for name in facts.gps if guide.kind_of_draws(name) is ExpectedSite]
-    for name in coupled:
-        coefficients = getattr(guide.module_of(name), "coefficients", None)
-        if isinstance(coefficients, NaturalGaussian):
+    for name, module in guide.modules_by_site().items():
+        coefficients = getattr(module, "coefficients", None)
+        if isinstance(coefficients, NaturalGaussian) and guide.kind_of_draws(name) is ExpectedSite:
             coefficients.hold_by_draws()
-    # Else all is normal around affine functions of values.
-    if coupled and (forms is None or forms.rest.dependence or facts.inner):
-        warnings.warn(
-            f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
-            "different inputs: they are drawn jointly, in O(N³), and not integrated by quadrature. If a pyro.factor "
-            "adds up terms of rows, give it one term for each row, in a plate.",
-            stacklevel=5,
-        )
     summed = ", ".join(repr(name) for name in facts.gps if any(name in pair for pair in facts.summed))
     if summed:
         warnings.warn(

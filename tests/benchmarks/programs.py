@@ -76,7 +76,7 @@ def trained(program, kind, way):
     told = guide.check(*args)
     found, named = [], [name for name in reference if any(f"'{name}'" in line for line in told)]
     with torch.no_grad():
-        draws = guide.draws(DRAWS, *args)
+        draws = [guide.draw(*args) for _ in range(DRAWS)]
     for name, (mean, sd) in reference.items():
         values = torch.stack([draw[name] for draw in draws])
         away = "" if mean is None else f" {abs(values.mean(0).item() - mean) / sd:.2f}"
