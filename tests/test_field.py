@@ -13,6 +13,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide.initialization import init_to_value
+from torch.distributions import ExpTransform
 
 from pyro_sparsegp import (
     AutoSparseGP,
@@ -665,12 +666,16 @@ def test_a_latent_that_f_is_multiplied_by_is_a_hyperparameter():
     assert "q takes 'mu' to be independent of f: intervals may be too narrow" in line
 
 
-def test_what_a_prior_is_made_of_is_a_hyperparameter():
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_what_a_prior_is_made_of_is_a_hyperparameter(is_plain):
     x, _, y = _data()
 
     def model(x, y=None):
         m = pyro.sample("m", dist.Normal(-1.0, 1.0))
-        s = pyro.sample("s", dist.LogNormal(m, 0.3))
+        normal = dist.Normal(m, 0.3)  # which is no parameter of what it is transformed to
+        s = pyro.sample(
+            "s", dist.LogNormal(m, 0.3) if is_plain else dist.TransformedDistribution(normal, [ExpTransform()])
+        )
         observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x)), s), y)
 
     assert _step(model, families.SVGP(6), (x, y))[0].facts.coupled == ["m", "s"]
@@ -997,3 +1002,32 @@ def test_a_latent_below_f(kind):
         tree = diagnostics.to_datatree(model, guide, x, y, num_samples=5, seed=1)
         prior = dist.Normal(f.mean(-1), 0.5).log_prob(torch.as_tensor(tree.posterior.c.values))
         torch.testing.assert_close(torch.as_tensor(tree.log_prior.c.values), prior, atol=1e-4, rtol=1e-4)
+
+
+OBSERVED = {
+    "difference": lambda f, a, y: (dist.Normal(f, 0.3), y - a),
+    "scaled": lambda f, a, y: (dist.StudentT(4.0, torch.zeros(12), 0.2), y - f - a),
+}
+
+
+@pytest.mark.parametrize("kind", OBSERVED)
+def test_what_is_observed_may_be_made_of_latents(kind):
+    x = torch.linspace(0, 1, 12)[:, None]
+    y = torch.sin(5 * x[:, 0])
+
+    def model(x, y):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        fn, value = OBSERVED[kind](f, a, y)
+        observed(fn, value)
+
+    guide = AutoSparseGP(model, families.SVGP(x))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    for _ in range(10):
+        svi.step(x, y)
+    loss = svi.evaluate_loss(x, y)
+    guide.eval()
+    with torch.no_grad():
+        joint = torch.tensor([Trace_ELBO().loss(model, guide, x, y) for _ in range(100)])
+    assert guide.facts.field.keys() == {"a", "f"}
+    assert abs(loss - joint.mean()) < 5 * joint.std() / 10 + 1e-6

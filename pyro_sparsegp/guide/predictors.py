@@ -69,7 +69,8 @@ def find_links(
             continue
         made_of = {} if fn.event_shape else parameters(fn)
         moving = [key for key, part in made_of.items() if depends(part, x)]
-        keys = moving if _is_made_of(fn, moving, site["value"]) else []
+        # What is observed may move, as in obs=y - a: test_what_is_observed_may_be_made_of_latents.
+        keys = [] if depends(site["value"], x) or not _is_made_of(fn, moving, site["value"]) else moving
         options = [dict(zip(keys, each)) for each in product(*(candidates(fn, key) for key in keys)) if keys]
         tried = [found(name, option) for option in options]
         # What moves without a slope jumps, as by a comparison.
@@ -98,11 +99,11 @@ def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
     return part.reshape(-1)
 
 
-def _density_of(site: Any, value: Tensor) -> Tensor:
+def _density_of(site: Any) -> Tensor:
     """Log densities of single data; with the masks of other sites that share a discrete latent
     (test_a_mask_beside_an_enumerated_latent).
     """
-    return (site["fn"] if hasattr(site["fn"], "without_masks") else bare(site["fn"])).log_prob(value)
+    return (site["fn"] if hasattr(site["fn"], "without_masks") else bare(site["fn"])).log_prob(site["value"])
 
 
 def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
@@ -169,7 +170,7 @@ class Predictors:
     def tells(self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor]) -> bool:
         """Whether a site's densities in another run of its program are those of predictors."""
         site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
-        pairs = [(_density_of(site, site["value"]), self.log_prob(name, eta))]
+        pairs = [(_density_of(site), self.log_prob(name, eta))]
         pairs += [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]
         return all(torch.allclose(a * 1.0, b * 1.0, rounding, rounding, equal_nan=True) for a, b in pairs)
 
@@ -190,12 +191,12 @@ class Predictors:
 
     def log_prob(self, name: str, eta: Mapping[Place, Tensor]) -> Tensor:
         """A site's log densities of single data at predictors ``(..., N)``."""
-        value, ((key, link), *_) = self.sites[name]["value"], self.links[name].items()
+        (key, link), *_ = self.links[name].items()
         if link != VALUE:
-            return self.distribution(name, eta).log_prob(value)
+            return self.distribution(name, eta).log_prob(self.sites[name]["value"])
 
         def at(f: Tensor) -> tuple[Tensor]:
-            return (_density_of(self.again({key: f})[name], value),)
+            return (_density_of(self.again({key: f})[name]),)
 
         first = eta[name, key]
         return (at(first) if first.dim() == 1 else mapped(at, first))[0]

@@ -21,8 +21,7 @@ from ..gaussians import NaturalGaussian
 from ..numerics.functions import depends
 from ..program.checks import holds_part
 from ..program.data import map_tensors
-from ..program.declared import parameters
-from ..program.traces import all_sites, as_process, is_free, repeatable, sample_sites, whole_plates
+from ..program.traces import all_sites, as_process, bare, is_free, repeatable, sample_sites, whole_plates
 from .field import (
     LARGEST,
     Layout,
@@ -192,7 +191,7 @@ class Search:
             return self._normal()
         made = [part for parts in handler.features.values() for part in parts]
         made += [as_process(sites[name]["fn"])[0].variance for name in self.gps]  # type: ignore[union-attr]
-        made += [part for name in self.priors if name not in normal for part in parameters(sites[name]["fn"]).values()]
+        made += [bare(sites[n]["fn"]).log_prob(sites[n]["value"]) for n in self.priors if n not in normal]
         return {name: prior for name, prior in normal.items() if not any(depends(part, x[name]) for part in made)}
 
     def _split(self, normal: dict[str, Any]) -> None:
