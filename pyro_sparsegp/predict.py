@@ -219,16 +219,13 @@ class Trained(Messenger):
     """A run of the model at the training inputs, with its latents at one MCMC draw, and runs at other inputs given it.
 
     :param sample: values of latent sites, of function values or their whitened noise among them.
-
-    ``trace`` is that of the training inputs; ``known`` has the inputs, values and prior means of GP sites there;
-    ``moments`` are of GP sites in the last run elsewhere.
     """
 
     def __init__(self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Warned) -> None:
         super().__init__()
         self.model, self.sample, self.warned = model, sample, warned
-        self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # inputs, values and prior means of GP sites there
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}  # of GP sites in the last run elsewhere
         with self:
             self.trace = poutine.trace(model).get_trace(*args, **kwargs)
 

@@ -241,7 +241,7 @@ def test_fantasies_of_several_outputs_and_other_likelihoods():
     torch.testing.assert_close(found.mean, given.mean)
     assert found.mean.shape == (3, 3, 1)
     assert (found.variance < Model(counts, guide).posterior(at).variance).all()
-    with pytest.raises(ValueError, match=r"Y is \(..., 2, 2\) for X of shape \(2, 2\), got a tensor of shape \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"Y \(..., n, 2\), got tensors of shapes \(2, 2\) and \(2, 1\)"):
         model.condition_on_observations(places, values[:, :1])
 
 

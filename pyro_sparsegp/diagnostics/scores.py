@@ -19,8 +19,8 @@ from ..distributions.probit import Probit
 from ..numerics.arguments import require_count
 from ..program.traces import bare, unmasked, unmasked_rows
 from .densities import DensityReader
-from .groups import attributes, plate_names
 from .sources import as_source, seeded
+from .tree import attributes, plate_names
 
 _LAGS = 16  # pairs of draws for each draw, in the CRPS of a mixture
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Optional, Union
 
+import numpy as np
+import pyro
 import torch
 import xarray
 from pyro import poutine
 from pyro.infer.inspect import get_dependencies
 from torch import Tensor
 
-from ..inference.batches import arguments_of
+from .._version import __version__
+from ..inference.batches import arguments_of, signature_of
 from ..numerics.arguments import require_count
 from ..predict import Call
-from ..program.traces import as_process, is_observation, sample_sites, whole_plates
-from .groups import Table
+from ..program.traces import as_process, is_observation, sample_sites, unmasked_rows, whole_plates
 from .sources import Draws, Source, as_source, is_factor, require_call, seeded
 
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
+
+_RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
+_OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
 
 
 def to_datatree(
@@ -169,3 +175,158 @@ class _Prior(Source):
         simulated = {name: values.pop(name) for name in self.data if name in values}
         functions = {name: values.pop(name) for name in self.gps if name in values}
         return Draws(values=values, functions=functions, simulated=simulated)
+
+
+class Table:
+    """Arrays by group and variable, a row a draw, in blocks.
+
+    A plate names its dimension, function values have the data plate's, coefficients ``{site}_basis``, and others are
+    ``{variable}_dim_{i}``.
+
+    :param shape: how many chains, and draws of each.
+    :param dtype: of all groups but ``sample_stats``.
+    :param dims: names to use instead: for a variable, of all its dimensions but chain and draw.
+    :param coords: coordinate values by dimension.
+    """
+
+    def __init__(self, source: Source, shape: tuple[int, ...], dtype: str, dims: Any, coords: Any) -> None:
+        if dtype not in ("float16", "float32", "float64"):
+            raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
+        self.source, self.shape, self.dtype = source, shape, dtype
+        self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
+        self.blocks: dict[str, dict[str, list[np.ndarray]]] = {}
+        self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
+        self.names: dict[Any, list[str]] = {}  # of the dimensions of a variable, or of one in a group
+        self.rows: dict[int, str] = {}  # the data plates, by size
+        self.left: dict[tuple[str, str], Tensor] = {}  # the rows that masks leave of log likelihoods
+        self.discrete: set[tuple[str, str]] = set()  # what has whole numbers: torch holds counts as floats
+
+    def put(self, groups: Mapping[str, Mapping[str, Tensor]], functions: Mapping[str, Tensor]) -> None:
+        """Add a block of draws, ``(B, ...)`` by group and variable, and of function values, which give names."""
+        if not self.names:
+            self._learn(functions)
+        for group, variables in groups.items():
+            for name, values in variables.items():
+                block = self._array(group, name, values)
+                if block.dtype.kind == "f":
+                    block = block.astype("float64" if group == "sample_stats" else self.dtype, copy=False)
+                self.blocks.setdefault(group, {}).setdefault(name, []).append(block)
+
+    def _array(self, group: str, name: str, values: Tensor) -> np.ndarray:
+        if (group, name) in self.left:
+            values = values.reshape(len(values), -1)[:, self.left[group, name]]
+        return (values.long() if (group, name) in self.discrete else values).detach().cpu().numpy()
+
+    def _learn(self, functions: Mapping[str, Tensor]) -> None:
+        """Learn names and kinds, and what has no draws."""
+        sites = {name: self.source.sites[name] for name in self.source.data}
+        for name, site in sites.items():
+            self.names[name] = plate_names(name, site)
+            # Function values and arguments of as many rows have the plate's name.
+            sizes = zip(self.names[name], site["fn"].batch_shape)
+            self.rows = {size: dim for dim, size in sizes if not dim.startswith(f"{name}_dim_")} | self.rows
+            if getattr(site["fn"].support, "is_discrete", False) and (site["value"] == site["value"].round()).all():
+                self.discrete |= {(group, name) for group in _OF_DATA}
+            rows = unmasked_rows(site["fn"], site["value"], site["mask"])
+            if rows is not None and not rows.all():
+                # The first such site has the plate's name: another's mask may leave other rows
+                # (test_sites_of_one_plate_keep_rows_of_their_own).
+                key, first = ("log_likelihood", name), rows.dim() == 1 and not self.left
+                self.names[key] = self.names[name][:1] if first else [f"{name}_dim_0"]
+                self.left[key] = rows.flatten().nonzero()[:, 0]
+        for name, f in functions.items():
+            front = [f"{name}_dim_{i}" for i in range(f.dim() - 3)] + [f"{name}_output"] * (f.dim() > 2)
+            self.names[name] = [*front, self.rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 2}")]
+            self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
+        observed = {name: site["value"] for name, site in sites.items() if is_observation(site)}
+        self._fix("observed_data", observed)
+        self.fix_arguments("constant_data", self.source.args, self.source.kwargs, observed)
+
+    def fix_arguments(self, group: str, args: tuple, kwargs: Mapping[str, Any], observed: Mapping[str, Tensor]) -> None:
+        """Add a group of the model's arguments by the names of its parameters: tensors that are not observed values."""
+        flat: dict[str, Any] = {}
+        for name, value in signature_of(self.source.model).bind_partial(*args, **kwargs).arguments.items():
+            parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
+            flat |= parts if isinstance(parts, Mapping) else {name: parts}
+        tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
+
+        def is_observed(value: Tensor) -> bool:  # which has values in the place of NaN under a mask
+            same = (other for other in observed.values() if value.shape == other.shape)
+            return any(bool(((value == other) | value.isnan()).all()) for other in same)
+
+        self._fix(group, {name: value for name, value in tensors.items() if not is_observed(value)})
+
+    def _fix(self, group: str, values: Mapping[str, Tensor]) -> None:
+        """Add a group without draws, if there is anything in it; counts among observed values are integers."""
+        for name, value in values.items():
+            self.fixed.setdefault(group, {})[name] = array = self._array(group, name, value)
+            if name not in self.names:  # an argument of as many rows as there are data, or as there are new ones
+                new = {n: blocks[0] for n, blocks in self.blocks.get("predictions", {}).items() if n in self.names}
+                rows = self.rows | {f.shape[-1]: self.names[n][-1] for n, f in new.items()}
+                self.names[group, name] = [rows[size] for size in array.shape[:1] if size in rows]
+
+    def tree(self, name: Optional[str]) -> xarray.DataTree:
+        """The groups, and the source's attributes."""
+        source, model = self.source, self.source.model
+        attrs = attributes(
+            model=getattr(model, "__name__", type(model).__name__),
+            posterior=source.name,
+            family=source.families,
+            target=source.target,
+            name=name,
+        )
+        found = {group: self._dataset(group, arrays, [], attrs) for group, arrays in self.fixed.items()}
+        for group, variables in self.blocks.items():
+            whole = {n: np.concatenate(blocks) for n, blocks in variables.items()}
+            drawn = {n: array.reshape(*self.shape, *array.shape[1:]) for n, array in whole.items()}
+            found[group] = self._dataset(group, drawn, ["chain", "draw"], attrs)
+        return xarray.DataTree.from_dict(found, name=name)
+
+    def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str], attrs: Any) -> Any:
+        # An empty group, of function values that are left out, has its draws all the same.
+        sizes, variables, coords = dict(zip(front, self.shape)), dict[str, Any](), dict(self.coords)
+        for name, array in arrays.items():
+            shape = array.shape[len(front) :]
+            # A plate's name that a variable has, or that is of other rows, gives way.
+            dims = [
+                dim if dim not in arrays and sizes.get(dim, size) == size else f"{name}_dim_{i}"
+                for i, (dim, size) in enumerate(zip(self._dims(group, name, shape), shape))
+            ]
+            sizes |= dict(zip(dims, shape))
+            variables[name] = [*front, *dims], array
+            if (group, name) in self.left:
+                rows = self.left[group, name].cpu().numpy()
+                coords[dims[0]] = coords.get(dims[0], np.arange(rows.max(initial=0) + 1))[rows]
+        # Coordinates may be given for dimensions of other rows, such as those of new inputs.
+        coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim)}
+        return xarray.Dataset(variables, {dim: coords.get(dim, np.arange(size)) for dim, size in sizes.items()}, attrs)
+
+    def _dims(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
+        """Names of a variable's dimensions, chain and draw apart."""
+        known = self.names.get((group, name), self.names.get(name, []))
+        known = list(self.dims.get(name, known)) if (group, name) not in self.left else known
+        if len(known) > len(shape) and not group.startswith("log_"):  # an event has one log density
+            raise ValueError(f"dims[{name!r}] names {len(known)} dimensions, {known}, the variable has shape {shape}")
+        return [*known, *(f"{name}_dim_{i}" for i in range(len(known), len(shape)))][: len(shape)]
+
+
+def plate_names(name: str, site: Any) -> list[str]:
+    """Names of a site's dimensions: a plate names its own, others are ``{site}_dim_{i}``."""
+    batch_shape = site["fn"].batch_shape
+    names = [f"{name}_dim_{i}" for i in range(len(batch_shape) + len(site["fn"].event_shape))]
+    plates = {len(batch_shape) + frame.dim: frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
+    for place in plates.keys() & range(len(batch_shape)):
+        names[place] = plates[place] + "_dim" * (plates[place] in _RESERVED)
+    return names
+
+
+def attributes(**more: Optional[str]) -> dict[str, str]:
+    """A dataset's attributes: who made it, and what is known besides."""
+    return {
+        "created_at": datetime.now(UTC).isoformat(),
+        "creation_library": "pyro_sparsegp",
+        "creation_library_version": __version__,
+        "inference_library": "pyro-ppl",
+        "inference_library_version": pyro.__version__,
+        **{key: value for key, value in more.items() if value is not None},
+    }

@@ -134,7 +134,8 @@ class Model(BoTorchModel, FantasizeMixin):
         :raises ValueError: if noise is wanted of a likelihood whose mean is not f, and the model was given none; or for
             an output that there is not.
         """
-        self._require_rows(X, "posterior's X")
+        if X.dim() < 2:
+            raise ValueError(f"Model.posterior's X is (..., q, D), got a tensor of shape {tuple(X.shape)}")
         X = self.transform_inputs(X)
         means, covariances = self._joint(X)
         chosen = list(range(len(means)) if output_indices is None else output_indices)
@@ -206,22 +207,17 @@ class Model(BoTorchModel, FantasizeMixin):
         """
         return _Given(self, X, Y, noise)
 
-    def _require_rows(self, X: Tensor, what: str) -> None:
-        if X.dim() < 2:
-            raise ValueError(f"Model.{what} is (..., q, D), got a tensor of shape {tuple(X.shape)}")
-
 
 class _Given(Model):
     """A model given measurements that its guide knows nothing of."""
 
     def __init__(self, before: Model, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None]) -> None:
         BoTorchModel.__init__(self)
-        self._require_rows(X, "condition_on_observations' X")
         outputs = before.num_outputs
-        if Y.dim() < 2 or Y.shape[-2:] != (X.shape[-2], outputs):
+        if min(X.dim(), Y.dim()) < 2 or Y.shape[-2:] != (X.shape[-2], outputs):
             raise ValueError(
-                f"Model.condition_on_observations' Y is (..., {X.shape[-2]}, {outputs}) for X of shape "
-                f"{tuple(X.shape)}, got a tensor of shape {tuple(Y.shape)}"
+                f"Model.condition_on_observations takes X (..., n, D) and Y (..., n, {outputs}), got tensors of shapes "
+                f"{tuple(X.shape)} and {tuple(Y.shape)}"
             )
         if noise is None:
             noise = before._noises(X).movedim(0, -1)
@@ -234,12 +230,8 @@ class _Given(Model):
         """That of the measurements."""
         return self.values.shape[:-2]
 
-    def subset_output(self, idcs: list[int]) -> Model:
-        """The model of some of the outputs."""
-        return _Given(self.before.subset_output(idcs), self.places, self.values[..., idcs], self.variances[..., idcs])
-
     def _noises(self, X: Tensor) -> Tensor:
-        noises = self.before._noises(X)
+        noises = self.before._noises(X)[self._outputs]
         return noises.expand(len(noises), *broadcast_shapes(noises.shape[1:-1], self.batch_shape), X.shape[-2])
 
     def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,7 +246,8 @@ class _Given(Model):
         cross = solve_lower(factor, covariance[..., :num, num:])
         missed = self.values.movedim(-1, 0) - mean[..., :num]
         change = (cross.mT @ solve_lower(factor, missed[..., None]))[..., 0]
-        return mean[..., num:] + change, covariance[..., num:, num:] - cross.mT @ cross
+        mean, covariance = mean[..., num:] + change, covariance[..., num:, num:] - cross.mT @ cross
+        return mean[self._outputs], covariance[self._outputs]
 
 
 def _by_output(values: Tensor, dims: int = 1) -> Tensor:
