@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from ..numerics.functions import jacobian
 from ..program.traces import repeatable, whole_plates
 from .conditions import conditions_now
-from .field import field_given, index_of, slices
+from .field import anchor_of, index_of, slices
 from .first_call import explain_nan
 from .known import KnownGuide
 from .nested import Optimum
@@ -50,13 +50,11 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
 
     :param whole: whether weighted draws are asked too, and every other start; else Newton's step, and the best start.
     """
-    able, relation = guide.facts.able_to_couple, guide.relation(args, kwargs)
+    facts, able = guide.facts, guide.facts.able_to_couple
     if not (able or is_open(guide)):
         return []
-    apart = [name for name in able if name not in guide.facts.coupled and name not in guide.facts.field]
-    held = (
-        f"q takes {', '.join(map(repr, apart))} to be independent of f: intervals may be too narrow. " if apart else ""
-    )
+    apart = ", ".join(repr(name) for name in able if name not in facts.coupled and name not in facts.field)
+    held = apart and f"q takes {apart} to be independent of f: intervals may be too narrow. "
     beyond = (
         f"latents {', '.join(map(repr, able))} can't be checked here. {held}Look at "
         "diagnostics.psis(tree), or compare with NUTS."
@@ -66,9 +64,9 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         sites = run.sites
-        data = {name: sites[name]["value"] for name in guide.facts.rows if name in sites}
-        is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
-        if relation.others and not is_more:
+        data = {name: sites[name]["value"] for name in facts.rows if name in sites}
+        is_more = any(value.numel() > facts.rows[name] for name, value in data.items())
+        if guide.relation(args, kwargs).others and not is_more:
             return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
         if not all(value.isfinite().all() for value in data.values()):
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
@@ -94,7 +92,7 @@ class _Compared:
         with torch.no_grad():  # a and R of q(θ)
             params = [guide._get_params(name, prior) for name, prior in self.hyper.priors.items()]
             self.loc, scale = (torch.cat([like, *(each[i].reshape(-1) for each in params)]) for i in range(2))
-            self.root, places = scale.diag(), index_of(self.hyper.rows, coupled)
+            self.root, places = scale.diag(), index_of(self.hyper.rows, coupled, scale)
             if coupled:
                 self.root[places[:, None], places] = guide.together.tril
         # The gradient of F is that at all rows, at the mean of q(θ), and the curvature that at some; x̂ moves by shift.
@@ -104,9 +102,7 @@ class _Compared:
             self.nested.tilt, self.shift = every.slope - few.slope, every.x - few.x
         self.best = self.nested.at(self.loc)
         # At draws, a + Rε: ε, F, and of all values the means and variances, the approximation's and q's.
-        self.noise: list[Tensor] = []
-        self.found: list[Optimum] = []
-        self.seen: list[dict[str, tuple[Tensor, ...]]] = []
+        self.noise, self.found, self.seen = list[Tensor](), list[Optimum](), list[dict[str, tuple[Tensor, ...]]]()
 
     def lines(self, args: tuple, kwargs: dict[str, Any], whole: bool) -> list[str]:
         """All that is told."""
@@ -124,34 +120,29 @@ class _Compared:
             uniform = torch.quasirandom.SobolEngine(self.hyper.size, scramble=True, seed=0).draw(num)
             noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc)
         for eps in noise:
-            theta = self.loc + self.root @ eps
-            if (found := self.nested.tried(theta)) is None:
-                continue
-            self.noise.append(eps)
-            self.found.append(found)
-            if meets:
-                self.seen.append(self._moments(theta, *self.nested.of_means(theta, found)))
+            if (found := self.nested.tried(self.loc + self.root @ eps)) is not None:
+                self.noise.append(eps)
+                self.found.append(found)
+        self.seen = [self._moments(found, *self.nested.of_means(found)) for found in self.found if meets]
 
     def _moments(
-        self, theta: Tensor, x: Tensor, root: Tensor, posteriors: Mapping[str, Any] = {}
+        self, at: Optimum, x: Tensor, root: Tensor, posteriors: Mapping[str, Any] = {}
     ) -> dict[str, tuple[Tensor, ...]]:
-        """Of all values at θ means and variances, the approximation's and q's.
+        """Of all values at a θ means and variances, the approximation's and q's.
 
         :param posteriors: of GP sites that are no part of the field.
         """
         layout, guide, covariance = self.nested.layout, self.guide, torch.cholesky_inverse(root)
         every = layout.extend(x + self.shift).requires_grad_()
-        sites, handler = self.nested.run(theta, every)
+        sites, handler = self.nested.run(at.theta, every)
         values = {name: handler.values[name].reshape(-1)[:_ROWS] for name in layout.field}
         # Members are affine in x, residuals at its end; a prior's mean may be another member.
         slopes = jacobian(torch.cat(list(values.values())), every).mT.detach()
-        found: dict[str, tuple[Tensor, ...]] = {}
-        for name in self.hyper.rows:
-            value = sites[name]["value"].reshape(-1)
-            found[name] = value, 0 * value, value, 0 * value
-        places = index_of(layout.rows, guide.facts.field)
+        own = {name: sites[name]["value"].reshape(-1) for name in self.hyper.rows}
+        found: dict[str, tuple[Tensor, ...]] = {name: (value, 0 * value) * 2 for name, value in own.items()}
+        places = index_of(layout.rows, guide.facts.field, x)
         if guide.facts.field:
-            q = field_given(guide, handler.bases, handler.priors, sites).q
+            q = guide.field(anchor_of(guide, handler.bases, handler.priors, sites)).q
             move, wide = torch.cat(q.loc, -1) - every[places], q.covariance_matrix
         for name, rows in slices({name: len(value) for name, value in values.items()}).items():
             mean, by_x, left = values[name], slopes[rows, : layout.num], slopes[rows, layout.num :].square().sum(-1)
@@ -175,7 +166,7 @@ class _Compared:
         new = Rows(same=False, inputs=False, new=True)
         with torch.no_grad():
             run = Posteriors(guide, conditions_now(guide, median=True), new, at_medians=True).perform(args, kwargs)
-        found = self._moments(self.loc, self.best.x, self.best.root, run.posteriors)
+        found = self._moments(self.best, self.best.x, self.best.root, run.posteriors)
         alone = self.loc.new_ones(1)
         return self._beside_draws([{name: found[name] for name in apart}], (alone, alone), "the best", True)
 
@@ -314,11 +305,8 @@ class _Compared:
 
     def _far(self, ends: list[Optional[Optimum]], here: Tensor) -> list[Optimum]:
         """Ends that are apart from here."""
-
-        def distance(theta: Tensor) -> Tensor:
-            return torch.linalg.solve_triangular(self.root, (theta - here)[:, None], upper=False).norm()
-
-        return [end for end in ends if end is not None and distance(end.theta) > _APART]
+        inverse = torch.linalg.inv(self.root)
+        return [end for end in ends if end is not None and (inverse @ (end.theta - here)).norm() > _APART]
 
 
 def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,6 @@ affine function of x: its linear predictor.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from functools import cached_property
 from typing import Any
 
 import pyro
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..approximations.on_sites import ExactGP
-from ..gaussians import AtRows, NaturalGaussian, Shared, Whole
+from ..gaussians import AtRows, NaturalGaussian, Shared
 from ..numerics.linalg import residual_cholesky, side_by_side
 from ..program.enumeration import Enumeration
 from ..program.facts import COUPLED, Structure
@@ -68,17 +67,9 @@ class Layout:
         self.field, self.residuals = dict(field), dict(residuals)
         self.owned = [name for name in self.field if name in owned]
         self.sizes = [size for sizes in self.field.values() for size in sizes]
+        self.numbers = {name: sum(sizes) for name, sizes in self.field.items()}
+        self.rows = slices(self.numbers)  # the entries of each member
         self.num, self.extended = sum(self.sizes), sum(self.sizes) + sum(self.residuals.values())
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """How many entries each member has."""
-        return {name: sum(sizes) for name, sizes in self.field.items()}
-
-    @cached_property
-    def rows(self) -> dict[str, slice]:
-        """The entries of each member."""
-        return slices(self.numbers)
 
     def directions(self, like: Tensor) -> Tensor:
         """Of x: each entry that is no owned latent's; and of these 1 and k, by which the k-th one's slope is known."""
@@ -87,16 +78,11 @@ class Layout:
             owned[2 * i, rows] = 1.0
             owned[2 * i + 1, rows] = torch.arange(rows.stop - rows.start, device=like.device, dtype=like.dtype)
         each = torch.eye(self.extended, dtype=like.dtype, device=like.device)
-        return torch.cat([*(each[rows] for rows in self._common), each[self.num :], owned])
-
-    @property
-    def _common(self) -> list[slice]:
-        return [rows for name, rows in self.rows.items() if name not in self.owned]
+        return torch.cat([each[self.common(like)], each[self.num :], owned])
 
     def common(self, like: Tensor) -> Tensor:
-        """The entries of x that are no owned latent's, on a tensor's device: a list would be copied to it each time."""
-        none = torch.arange(0, device=like.device)
-        return torch.cat([none, *(torch.arange(own.start, own.stop, device=like.device) for own in self._common)])
+        """The entries of x that are no owned latent's."""
+        return index_of(self.rows, [name for name in self.rows if name not in self.owned], like)
 
     def split(self, found: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """J, ``(N, num)``, that of residuals, and of each owned latent the entry that each datum has, ``(N,)``.
@@ -137,9 +123,10 @@ def slices(numbers: Mapping[str, int]) -> dict[str, slice]:
     return found
 
 
-def index_of(rows: Mapping[str, slice], names: Iterable[str]) -> Tensor:
-    """The entries of some names."""
-    return torch.cat([torch.arange(0), *(torch.arange(rows[name].start, rows[name].stop) for name in names)])
+def index_of(rows: Mapping[str, slice], names: Iterable[str], like: Tensor) -> Tensor:
+    """The entries of some names, on a tensor's device: a list would be copied to it each time."""
+    each = [torch.arange(rows[name].start, rows[name].stop, device=like.device) for name in names]
+    return torch.cat([torch.arange(0, device=like.device), *each])
 
 
 def basis_of(guide: KnownGuide, name: str, process: Any) -> Any:
@@ -260,28 +247,20 @@ def anchor_of(
     """
     parts: list[Tensor] = []
     for i, name in enumerate(guide.facts.field):
-        log = guide.like.new_zeros(())
-        for other, slopes in guide.facts.factors.get(name, {}).items():
-            theta = _unconstrained(sites[other])
-            log = log + theta @ theta.new_tensor(slopes)
+        factors = guide.facts.factors.get(name, {}).items()
+        logs = [_unconstrained(sites[other]) @ guide.like.new_tensor(slopes) for other, slopes in factors]
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
-        parts.append(log.exp() * at.to(guide.like))  # priors of Python numbers are on the host, of the default dtype
-    anchor, values = AtRows(parts), [_value_of(guide, name, sites[name]) for name in guide.facts.intercepts]
-    if values:  # what intercepts add to the values Ax: sites are about the sum, of which f is what they leave
+        # priors of Python numbers are on the host, of the default dtype
+        parts.append(sum(logs, guide.like.new_zeros(())).exp() * at.to(guide.like))
+    anchor = AtRows(parts)
+    if guide.facts.intercepts:  # what they add to the values Ax: sites are about the sum, of which f is what they leave
+        values = [
+            _unconstrained(sites[name]) if name in guide.facts.unconstrained else sites[name]["value"].reshape(-1)
+            for name in guide.facts.intercepts
+        ]
         anchor.level = guide.field.slopes @ torch.cat(values).to(guide.like)
     return anchor
 
 
 def _unconstrained(site: Any) -> Tensor:
     return biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"]).reshape(-1)
-
-
-def _value_of(guide: KnownGuide, name: str, site: Mapping[str, Any]) -> Tensor:
-    return _unconstrained(site) if name in guide.facts.unconstrained else site["value"].reshape(-1)
-
-
-def field_given(
-    guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
-) -> Whole:
-    """q(x | θ)."""
-    return guide.field(anchor_of(guide, bases, priors, sites))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar, Optional
 
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.distributions import ExpTransform, biject_to, constraints, register_kl
 
 from ..gaussians import Drawn, DrawnGaussian, Share
-from ..modules import at_path
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
 from ..program.traces import bare, repeatable
@@ -134,12 +134,10 @@ class _Part(OfPrior):
 
 def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:
     """Drop the parameters that latents have of their own."""
-    for kind in ("locs", "scales"):
-        for name in names:
-            path, _, leaf = f"{kind}.{name}".rpartition(".")
-            part = at_path(guide, path)
-            if part is not None and hasattr(part, leaf):
-                delattr(part, leaf)
+    for path in [f"{kind}.{name}" for kind in ("locs", "scales") for name in names]:
+        parent, _, leaf = path.rpartition(".")
+        with suppress(AttributeError):  # a point has no scale
+            delattr(guide.get_submodule(parent), leaf)
 
 
 def couple(guide: KnownGuide, loc: Tensor, root: Tensor) -> None:
@@ -209,14 +207,11 @@ class FieldLatent(OfPrior):
         return standardised(self.prior, torch.cat(self.drawn, -1))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """log dq/dp of the draw of all, where this is the member that counts it, spread over the batch."""
-        return self._spread(self.share.log_ratio(self.drawn or []))
+        """log dq/dp of the draw of all, where this is the member that counts it."""
+        return self.spread(self.share.log_ratio(self.drawn or []))
 
-    def kl(self) -> Tensor:
-        """The divergence of the whole field, where this is the member that counts it."""
-        return self._spread(self.share.kl())
-
-    def _spread(self, total: Tensor) -> Tensor:
+    def spread(self, total: Tensor) -> Tensor:
+        """A number of the whole field over the batch."""
         return (total / max(self.batch_shape.numel(), 1)).expand(self.batch_shape)
 
 
@@ -229,7 +224,7 @@ class BaseMeasure(OfPrior):
 
 @register_kl(FieldLatent, BaseMeasure)
 def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
-    return q.kl()
+    return q.spread(q.share.kl())
 
 
 def init_to_centre(site: Any) -> Tensor:

@@ -110,17 +110,16 @@ class Nested:
         self._tell()
         theta = theta.detach().requires_grad_()
         found, handler = self.predictors(theta)
-        others = [site for name, site in found.sites.items() if is_observation(site) and name not in self.links]
-        apart = [site for site in others if site["mask"] is not False]
-        constant = sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in apart)
+        total = handler.log_prior + self.tilt @ theta
+        for name, site in found.sites.items():
+            if is_observation(site) and name not in self.links and site["mask"] is not False:
+                total = total + scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]).sum()
         x, root = self._newton(found)
         x, covariance = x.clone().requires_grad_(), torch.cholesky_inverse(root)
         density, slope, curvature = self._local(found, x, root)
-        total = constant + density + handler.log_prior - 0.5 * x.square().sum() + self.tilt @ theta
-        moved = _by_precision(found, curvature, covariance)
+        moved, left = _by_precision(found, curvature, covariance), _left_out(found, curvature)
+        total = total + density - 0.5 * x.square().sum() - sum(left.values())
         total = total - root.diagonal().log().sum() - (moved - moved.detach())
-        left = _left_out(found, curvature)
-        total = total - sum(left.values())
         if not self.is_smooth:  # E[ℓ] has ½ tr SJᵀWJ + ½ Σ ρW by now; left are their derivatives
             total = total + 0.5 * (len(x) - covariance.trace()) + sum(part.detach() for part in left.values())
         # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
@@ -156,11 +155,11 @@ class Nested:
         self.last = x, root
         return x, root
 
-    def of_means(self, theta: Tensor, best: Optimum) -> tuple[Tensor, Tensor]:
+    def of_means(self, best: Optimum) -> tuple[Tensor, Tensor]:
         """x̂ and the root of P after a step for E[ℓ] from those of ℓ: a skewed posterior's mean is not its mode (van
         Niekerk and Rue, 2024).
         """
-        found = self.predictors(theta)[0].detached()
+        found = self.predictors(best.theta)[0].detached()
         _, slope, curvature = self._by_expectation(found, found.at(best.x), best.root)
         root, _ = _root(found, curvature)
         return best.x + _ascent(found, slope, root, best.x)[0], root
@@ -227,14 +226,12 @@ class Nested:
                 self.last = self._nowhere
         return None
 
-    def follow(
-        self, found: Predictors, theta: Tensor, best: Optimum
-    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    def follow(self, best: Optimum) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """By θ, ``(D, num)``, ∂(Jᵀ∇ℓ) where J and x stay; and by hyperparameter the moves m of x, ``(V, num)``, that do
         the same as its value does, and as θ: (P − I)m = −∂(Jᵀ∇ℓ).
-
-        :param found: the predictors at θ, with their graph; ``best`` is F there.
         """
+        theta = best.theta.clone().requires_grad_()
+        found, _ = self.predictors(theta)
         still = found.detached()
         still.eta = found.eta
         _, slope, _ = self._local(still, best.x, best.root)
@@ -248,7 +245,7 @@ class Nested:
 
     def is_informed(self, found: Optimum) -> bool:
         """Whether data inform some functions of GP sites' bases, tr(I − P⁻¹); else all of them may be noise."""
-        index = index_of(self.layout.rows, self.guide.facts.gps)
+        index = index_of(self.layout.rows, self.guide.facts.gps, found.x)
         return len(index) - float(torch.cholesky_inverse(found.root).diagonal()[index].sum()) > _PLATEAU
 
     def beyond(self, best: Optimum) -> Optimum:
@@ -293,7 +290,7 @@ def _ascent(found: Predictors, slope: Slopes, root: Tensor, x: Tensor) -> tuple[
 
 
 def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:
-    density = found.log_density(eta)
+    density = found.summed(lambda name: found.log_prob(name, eta))
     slopes = dict(zip(eta, torch.autograd.grad(density, list(eta.values()), create_graph=True)))
     curvatures: Slopes = {}
     for one, slope in slopes.items():

@@ -114,12 +114,6 @@ def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
     return False
 
 
-def _ratio(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-    """j/g, where |g| is larger; 0 where a datum's density has no f: test_field.py::test_factors_that_leave_rows_out."""
-    parts = [j / g.masked_fill(g == 0, torch.inf) for j, g in (one, other)]
-    return torch.where(one[1].abs() > other[1].abs(), parts[0], parts[1])
-
-
 class Predictors:
     """The linear predictors η = η(0) + Jx + J'√ρt of a run's likelihoods, and densities at values of theirs.
 
@@ -148,15 +142,18 @@ class Predictors:
             self.rows[place], self.residuals[place], self._owned[place] = layout.split(part)
 
     def _beside(self, name: str, gp: str) -> Tensor:
-        """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
-        places = [(self.eta[name, gp].detach() + away).requires_grad_() for away in _AWAY]
-        return _ratio(*(self._slopes(name, gp, f) for f in places))
-
-    def _slopes(self, name: str, gp: str, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a density by x beside its GP site's values, and by these."""
-        density = self.log_prob(name, {(name, gp): f}) + 0 * self.x.sum()
-        (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
-        return jacobian(density, self.x, self.layout.directions(self.x)), slope
+        """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``: j/g with its
+        slopes, where |g| is larger; 0 where a datum's density has no f: test_factors_that_leave_rows_out.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        for away in _AWAY:
+            f = (self.eta[name, gp].detach() + away).requires_grad_()
+            density = self.log_prob(name, {(name, gp): f}) + 0 * self.x.sum()
+            (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
+            by_x = jacobian(density, self.x, self.layout.directions(self.x))
+            found.append((slope.abs(), by_x / slope.masked_fill(slope == 0, torch.inf)))
+        (size, one), (its_size, other) = found
+        return torch.where(size > its_size, one, other)
 
     def at(self, x: Tensor) -> dict[Place, Tensor]:
         """η at x, ``(num,)``."""
@@ -246,24 +243,19 @@ class Predictors:
         :param eta: their means, ``(N,)``.
         :param covariance: by :attr:`pairs`.
         """
-        return self.summed(lambda name: self._expected(name, eta, covariance, num_nodes))
 
-    def _expected(
-        self, name: str, eta: Mapping[Place, Tensor], covariance: Mapping[Pair, Tensor], num_nodes: int
-    ) -> Tensor:
-        (first, *others), site = [(name, key) for key in self.links[name]], self.sites[name]
-        variance = covariance[first, first]
-        if self.links[name] == {"loc": "identity"} and is_declared(site["fn"]):
-            fn = self.distribution(name, eta)
-            return expectation(fn, site["value"], variance.reshape(fn.batch_shape))
-        nodes, weights = normal_nodes(1 + len(others), eta[first], num_nodes)
-        at = {first: eta[first] + variance.sqrt() * nodes[:, :1]}
-        for place in others:  # one at most
-            across, own = covariance[first, place] / variance.sqrt(), covariance[place, place]
-            rest = above_rounding(own - across.square(), own).sqrt()
-            at[place] = eta[place] + (across * nodes[:, :1] + rest * nodes[:, 1:])
-        return torch.tensordot(weights, self.log_prob(name, at), 1)
+        def of_site(name: str) -> Tensor:
+            (first, *others), site = [(name, key) for key in self.links[name]], self.sites[name]
+            variance = covariance[first, first]
+            if self.links[name] == {"loc": "identity"} and is_declared(site["fn"]):
+                fn = self.distribution(name, eta)
+                return expectation(fn, site["value"], variance.reshape(fn.batch_shape))
+            nodes, weights = normal_nodes(1 + len(others), eta[first], num_nodes)
+            at = {first: eta[first] + variance.sqrt() * nodes[:, :1]}
+            for place in others:  # one at most
+                across, own = covariance[first, place] / variance.sqrt(), covariance[place, place]
+                rest = above_rounding(own - across.square(), own).sqrt()
+                at[place] = eta[place] + (across * nodes[:, :1] + rest * nodes[:, 1:])
+            return torch.tensordot(weights, self.log_prob(name, at), 1)
 
-    def log_density(self, eta: Mapping[Place, Tensor]) -> Tensor:
-        """ℓ at predictors, of all sites that depend on any."""
-        return self.summed(lambda name: self.log_prob(name, eta))
+        return self.summed(of_site)

@@ -26,7 +26,7 @@ from ..program.enumeration import Enumeration
 from ..program.handlers import Held, unrecorded
 from ..program.traces import free_values, is_free, is_observation, repeatable, sample_sites, share_of
 from ..warned import warn_once
-from .field import basis_of, field_given
+from .field import anchor_of, basis_of
 from .known import KnownGuide
 from .latents import FieldLatent
 
@@ -154,7 +154,7 @@ class Priors(Run):
                 f"the model has no latent site {missing[0]!r}: the guide was initialised, or its state saved, with "
                 "another model."
             )
-        return field_given(self.guide, self.bases, self.normal, self.trace.nodes)
+        return self.guide.field(anchor_of(self.guide, self.bases, self.normal, self.trace.nodes))
 
 
 @dataclass(eq=False)

@@ -95,13 +95,14 @@ def _find(search: Search) -> None:
     nested, theta = search.nested(), search.hyper.of(search.held)
     if nested is None:
         return
-    moves = search.guide.search and search.hyper.size > 0
-    best = nested.mode([theta, *search.hyper.draws(_DRAWS)]) if moves else nested.at(theta)
-    if moves and not nested.is_informed(best):
-        best = nested.beyond(best)
-    some, nested = nested, search.at_rows(nested, search.most[1])
-    if nested is not some:
-        best = nested.mode([best.theta]) if moves else nested.at(theta)
+    if search.guide.search and search.hyper.size:
+        best = nested.mode([theta, *search.hyper.draws(_DRAWS)])
+        best = best if nested.is_informed(best) else nested.beyond(best)
+        some, nested = nested, search.at_rows(nested, search.most[1])
+        best = best if nested is some else nested.mode([best.theta])
+    else:
+        nested = search.at_rows(nested, search.most[1])
+        best = nested.at(theta)
     _Mode(search, nested, best).start()
 
 
@@ -137,14 +138,16 @@ class Search:
         self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
         self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
         self.stay = dict[str, Tensor]()
-        exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
-        self.most = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
+        self.is_exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
+        self.most = (_MOST_VALUES, _MOST_VALUES) if self.is_exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
         self.is_part = holds_part(first.trace)
         self._take(self.most[0])
         normal = self._normal()
         # Without a field f follows hyperparameters alone, where its sites are exact:
         # test_exact_of_many_rows_follows_an_intercept.
-        beside = sum(prior.shape().numel() for prior in normal.values()) if exact and self.rows < self.num else 0
+        beside = (
+            sum(prior.shape().numel() for prior in normal.values()) if self.is_exact and self.rows < self.num else 0
+        )
         if 0 < beside <= _MOST_BESIDE and set(self.gps) <= {*guide.facts.quadratic}:
             normal = {}
         self._split(normal)
@@ -201,13 +204,9 @@ class Search:
     def nested(self) -> Optional[Nested]:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
         guide, facts, rows = self.guide, self.guide.facts, self.rows
-        field = {
-            name: list(guide.module_of(name).basis.sizes) or [rows]
-            if name in self.gps
-            else [self.normal[name].shape().numel()]
-            for name in self.members
-            if name in self.gps or name in self.normal
-        }
+        sizes = {name: list(module.basis.sizes) or [rows] for name, module in guide.modules_by_site().items()}
+        sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
+        field = {name: sizes[name] for name in self.members if name in sizes}
         layout = Layout(field, residuals_of(facts, dict.fromkeys(self.gps, self.num)))
         if layout.num > LARGEST or layout.extended * rows > _MOST_SLOPES:
             raise ValueError(f"{layout.extended} numbers that are normal a priori, at {rows} rows, are too many")
@@ -246,77 +245,72 @@ class _Mode:
     """
 
     def __init__(self, search: Search, nested: Nested, best: Optimum) -> None:
-        self.guide, self.facts, self.search, self.nested, self.best = (
-            search.guide,
-            search.guide.facts,
-            search,
-            nested,
-            best,
-        )
-        self.layout, self.covariance = nested.layout, nested.covariance(best)
+        self.search, self.nested, self.best, self.layout = search, nested, best, nested.layout
+        self.guide, self.facts = search.guide, search.guide.facts
+        self.covariance = nested.covariance(best)
         self.theta = best.theta.clone().requires_grad_()  # which shows whether inputs move with θ
         self.found, self.handler = nested.predictors(self.theta)
-        self.free = {n for n in search.priors if not self.guide.is_point(n) and not self.guide.is_independent(n)}
 
     def start(self) -> None:
         """Start q there."""
-        guide, facts, search, layout = self.guide, self.facts, self.search, self.layout
-        facts.coupled = joint = [name for name in search.hyper.rows if name in self.free]
+        guide, facts, hyper, layout = self.guide, self.facts, self.search.hyper, self.layout
+        free = {n for n in facts.latents if not guide.is_point(n) and not guide.is_independent(n)}
+        facts.coupled = joint = [name for name in hyper.rows if name in free]
         intercepts = self._intercepts()
-        field = [name for name in layout.field if name in facts.gps or name in self.free]
+        field = [name for name in layout.field if name in facts.gps or name in free]
         field = field if self._wants_field(field, intercepts) else []
+        left = [name for name in self.search.normal if name in free and name not in field]
+        if left and self.search.is_exact and self.search.rows < self.search.num:
+            warnings.warn(
+                f"latents {', '.join(map(repr, left))} have one posterior with f under Exact() up to {_MOST_VALUES} "
+                f"rows, and these are {self.search.num}: intervals of both are too narrow. Take SVGP(64).",
+                stacklevel=7,
+            )
         self._set_others([*joint, *field])
         if joint:
-            index = index_of(search.hyper.rows, joint)
+            index = index_of(hyper.rows, joint, self.theta)
             couple(guide, self.best.theta[index], torch.linalg.cholesky(self.covariance[index][:, index]))
         if field:
             facts.factors = self._factors()
             self._start_field(field, intercepts)
-        for name, module in () if field else guide.modules_by_site().items():
-            natural = isinstance(module, SparseGP) and type(module.coefficients) is NaturalGaussian
-            if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
-                self._put(module.coefficients, module.coefficients.anchor_of(self.handler.bases[name]), [name])
+            return
+        for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
+            if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
+                self._put(q, q.anchor_of(self.handler.bases[name]), [name])
 
     def _set_others(self, joint: Collection[str]) -> None:
         """Start independent posteriors at the mode, with the variances given all other latents."""
-        guide, search, layout = self.guide, self.search, self.layout
-        left = [name for name in search.normal if name in self.free and name not in joint]
-        if left and search.rows < search.num and any(isinstance(m, ExactGP) for m in guide.modules_by_site().values()):
-            warnings.warn(
-                f"latents {', '.join(map(repr, left))} have one posterior with f under Exact() up to {_MOST_VALUES} "
-                f"rows, and these are {search.num}: intervals of both are too narrow. Take SVGP(64).",
-                stacklevel=8,
-            )
-        _, there = self.nested.run(self.best.theta, layout.extend(self.best.x))
-        given = 1 / self.best.root.square().sum(-1)  # in units of the field
-        loc = search.hyper.parts(self.best.theta) | {name: there.values[name] for name in search.normal}
-        alone = search.hyper.parts(1 / torch.linalg.inv(self.covariance).diagonal())
-        alone |= {n: there.priors[n].variance.reshape(-1).to(given) * given[layout.rows[n]] for n in search.normal}
+        hyper, best, normal = self.search.hyper, self.best, self.search.normal
+        _, there = self.nested.run(best.theta, self.layout.extend(best.x))
+        loc = hyper.parts(best.theta) | {name: there.values[name] for name in normal}
+        alone = hyper.parts(1 / torch.linalg.inv(self.covariance).diagonal())
+        given = 1 / best.root.square().sum(-1)  # in units of the field
+        alone |= {n: there.priors[n].variance.reshape(-1).to(given) * given[self.layout.rows[n]] for n in normal}
         for name, latent in _without(self.facts.latents, joint).items():
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], alone[name].sqrt()))
-            guide.set_latent(name, mean, latent["event_dim"], scale.to(mean))
+            self.guide.set_latent(name, mean, latent["event_dim"], scale.to(mean))
 
     def _start_field(self, field: list[str], intercepts: Mapping[str, Tensor]) -> None:
-        """Make q(x | θ).
-
-        :param intercepts: as :meth:`_intercepts` has them.
-        """
-        guide, facts, layout, handler = self.guide, self.facts, self.layout, self.handler
-        facts.field = {name: layout.field[name] for name in field}
-        facts.links, facts.owned = {name: dict(links) for name, links in self.nested.links.items()}, list(layout.owned)
+        """Make q(x | θ)."""
+        guide, facts, handler, inputs = self.guide, self.facts, self.handler, self.search.inputs
+        facts.field = {name: self.layout.field[name] for name in field}
+        facts.links = {name: dict(links) for name, links in self.nested.links.items()}
+        facts.owned = list(self.layout.owned)
         for name, module in guide.modules_by_site().items():
             if isinstance(module, ExactGP):
-                module.basis = InducingPoints([self.search.inputs[name]], trainable=False)
+                module.basis = InducingPoints([inputs[name]], trainable=False)
                 facts.gps[name] = module.spec()
         make_field(guide, facts.field)
-        keep_rows(guide, {i: self.search.inputs[name] for i, name in enumerate(field) if name in facts.gps})
+        keep_rows(guide, {i: inputs[name] for i, name in enumerate(field) if name in facts.gps})
         drop_latents(guide, [name for name in field if name not in facts.gps])
+        anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
         if intercepts:
-            moves = torch.cat(list(intercepts.values()), -1)[index_of(layout.rows, field)]
-            slopes = anchor_of(guide, handler.bases, handler.priors, self.found.sites).detached.values(moves)
-            guide.field.register_buffer("slopes", slopes)  # what they add to the values that q(x) is about, (K, V)
+            moves = torch.cat(list(intercepts.values()), -1)[index_of(self.layout.rows, field, self.theta)]
+            # what they add to the values that q(x) is about, (K, V)
+            guide.field.register_buffer("slopes", anchor.detached.values(moves))
             facts.intercepts = list(intercepts)
-        self._put(guide.field.coefficients, anchor_of(guide, handler.bases, handler.priors, self.found.sites), field)
+            anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
+        self._put(guide.field.coefficients, anchor, field)
 
     def _factors(self) -> dict[str, dict[str, list[float]]]:
         """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
@@ -336,41 +330,40 @@ class _Mode:
     @torch.no_grad()
     def _put(self, coefficients: NaturalGaussian, anchor: Any, members: list[str]) -> None:
         """Put q of some members to their mode, all others held."""
-        index = index_of(self.layout.rows, members)
+        index = index_of(self.layout.rows, members, self.theta)
         given = (self.best.root @ self.best.root.mT)[index][:, index]
-        eye = torch.eye(len(index), dtype=given.dtype, device=given.device)
-        coefficients.put_sums(anchor, given - eye, given @ self.best.x[index])
+        coefficients.put_sums(anchor, given - torch.eye(len(index)).to(given), given @ self.best.x[index])
 
     def _wants_field(self, field: list[str], intercepts: Collection[str]) -> bool:
         """Whether GP sites meet in a density, or a latent is to be joint with them, such as an intercept of another
         prior: on sites f follows it by itself. Not for EP, and of values at all rows only if these are here, and stay
         where they are: test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         """
-        search, gps = self.search, self.guide.modules_by_site()
-        moves = any(as_process(self.handler.priors[name])[0].x.requires_grad for name in gps)  # type: ignore[union-attr]
-        most = (ExpectationGP, ExactGP) if search.rows < search.num or search.is_part or moves else ExpectationGP
-        follows = bool(intercepts) and all(type(module) is SparseGP for module in gps.values())
-        meets = len(field) > len(gps) or bool(self.facts.interactions or self.guide.together_by_name)
-        return (meets or follows) and not any(isinstance(module, most) for module in gps.values())
+        search, modules = self.search, self.guide.modules_by_site().values()
+        moves = any(as_process(self.handler.priors[name])[0].x.requires_grad for name in self.facts.gps)  # type: ignore[union-attr]
+        stays = not (search.is_exact and (search.rows < search.num or search.is_part or moves))
+        follows = bool(intercepts) and all(type(module) is SparseGP for module in modules)
+        meets = len(field) > len(modules) or bool(self.facts.interactions or self.guide.together_by_name)
+        return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
 
     def _intercepts(self) -> dict[str, Tensor]:
         """By hyperparameters that f follows where kernels stay, as an intercept, the moves of x, ``(num, V)``, that
         do to Jᵀ∇ℓ what their values do, or θ: that by which they are nearer to linear, which the facts then have.
         """
-        nested, best, moves = self.nested, self.best, dict[str, Tensor]()
-        if not self.facts.coupled:
+        nested, best, facts, moves = self.nested, self.best, self.facts, dict[str, Tensor]()
+        if not facts.coupled:
             return moves
-        pull, here = nested.follow(self.found, self.theta, best)
+        pull, here = nested.follow(best)
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
         shifts = (self.covariance @ pull * torch.cholesky_solve(pull.mT, best.root).mT).sum(-1)
-        for name in [name for name in self.facts.coupled if shifts[nested.hyper.rows[name]].sum() > _SHIFT**2]:
-            away, rows = best.theta.clone(), nested.hyper.rows[name]
+        for name in facts.coupled:
+            rows, away = nested.hyper.rows[name], best.theta.clone()
+            if shifts[rows].sum() <= _SHIFT**2:
+                continue
             away[rows] += self.covariance.diagonal().sqrt()[rows]
-            other = nested.tried(away) or best
-            away = other.theta.clone().requires_grad_()
-            _, there = nested.follow(nested.predictors(away)[0], away, other)
+            _, there = nested.follow(nested.tried(away) or best)
             by_value, by_theta = ((a - b).norm() / a.norm() for a, b in zip(here[name], there[name]))
-            self.facts.unconstrained += [name] * bool(by_theta < by_value)
+            facts.unconstrained += [name] * bool(by_theta < by_value)
             moves[name] = here[name][int(by_theta < by_value)].mT
         return moves
 

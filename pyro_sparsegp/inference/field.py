@@ -42,10 +42,10 @@ def bound_of_field(
     held = free_values(whole_trace) | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
     held = {name: value for name, value in held.items() if name not in facts.field}
     with torch.enable_grad():
-        x = torch.cat([loc, loc.new_zeros(layout.extended - layout.num)]).requires_grad_()
+        x = layout.extend(loc).requires_grad_()
 
-        def run(given: Mapping[str, torch.Tensor] = {}) -> Any:
-            handler = Standardised(guide, *layout.parts(x), bases=ahead.bases)
+        def run(given: Mapping[str, Tensor] = {}, at: Tensor = x) -> Any:
+            handler = Standardised(guide, *layout.parts(at), bases=ahead.bases)
             return run_standardised(guide, args, kwargs, handler, {**held, **given}, model_trace).nodes
 
         sites = run()
@@ -56,12 +56,9 @@ def bound_of_field(
         if guide.is_training and guide.core.looks in _LOOKS:
             with repeatable(x), torch.no_grad():
                 # a draw that no step is told of
-                factors: Any = whole.q.factors  # type: ignore[attr-defined]
-                drawn = [factor.loc + factor.noise(torch.Size()) for factor in factors]
+                drawn = [factor.loc + factor.noise(torch.Size()) for factor in whole.q.factors]  # type: ignore[attr-defined]
                 away = torch.cat([*drawn, torch.randn_like(x[layout.num :])], -1)
-                handler = Standardised(guide, *layout.parts(away), bases=ahead.bases)
-                there = run_standardised(guide, args, kwargs, handler, held, model_trace).nodes
-                eta = found.moved(away - x)
+                there, eta = run({}, away), found.moved(away - x)
                 bent = [name for name in links if not found.tells(name, there, eta)]
             for name in bent:
                 warn_once(
