@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ..program.data import map_tensors
+from ..program.data import map_tensors, tensors
 
 Device = Union[str, torch.device, None]
 
@@ -52,10 +53,18 @@ def as_batches(
 
 
 def arguments_of(data: Any) -> tuple[tuple, dict[str, Any]]:
-    """A model's positional and keyword arguments out of a tensor, a tuple or list, or a dict of them."""
-    if isinstance(data, Mapping):
-        return (), dict(data)
-    return (tuple(data), {}) if isinstance(data, (tuple, list)) else ((data,), {})
+    """A model's positional and keyword arguments out of a tensor, a tuple or list, or a dict of them; arrays, which may
+    be memory maps, as tensors that share their memory.
+    """
+
+    def of(value: Any) -> Any:
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        if isinstance(data, Mapping):
+            return (), {key: of(value) for key, value in data.items()}
+        return tuple(map(of, data if isinstance(data, (tuple, list)) else (data,))), {}
 
 
 def signature_of(model: Callable) -> inspect.Signature:
@@ -63,18 +72,9 @@ def signature_of(model: Callable) -> inspect.Signature:
     return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
 
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
-
-
-def _made(function: Callable, args: tuple, kwargs: Mapping[str, Any], device: Device) -> tuple[tuple, dict[str, Any]]:
-    """A function of each argument, as a tensor on the device."""
-
-    def of(value: Any) -> Any:
-        value = function(value)
-        return torch.as_tensor(value, device=device) if isinstance(value, (Tensor, np.ndarray)) else value
-
-    return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
+def _rows(*arguments: Any) -> list[int]:
+    """How many rows the tensors that have any have."""
+    return [len(value) for value in tensors(arguments) if value.dim()]
 
 
 class TensorBatches:
@@ -93,7 +93,7 @@ class TensorBatches:
         device: Device,
         seed: int,
     ) -> None:
-        rows = [len(value) for value in (*args, *kwargs.values()) if _has_rows(value)]
+        rows = _rows(args, kwargs)
         if not rows:
             raise ValueError("data has no tensor or array with rows; torch.as_tensor(table.to_numpy()) makes one")
         if batch_size is not None and (min(rows) < max(rows) or not 0 < batch_size <= rows[0]):
@@ -120,7 +120,7 @@ class TensorBatches:
     def everything(self) -> Batch:
         """All rows, in their own order."""
         # The same tensors in each step: by their identity a guide knows the data again.
-        return Batch(*_made(lambda value: value, self.args, self.kwargs, self.device), self.num, self.num)
+        return Batch(*map_tensors(lambda value: value.to(self.device), (self.args, self.kwargs)), self.num, self.num)
 
     def first(self, num: int) -> Batch:
         """Rows for a guide's first call: so many random ones, or all."""
@@ -129,13 +129,10 @@ class TensorBatches:
         return self._take(torch.randperm(self.num, generator=torch.Generator().manual_seed(self.seed))[:num])
 
     def _take(self, rows: Tensor) -> Batch:
-        def of(value: Any) -> Any:
-            if not _has_rows(value):
-                return value
-            return value[rows.numpy() if isinstance(value, np.ndarray) else rows.to(value.device)]
+        def of(value: Tensor) -> Tensor:
+            return (value[rows.to(value.device)] if value.dim() else value).to(self.device)
 
-        indices = torch.as_tensor(rows, device=self.device)
-        return Batch(*_made(of, self.args, self.kwargs, self.device), len(rows), self.num, indices)
+        return Batch(*map_tensors(of, (self.args, self.kwargs)), len(rows), self.num, rows.to(self.device))
 
 
 class LoadedBatches:
@@ -184,8 +181,8 @@ class LoadedBatches:
         yield from map(self._batch, stream if start else chain(first, stream))
 
     def _batch(self, item: Any) -> Batch:
-        args, kwargs = _made(lambda value: value, *arguments_of(item), self.device)
-        num = next((len(value) for value in (*args, *kwargs.values()) if _has_rows(value)), 0)
+        args, kwargs = map_tensors(lambda value: value.to(self.device), arguments_of(item))
+        num = next(iter(_rows(args, kwargs)), 0)
         if not num:
             raise ValueError(f"a batch of data must hold tensors with rows, got {type(item).__name__}")
         return Batch(args, kwargs, num, num)
