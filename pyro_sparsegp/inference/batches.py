@@ -120,7 +120,8 @@ class TensorBatches:
     def everything(self) -> Batch:
         """All rows, in their own order."""
         # The same tensors in each step: by their identity a guide knows the data again.
-        return Batch(*map_tensors(lambda value: value.to(self.device), (self.args, self.kwargs)), self.num, self.num)
+        args, kwargs = map_tensors(lambda value: value.to(self.device), (self.args, self.kwargs))
+        return Batch(args, kwargs, self.num, self.num)
 
     def first(self, num: int) -> Batch:
         """Rows for a guide's first call: so many random ones, or all."""
@@ -132,7 +133,8 @@ class TensorBatches:
         def of(value: Tensor) -> Tensor:
             return (value[rows.to(value.device)] if value.dim() else value).to(self.device)
 
-        return Batch(*map_tensors(of, (self.args, self.kwargs)), len(rows), self.num, rows.to(self.device))
+        args, kwargs = map_tensors(of, (self.args, self.kwargs))
+        return Batch(args, kwargs, len(rows), self.num, rows.to(self.device))
 
 
 class LoadedBatches:

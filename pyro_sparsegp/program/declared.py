@@ -65,30 +65,21 @@ def expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
 
     :param variance: of θ; of a multivariate normal, of L⁻¹θ.
     """
-    return rewrapped(fn, _expectation(bare(fn), value, variance))
-
-
-def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
-    if type(fn) is dist.Normal:
-        return fn.log_prob(value) - variance / (2 * fn.scale.square())
-    if type(fn) in _MULTIVARIATE:
-        return fn.log_prob(value) - 0.5 * variance.sum(-1)
-    if type(fn) is dist.Laplace:
-        above, below = _one_sided(value - fn.loc, variance)
-        return -(above + below) / fn.scale - (2 * fn.scale).log()
-    if type(fn) is dist.AsymmetricLaplace:
-        above, below = _one_sided(value - fn.loc, variance)
-        left, right = fn.left_scale, fn.right_scale
-        return -above / right - below / left - (left + right).log()
-    return fn.expected_log_prob(value, variance)
-
-
-def _one_sided(distance: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """E[max(z, 0)] and E[max(−z, 0)] for z ~ N(d, v): dΦ(d/√v) + √v φ(d/√v), and that minus d."""
-    spread = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
-    t = distance / spread
-    above = distance * torch.special.ndtr(t) + spread * (-0.5 * t.square()).exp() / math.sqrt(2 * math.pi)
-    return above, above - distance
+    inner = bare(fn)
+    if type(inner) is dist.Normal:
+        found = inner.log_prob(value) - variance / (2 * inner.scale.square())
+    elif type(inner) in _MULTIVARIATE:
+        found = inner.log_prob(value) - 0.5 * variance.sum(-1)
+    elif type(inner) in (dist.Laplace, dist.AsymmetricLaplace):
+        # E[max(z, 0)] and E[max(−z, 0)] for z ~ N(d, v): dΦ(d/√v) + √v φ(d/√v), and that minus d.
+        distance, spread = value - inner.loc, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
+        t = distance / spread
+        above = distance * torch.special.ndtr(t) + spread * (-0.5 * t.square()).exp() / math.sqrt(2 * math.pi)
+        left, right = getattr(inner, "left_scale", inner.scale), getattr(inner, "right_scale", inner.scale)
+        found = -above / right - (above - distance) / left - (left + right).log()
+    else:
+        found = inner.expected_log_prob(value, variance)
+    return rewrapped(fn, found)
 
 
 # Linear predictors: links under which parameters are affine functions of a program's normal values.
