@@ -7,11 +7,9 @@ import pyro.distributions as dist
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, fit, kernels
 from pyro_sparsegp.distributions import Probit
 from pyro_sparsegp.families import SVGP, CoupledPrecision, SparseEP
-from pyro_sparsegp.inference.optimisers import SharedOptim, agree
-from pyro_sparsegp.numerics.processes import Workers, sharing
 
 NUM, BATCH = 60, 20
 
@@ -70,15 +68,6 @@ def by_svi(mode, data, z, group):
     pyro.set_rng_seed(1)
     family = CoupledPrecision([z], rank=2, base="block") if mode == "low rank" else SVGP(z, natural=mode != "gradients")
     guide = AutoSparseGP(logistic, replace(family, start="prior"), independent=True)
-    if mode in ("loop", "low rank"):
-        optim = pyro.optim.Adam({"lr": 0.05})
-        svi = pyro.infer.SVI(logistic, guide, SharedOptim(optim) if group else optim, TraceQuadrature_ELBO())
-        guide(*data[0], size=NUM)
-        agree(guide, Workers(group))
-        pyro.set_rng_seed(2)
-        with sharing(group):
-            losses = [svi.step(*batch, size=NUM) for batch in data]
-        return guide, losses if group is None else [], {}  # each process's own
     # Of all rows, the rate's floor of steps on all of them is reached.
     size, steps = (None, 8) if mode == "whole" else (NUM, 3)
     return guide, fit(logistic, guide, data, size=size, steps=steps, group=group, progress=False).losses.tolist(), {}

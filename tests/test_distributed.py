@@ -9,7 +9,7 @@ from . import group_worker
 
 FORK = multiprocessing.get_context("fork")  # processes that have imported what they need
 EP = ("all", "batches")
-SVI = ("batches", "whole", "loop", "low rank", "gradients")
+SVI = ("batches", "whole", "low rank", "gradients")
 JOBS = [*(f"ep-{mode}" for mode in EP), *(f"svi-{mode}" for mode in SVI)]
 
 

@@ -55,7 +55,7 @@ def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any
         "parameters": {name: (value, store["constraints"][name]) for name, value in params.items()},
         "model": model.state_dict() if isinstance(model, nn.Module) else None,
         # A guide's name is another in each process: its place is taken by "".
-        "optim": {str(name).replace(own, ".", 1): value for name, value in own_optim(method).get_state().items()},
+        "optim": {str(name).replace(own, ".", 1): value for name, value in method.optim.get_state().items()},
         "expectation": getattr(method, "progress", None),
         "sites": {name: sites.progress for name, sites in kept_sites(guide).items()},
     }
@@ -68,7 +68,7 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
         guide.prepare(*call[0], **call[1])
     if isinstance(model, nn.Module):
         model.load_state_dict(state["model"])
-    store, own, optim = pyro.get_param_store(), f"{guide._pyro_name}.", own_optim(method)
+    store, own, optim = pyro.get_param_store(), f"{guide._pyro_name}.", method.optim
     for name, (value, constraint) in state["parameters"].items():
         known: Any = store.setdefault(name, torch.distributions.transform_to(constraint)(value), constraint)
         # In place: a network's own parameters are in the store.
@@ -83,8 +83,3 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
     pyro.util.set_rng_state(state["random"][0])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["random"][1])
-
-
-def own_optim(method: Any) -> Any:
-    """The user's optimiser, which :class:`SharedOptim`, of several processes, holds."""
-    return getattr(method.optim, "optim", method.optim)

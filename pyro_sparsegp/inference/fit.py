@@ -23,11 +23,11 @@ from tqdm.auto import tqdm
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import check
-from ..numerics.processes import Workers, joined, sharing
+from ..numerics.processes import Workers, sharing
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches, signature_of
 from .expectation import ExpectationPropagation
-from .optimisers import FallingAdam, SharedOptim, agree, falling
+from .optimisers import FallingAdam, agree, falling, shared_step
 from .quadrature import TraceQuadrature_ELBO, own_guide
 
 # Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
@@ -143,15 +143,11 @@ def _method(
         optim = FallingAdam() if optim is None else optim
         if guide.by_expectation:
             return ExpectationPropagation(model, guide, optim, group=group)
-        return SVI(model, guide, optim if group is None else SharedOptim(optim), loss or TraceQuadrature_ELBO())
+        return SVI(model, guide, optim, loss or TraceQuadrature_ELBO())
     if optim is not None or loss is not None:
         raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
     if method.model != model or poutine.unwrap(method.guide) is not guide:
         raise ValueError("method must be of the model and the guide that fit is given")
-    if group is not None and not isinstance(method.optim, SharedOptim):
-        raise ValueError(
-            "group: method must be an SVI with SharedOptim(optim), or leave it out: it is made for the group"
-        )
     return method
 
 
@@ -180,7 +176,7 @@ class _Loop:
                 "batch_size, data and group: the guide's family needs all rows in each step; give all data in tensors, "
                 "or take SVGP; or ComputationAware(..., batches=True), first called on its rows, guide(x[r], y[r])"
             )
-        self.optim = files.own_optim(self.method)
+        self.optim = self.method.optim
         self.takes = signature_of(model).parameters
         self.size = batches.size
         if self.workers.num > 1 and batches.num:
@@ -289,10 +285,11 @@ class _Loop:
         args, kwargs = self.call(batch)
         if isinstance(self.method, ExpectationPropagation):
             value = self.method.step(*args, **kwargs | {"indices": batch.indices})
+        elif self.workers.num == 1:
+            value = self.method.step(*args, **kwargs)
         else:
             with sharing(self.workers.group, batch.weight):
-                value = self.method.step(*args, **kwargs)
-                value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
+                value = shared_step(self.method, *args, **kwargs)
         if not math.isfinite(value):
             raise ValueError(
                 f"the loss is {value} at step {len(self.losses)}: training has failed there. Look for NaN or infinite "

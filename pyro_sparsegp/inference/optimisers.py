@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import pyro
 import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
 from torch import Tensor
 
@@ -79,31 +81,18 @@ def _of_rate(param: Tensor) -> float:
     return 1.0
 
 
-class SharedOptim(PyroOptim):
-    """A Pyro optimiser that steps by the gradients of all processes' batches joined, within :func:`sharing`; natural
-    steps are by the sums of all of them, too.
-
-    >>> svi = SVI(model, guide, SharedOptim(pyro.optim.Adam({"lr": 0.01})), TraceQuadrature_ELBO())  # doctest: +SKIP
-    >>> with sharing(torch.distributed.group.WORLD):  # doctest: +SKIP
-    ...     svi.step(x, y, size=N)
+def shared_step(svi: SVI, *args: Any, **kwargs: Any) -> float:
+    """A step of SVI by the gradients of all processes' batches joined, within :func:`sharing`, and its loss, of them
+    all; natural steps are by the sums of all of them, too.
     """
-
-    def __init__(self, optim: PyroOptim) -> None:
-        super().__init__(optim.pt_optim_constructor, optim.pt_optim_args, optim.pt_clip_args)
-        self.optim = optim
-
-    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        # The same order in all processes; SVI gives a set.
-        ordered = sorted(params, key=_name)
-        if ordered:
-            put_gradients(ordered, joined)
-        self.optim(ordered, *args, **kwargs)
-
-    def get_state(self) -> dict[str, Any]:
-        return self.optim.get_state()
-
-    def set_state(self, state_dict: dict[str, Any]) -> None:
-        self.optim.set_state(state_dict)
+    with poutine.trace(param_only=True) as capture:
+        loss = svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
+    sites: Any = capture.trace.nodes
+    parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))
+    put_gradients(parameters, joined)
+    svi.optim(parameters)
+    zero_grads(parameters)
+    return float(joined(torch.tensor(loss, dtype=torch.float64))[0])
 
 
 # modules.unique_name's, which differs between processes.
