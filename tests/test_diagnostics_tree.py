@@ -156,7 +156,7 @@ def test_conditional_moments_are_those_of_the_dense_process():
     z = guide.gps.f.basis.inputs[0]
     process = GaussianProcess(KERNEL, x)
     for draws in as_source(model, guide, (x, y), {}).draws(4):
-        for w, mean, variance in zip(draws.coefficients["f"], *draws.moments["f"]):
+        for w, mean, variance in zip(draws.posterior["f_w"], *draws.moments["f"]):
             exact = process.given(z, torch.linalg.cholesky(KERNEL(z)) @ w)
             torch.testing.assert_close(mean, exact.mean, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(variance, exact.variance, atol=1e-5, rtol=1e-5)

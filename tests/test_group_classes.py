@@ -241,7 +241,7 @@ def test_pointwise_densities_add_up_by_group():
     source = source(guide, (x, GROUP, y), {})
     (draw,) = source.draws()
     rows = source.reader(draw.held, draw.moments).integrated["y"][0]
-    sums = of_groups(SLOPES[:, None] * draw.functions["f"][0], y, shares=draw.values["share"][0])
+    sums = of_groups(SLOPES[:, None] * draw.functions["f"][0], y, shares=draw.posterior["share"][0])
     torch.testing.assert_close(torch.zeros(G).index_add(0, GROUP, rows), sums.logsumexp(0))
 
 

@@ -411,5 +411,6 @@ def test_pointwise_densities_are_of_joint_draws():
     _, _, evidence = _exact(SUM)
     pyro.set_rng_seed(0)
     for draws in source.draws(3):
-        weights = draws.log_prior + source.reader(draws.held, draws.moments).towards["vfe"] - draws.stats["log_q"]
+        of_data = source.reader(draws.held, draws.moments).towards["vfe"]
+        weights = sum(draws.log_prior.values(), of_data) - draws.sample_stats["log_q"]
         assert weights.tolist() == pytest.approx([evidence] * len(weights), abs=0.05)

@@ -122,7 +122,7 @@ def predictive_scores(
             densities = source.reader(draws.held, draws.moments)
             log_densities.append(densities.integrated[site].double())
             method, scored = _method(source.reader, source.sites[site])
-            kept.append(densities.normals[site] if method == "gaussian" else (draws.simulated[site] * 1.0,))
+            kept.append(densities.normals[site] if method == "gaussian" else (draws.posterior_predictive[site] * 1.0,))
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
         scores = {"log_score": log_score, **scored(node["value"].to(parts[0]), log_score, *parts)}

@@ -42,33 +42,18 @@ _ROWS = 8192  # whose features are held in memory at once
 class Draws:
     """S posterior draws: tensors by name, ``(S, ...)`` each. While one is made they are without S."""
 
-    values: dict[str, Tensor] = field(default_factory=dict)  # latent sites that are no GPs
+    # Latent sites that are no GPs; under "{site}_w" the coefficients of each GP site, one block after the other; none
+    # of MCMC.
+    posterior: dict[str, Tensor] = field(default_factory=dict)
     functions: dict[str, Tensor] = field(default_factory=dict)  # each GP site's values at the inputs, (..., N)
-    # w of each GP site with one block after the other, (..., M); none of MCMC.
-    coefficients: dict[str, Tensor] = field(default_factory=dict)
     # Mean and variance of each function value given the rest of the draw, where it is integrated out.
     moments: dict[str, Moments] = field(default_factory=dict)
     held: dict[str, Tensor] = field(default_factory=dict)  # all that a reading of the model's densities holds fixed
-    log_priors: dict[str, Tensor] = field(default_factory=dict)  # the log prior density of each variable, summed
+    log_prior: dict[str, Tensor] = field(default_factory=dict)  # the log prior density of each variable, summed
     # "log_q", the log density of hyperparameters and coefficients under q; of MCMC "diverging".
-    stats: dict[str, Tensor] = field(default_factory=dict)
-    simulated: dict[str, Tensor] = field(default_factory=dict)  # a draw of each observed site
-    predicted: dict[str, Tensor] = field(default_factory=dict)  # each site at new inputs
-
-    @property
-    def log_prior(self) -> Tensor:
-        return sum(self.log_priors.values(), torch.zeros((), dtype=torch.float64))
-
-    def groups(self, include_f: bool) -> dict[str, dict[str, Tensor]]:
-        """Their variables by group of a tree."""
-        coefficients = {f"{site}_w": w for site, w in self.coefficients.items()}
-        return {
-            "sample_stats": dict(self.stats),
-            "posterior": self.values | coefficients | (self.functions if include_f else {}),
-            "log_prior": self.log_priors,
-            "posterior_predictive": self.simulated,
-            "predictions": self.predicted,
-        }
+    sample_stats: dict[str, Tensor] = field(default_factory=dict)
+    posterior_predictive: dict[str, Tensor] = field(default_factory=dict)  # a draw of each observed site
+    predictions: dict[str, Tensor] = field(default_factory=dict)  # each site at new inputs
 
 
 class Source(ABC):
@@ -98,12 +83,12 @@ class Source(ABC):
     def draws(self, num: int = 1, new: Optional[Call] = None, simulates: bool = False) -> Iterator[Draws]:
         """Draws in blocks, the first of which is a single one.
 
-        :param new: the model's arguments at new inputs, for ``predicted``.
+        :param new: the model's arguments at new inputs, for ``predictions``.
         :param simulates: whether observed sites are drawn.
         """
 
         def numbers(draw: dict[str, Any]) -> int:
-            kinds = ("functions", "coefficients", "predicted")
+            kinds = ("functions", "posterior", "predictions")
             rows, size, new = (sum(value.numel() for value in draw[kind].values()) for kind in kinds)
             joint = min(new, LARGEST_JOINT) + rows * self.joint
             # Features are passed over half as often as a covariance.
@@ -148,7 +133,7 @@ class GuideSource(Source, Messenger):
         self.reader = DensityReader(guide.model, args, kwargs, self.read)
 
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
-        draw = self.draw = Draws(stats={"log_q": torch.zeros((), dtype=torch.float64)})
+        draw = self.draw = Draws(sample_stats={"log_q": torch.zeros((), dtype=torch.float64)})
         self.posteriors: dict[str, SparsePosterior] = {}
         # Rows may be held-out ones, and a kernel's variance correction acts on q(w), too: as in predictions.
         try:
@@ -168,20 +153,21 @@ class GuideSource(Source, Messenger):
                 "to_datatree(model, guide, x, y)."
             )
         require_shapes({name: sites[name] for name in self.data})
-        draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
+        draw.posterior_predictive = {name: sites[name]["fn"].sample() for name in self.data if simulates}
         draw.functions = {name: values[name] for name in self.posteriors}
         # All that densities are read at: function values are integrated, but where densities couple them.
         draw.held = {name: f for name, f in values.items() if name not in draw.moments}
-        draw.values = {name: values[name] for name in sites if name in values.keys() - draw.functions.keys()}
-        for name in draw.values:
+        latents = {name: values[name] for name in sites if name in values.keys() - draw.functions.keys()}
+        draw.posterior = latents | draw.posterior
+        for name in latents:
             if priors[name]["fn"] is not posteriors[name]["fn"]:  # else it is drawn from the model
                 prior, log_q = priors[name], log_density_of(posteriors[name])
                 if isinstance(fn := posteriors[name]["fn"], FieldLatent):  # its density is relative to its prior
                     prior = {**prior, "fn": fn.prior}
                     log_q = log_q + log_density_of(prior)
-                draw.stats["log_q"] = draw.stats["log_q"] + log_q
+                draw.sample_stats["log_q"] = draw.sample_stats["log_q"] + log_q
                 if name not in self.read:  # those whose densities move with f have their own terms
-                    draw.log_priors[name] = log_density_of(prior)
+                    draw.log_prior[name] = log_density_of(prior)
         # The bound's target, or expectation propagation's: a q(w) under a kernel's variance correction is optimal for
         # integrated densities, as expectation propagation's is.
         exact = [n for n, module in self.guide.modules_by_site().items() if isinstance(module, ExactWeightSpaceGP)]
@@ -189,8 +175,8 @@ class GuideSource(Source, Messenger):
         self.target = "fitc" if self.guide.by_expectation or corrected else "vfe"
         if new is not None:
             with poutine.block():
-                elsewhere = AtNewInputs(trace, draw.values, self.guide.warned, self._at_new_inputs)
-                draw.predicted = predictions(elsewhere.run(self.model, *new), draw.values)
+                elsewhere = AtNewInputs(trace, latents, self.guide.warned, self._at_new_inputs)
+                draw.predictions = predictions(elsewhere.run(self.model, *new), latents)
         return draw
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -202,11 +188,12 @@ class GuideSource(Source, Messenger):
         if not self.marginal:
             w = q.coefficients.rsample(q.batch_shape)
             values = q.given(w)
-            draw.coefficients[name] = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
+            whole = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
             # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
-            log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
-            draw.log_priors[f"{name}_w"] = log_prior
-            draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
+            log_prior = -0.5 * (whole.double().square() + math.log(2 * math.pi)).sum()
+            draw.posterior[f"{name}_w"], draw.log_prior[f"{name}_w"] = whole, log_prior
+            log_q = log_prior + q.coefficients.log_ratio(w).double().sum()
+            draw.sample_stats["log_q"] = draw.sample_stats["log_q"] + log_q
         if name not in self.drawn:
             draw.moments[name] = values.mean, values.variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
@@ -214,10 +201,10 @@ class GuideSource(Source, Messenger):
 
     def _at_new_inputs(self, msg: Any, prior: Any) -> None:
         """Answers at a GP site of the model's run at new inputs: f | w ~ N(h, ρ), of many rows by its marginals."""
-        name = msg["name"]
-        if name in self.draw.coefficients:
-            q = self.posteriors[name].under(prior)
-            values = q.given(self.draw.coefficients[name].split(list(q.coefficients.sizes), -1))
+        w = self.draw.posterior.get(f"{msg['name']}_w")
+        if w is not None:
+            q = self.posteriors[msg["name"]].under(prior)
+            values = q.given(w.split(list(q.coefficients.sizes), -1))
             msg["value"] = _drawn(values, values.event_shape[0] <= LARGEST_JOINT)
 
 
@@ -258,21 +245,21 @@ class SampleSource(Source):
 
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
         sample = {name: value for name, value in item.items() if name}
-        draw, here = Draws(stats={"diverging": item[""]}), (self.args, self.kwargs)
+        draw, here = Draws(sample_stats={"diverging": item[""]}), (self.args, self.kwargs)
         with poutine.block(), whole_plates():
             trained = Trained(Enumeration()(self.model), sample, *(self.old or here), self.warned)
             trace = trained.at(*here, marginal=True) if self.old else trained.trace
         sites, free = sample_sites(trace), free_values(trace)
-        draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
-        draw.values = {n: site["value"] for n, site in sites.items() if n not in self.sites}
-        draw.functions = {name: draw.values.pop(name) for name in trained.known if name in draw.values}
+        draw.posterior_predictive = {name: sites[name]["fn"].sample() for name in self.data if simulates}
+        draw.posterior = {n: site["value"] for n, site in sites.items() if n not in self.sites}
+        draw.functions = {name: draw.posterior.pop(name) for name in trained.known if name in draw.posterior}
         draw.held = {name: value for name, value in free.items() if name not in draw.functions}
         draw.moments = dict(trained.moments)
         if not self.old:
-            missing = [n for n in draw.values if n not in sample and not sites[n]["is_observed"]]
+            missing = [n for n in draw.posterior if n not in sample and not sites[n]["is_observed"]]
             if missing:
                 raise ValueError(f"the MCMC samples hold no draws of site {missing[0]!r}: they have {sorted(sample)}")
-            draw.log_priors = {name: log_density_of(sites[name]) for name in (*draw.values, *draw.functions)}
+            draw.log_prior = {name: log_density_of(sites[name]) for name in (*draw.posterior, *draw.functions)}
             # f itself is known: a value is integrated given all others.
             for name, f in draw.functions.items():
                 process = without_event(sites[name]["fn"])[0]
@@ -283,7 +270,7 @@ class SampleSource(Source):
         if new is not None:
             trained.model = self.model  # discrete latents are drawn there, and not summed out
             with poutine.block():
-                draw.predicted = predictions(trained.at(*new), sample)
+                draw.predictions = predictions(trained.at(*new), sample)
         return draw
 
 

@@ -24,6 +24,7 @@ from .sources import Draws, Source, as_source, is_factor, require_call, seeded
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
+_DRAWN = ("posterior", "log_prior", "sample_stats", "posterior_predictive", "predictions")
 _OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
 
 
@@ -89,12 +90,13 @@ def to_datatree(
     table.blocks["posterior"] = {}  # with draws, though function values that are left out may be all there is
     with seeded(seed):
         for draws in source.draws(shape[0] * shape[1], new, posterior_predictive):
-            groups = draws.groups(include_f)
+            groups = {group: getattr(draws, group) for group in _DRAWN}
+            groups["posterior"] |= draws.functions if include_f else {}
             if log_likelihood:
                 densities = source.reader(draws.held, draws.moments)
                 groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data}
-                if "log_q" in draws.stats:  # against which importance weights set log p of the draws and the data
-                    groups["sample_stats"]["lp"] = draws.log_prior + densities.towards[source.target]
+                if "log_q" in draws.sample_stats:  # against which weights set log p of the draws and the data
+                    groups["sample_stats"]["lp"] = sum(draws.log_prior.values(), densities.towards[source.target])
             table.put(groups, draws.functions)
     if new is not None:
         table.fix_arguments("predictions_constant_data", *new, {})
@@ -141,9 +143,8 @@ def prior_predictive(
         source = _Prior(model, args, kwargs, observed or ())
         table = Table(source, (1, num_samples), dtype, dims, coords)
         for draws in source.draws(num_samples):
-            groups = draws.groups(include_f)
-            named = {"prior": groups["posterior"], "prior_predictive": groups["posterior_predictive"]}
-            table.put(named, draws.functions)
+            prior = draws.posterior | (draws.functions if include_f else {})
+            table.put({"prior": prior, "prior_predictive": draws.posterior_predictive}, draws.functions)
     return table.tree(name)
 
 
@@ -174,7 +175,7 @@ class _Prior(Source):
         values = {name: site["value"] for name, site in sample_sites(trace).items() if not is_factor(site)}
         simulated = {name: values.pop(name) for name in self.data if name in values}
         functions = {name: values.pop(name) for name in self.gps if name in values}
-        return Draws(values=values, functions=functions, simulated=simulated)
+        return Draws(values, functions, posterior_predictive=simulated)
 
 
 class Table:
