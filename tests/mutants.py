@@ -301,8 +301,8 @@ batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all
 - learns = steps and (same or (guide.takes_batches and not relation.fewer))
 + learns = steps and (same)
 batches-read-where-q-was: test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows
-- self._last = (None, progress["marginals"]) if same and progress["marginals"] else None
-+ self._last = (None, progress["marginals"]) if progress["marginals"] else None
+- self.pace, self._last = progress["pace"], progress["marginals"] if same else None
++ self.pace, self._last = progress["pace"], progress["marginals"]
 """  # noqa: E501
 
 

@@ -215,22 +215,3 @@ def test_a_chain_of_states_is_no_likelihood_of_single_values():
 
     svi = SVI(model, AutoSparseGP(model, SGPR(3)), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
     refused(r"GP site .f. .* does not factorise.* such as SVGP", svi.step, x, y)
-
-
-@pytest.mark.parametrize("where", ["lengthscale", "variance", "period"])
-def test_a_hyperparameter_whose_prior_allows_0_or_less(where):
-    """It is named at the first call, though it starts at 0; what a positive function makes of it is not."""
-
-    def model(x, y=None, change=lambda value: value):
-        value = change(pyro.sample("value", dist.Normal(torch.zeros(2), 1.0).to_event(1)))
-        kernel = {
-            "lengthscale": lambda: kernels.RBF(value),
-            "variance": lambda: kernels.RBF(0.5)[0] + value[1] * kernels.RBF(0.5),
-            "period": lambda: kernels.Periodic(0.5, value[0]),
-        }[where]()
-        f = pyro.sample("f", GaussianProcess(kernel, x))
-        return observed(dist.Normal(f, 0.3), y)
-
-    x, y = torch.rand(9, 2), torch.randn(9)
-    refused(rf"latent site 'value' is a {where} of GP site 'f', .* allows 0 or less", prepared, model, SVGP(4), x, y)
-    prepared(model, SVGP(4), x, y, torch.exp)

@@ -36,10 +36,8 @@ _TOGETHER = "Train on old and new rows together"
 class _Sums:
     """q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) Πₙ N(zₙ | μₙ + φₙᵀw, 1/λₙ): what rows seen before left, and new sites.
 
-    (Bui, Nguyen and Turner, 2017.) Neither the old rows nor their sites are needed.
-
-    :param run: at the new rows; ``name`` is the site, whose q(w) learns by natural steps.
-    :param forget: the share of (G₀, r₀) that is dropped.
+    (Bui, Nguyen and Turner, 2017.) Neither the old rows nor their sites are needed. The share ``forget`` of (G₀, r₀) is
+    dropped.
     """
 
     rate = 0.7  # of updates, as SiteGP has it

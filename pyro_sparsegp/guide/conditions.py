@@ -184,9 +184,8 @@ class SiteReading:
         self.quadratic, self.direct, self.alone = name in found.quadratic, found.is_direct(name), found.is_alone(name)
         kept: KeptSites = module.sites
         self.unread = kept.empty or kept.inputs.shape != process.x.shape
-        self.sites = Sites.none(process.x, process.batch_shape)
-        if not self.unread:
-            self.sites = Sites(process.x, kept.precision, kept.linear)
+        known = Sites(process.x, kept.precision, kept.linear)
+        self.sites = Sites.none(process.x, process.batch_shape) if self.unread else known
         self.truncated = kept.truncated  # negative curvatures, cut to 0
         self.change = math.inf  # that the last update would have made of a marginal, in standard deviations
         self.pace, self.halved = 1.0, 0  # a share of the rate; updates that were cut since they lowered the bound
@@ -198,8 +197,7 @@ class SiteReading:
         """Go on where training is: its pace, and the marginals that the last step had, if it was at the same rows."""
         progress = self.module.sites.progress
         if not self.unread:
-            self.pace = progress["pace"]
-            self._last = (None, progress["marginals"]) if same and progress["marginals"] else None
+            self.pace, self._last = progress["pace"], progress["marginals"] if same else None
 
     def look(self) -> tuple[SparsePosterior, Marginal]:
         """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
@@ -373,7 +371,7 @@ class Readings:
         tolerance = max(min(tolerance, 1e-5), _TIGHT[readings[0].process.x.dtype])
         steps: list[tuple[Tensor, Tensor]] = []  # residuals of iterates, and where they lead
         for reading, (_, first) in zip(readings, [self._target(reading) for reading in readings]):
-            reading.move(first if reading.unread else Sites(first.inputs, first.precision, reading.sites.linear))
+            reading.move(Sites(first.inputs, first.precision, reading.sites.linear))
         for _ in range(_MOST):
             pairs = [(reading, self._target(reading)[1]) for reading in readings]
             if not all(torch.allclose(found.precision, reading.sites.precision, rtol=1e-6) for reading, found in pairs):

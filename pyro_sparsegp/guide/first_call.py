@@ -53,10 +53,7 @@ from .start import start
 
 
 def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
-    """Make a guide's parameters, and learn how the model depends on its GP sites.
-
-    :raises ValueError: naming the site and the remedy, if it is no model that the guide can learn from.
-    """
+    """Make a guide's parameters, and learn how the model depends on its GP sites; raise if none can be learned."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "the guide's first call makes its parameters: call it outside of torch.inference_mode(), guide(x, y)."
@@ -110,7 +107,6 @@ class _Setup(Run):
 
     def module(self, name: str, process: GaussianProcess) -> Any:
         guide, x = self.guide, process.x
-        _require_positive(guide.trace, name, process)
         if not self.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
             free = {n: s for n, s in sample_sites(guide.trace).items() if is_free(s) and s["value"].numel() > 1}
             several = [other for other, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
@@ -177,25 +173,6 @@ def _require_sites(run: Run) -> None:
         check_site_shape(site, float("inf"))  # type: ignore[arg-type]
 
 
-def _require_positive(trace: poutine.Trace, gp: str, process: GaussianProcess) -> None:
-    """Raise if a kernel's length scale, period or variance is a latent whose prior allows 0 or less."""
-    kernels, made_of = [process.kernel], dict[int, str]()
-    for kernel in kernels:  # and its parts
-        kernels += kernel.parts
-        for what in ("lengthscale", "period", "variance"):
-            if isinstance(value := vars(kernel).get(what), Tensor):
-                made_of[value.untyped_storage().data_ptr()] = what  # length[0] has the place of the whole
-    for name, site in sample_sites(trace).items():
-        value, prior = site["value"], site["infer"].get("prior")
-        place = value.untyped_storage().data_ptr()  # 0 without memory, on a pretended device: test_device.py
-        what = made_of.get(place, "") if place and is_free(site) else ""
-        if what and prior and value.is_floating_point() and prior.support.check(torch.full_like(value, -1e-6)).any():
-            raise ValueError(
-                f"latent site {name!r} is a {what} of GP site {gp!r}, and its prior allows 0 or less. Give it a "
-                f"prior on positive numbers, such as dist.LogNormal(0.0, 1.0), or take {name}.exp() for the {what}."
-            )
-
-
 def _describe(run: Run) -> Structure:
     """The sites of a first run, in which the guide made its parameters."""
     gps = {name: at_path(run.guide.gps, name).spec() for name in run.posteriors}
@@ -244,10 +221,7 @@ def _learn_forms(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]
 
 
 def require_separate_sites(found: Structure, name: str, reads: str, trace: poutine.Trace, remedy: str) -> None:
-    """Raise where a GP site's likelihood is none of single values.
-
-    :param reads: what reads Gaussian sites there, for the error.
-    """
+    """Raise where a GP site's likelihood is none of single values; ``reads`` is what reads Gaussian sites there."""
     why = [f"values of GP site {layer!r} enter another GP site" for layer in found.inner]
     if found.dependence[name] == COUPLED:
         why.append("its likelihood does not factorise: one term of a density depends on values at several inputs")

@@ -41,11 +41,7 @@ class Core:
 
 
 def _require_arguments(model: Any, families: Mapping[Any, Any], start: Any, **named: Any) -> None:
-    """Raise if a guide's arguments are none.
-
-    :param families: by groups of names; ``named``: names of sites.
-    :raises ValueError: naming the argument.
-    """
+    """Raise if a guide's arguments are none: ``families`` by groups of names, and ``named``, names of sites."""
     if not callable(model):
         raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
     if is_blocked(model):
@@ -75,10 +71,7 @@ def _has(names: Union[bool, Collection[str]], name: str) -> bool:
 
 
 class KnownGuide(AutoNormalMessenger):
-    """Pyro's mean-field guide, and what it knows of its program and its GP sites.
-
-    :param options: Pyro's.
-    """
+    """Pyro's mean-field guide, and what it knows of its program and its GP sites."""
 
     together: Any  # q(θ) of hyperparameters
     field: Any  # q(x) of all that is normal given them
@@ -119,10 +112,7 @@ class KnownGuide(AutoNormalMessenger):
 
     @property
     def facts(self) -> Structure:
-        """What is known of the program.
-
-        :raises ValueError: before the first call.
-        """
+        """What is known of the program; raises before the first call."""
         facts = self.core.facts
         if not facts.gps:  # test_messages.py::test_a_guide_that_saw_no_data
             raise ValueError("the guide has not been called: call it with the data, guide(x, y), or take an SVI step")
@@ -198,10 +188,7 @@ class KnownGuide(AutoNormalMessenger):
         return bool(self.facts.inner) or not all(map(self.is_point, self.facts.latents))
 
     def set_latent(self, name: str, loc: Tensor, event_dim: int, scale: Optional[Tensor] = None) -> None:
-        """Make the parameters of a latent, in unconstrained space.
-
-        :param scale: its standard deviation, by default ``init_scale``.
-        """
+        """Make the parameters of a latent in unconstrained space: its mean and its deviation, ``init_scale``."""
         deep_setattr(self, "locs." + name, PyroParam(loc, event_dim=event_dim))
         if not self.is_point(name):
             scale = torch.full_like(loc, self._init_scale) if scale is None else scale

@@ -124,10 +124,7 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
 
 
 def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
-    """Make what a saved state is to be loaded into.
-
-    :raises ValueError: if it is of another model, or of other families.
-    """
+    """Make what a saved state is to be loaded into; raise if it is of another model, or of other families."""
     saved = state_dict.get(prefix + "_extra_state")
     if not saved:
         return

@@ -159,18 +159,13 @@ class Priors(Run):
 
 @dataclass(eq=False)
 class Posteriors(Run):
-    """Posteriors to be drawn from, at the rows of a call.
+    """Posteriors to be drawn from, at the rows of a call."""
 
-    :param joint_up_to: how many function values of a site are drawn jointly.
-    """
-
-    joint_up_to: float = math.inf
+    joint_up_to: float = math.inf  # how many function values of a site are drawn jointly
     _ahead: Any = field(init=False, default=None)  # the run for the hyperparameters, where there is a field
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
-        """Run the model once; where there is a field, once before for the hyperparameters, under which it has its
-        posterior.
-        """
+        """Run the model once; where there is a field, once before for the hyperparameters, under which it has its q."""
         if self.guide.core.facts.field:
             rows = Rows(new=self.rows.new)
             ahead = Priors(self.guide, self.conditions, rows, at_medians=self.at_medians, draws_data=False)
@@ -195,22 +190,18 @@ class Posteriors(Run):
             share = self._ahead.whole.share(name)
             posterior: Any = kind(self.settled(name, process), self._ahead.bases[name], share, name)
         elif isinstance(module, SiteGP):
-            posterior = self._on_sites(name, process, module, kind)
+            reading = self.conditions.readings.get(name)
+            sites, alone = (None, False) if reading is None else (reading.sites, reading.alone)
+            posterior = module(process, name, kind, sites, alone, not self.rows.same)
+            if self.rows.same and self.rows.learns and reading is not None and not reading.direct:
+                # where the next step goes on
+                module.sites.progress["marginals"] = None, (posterior.mean.detach(), posterior.variance.detach())
         else:
             posterior = self.free(name, process, module, kind)
         self.posteriors[name] = posterior
         if name in nodes:
             return posterior.at_node(nodes[name])
         return posterior.mean if self.at_medians else posterior
-
-    def _on_sites(self, name: str, process: GaussianProcess, module: SiteGP, kind: type[Site]) -> SparsePosterior:
-        reading = self.conditions.readings.get(name)
-        sites, alone = (None, False) if reading is None else (reading.sites, reading.alone)
-        posterior = module(process, name, kind, sites, alone, not self.rows.same)
-        if self.rows.same and self.rows.learns and reading is not None and not reading.direct:
-            # where the next step goes on
-            module.sites.progress["marginals"] = posterior.mean.detach(), posterior.variance.detach()
-        return posterior
 
 
 def probed(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
@@ -231,10 +222,9 @@ def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
 
 
 def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
-    """After a step of training: take note of its data, and check that they are what the guide is about.
+    """After a step of training: check that its data are what the guide is about.
 
-    :returns: their share of all rows, as plates tell; 0 where there are none.
-    :raises ValueError: if an objective's step, which is at nodes, brings no data.
+    :returns: their share of all rows, as plates tell; 0 where there are none, which an objective's step has to bring.
     """
     guide, core, facts, sites = run.guide, run.guide.core, run.guide.core.facts, run.sites
     observed = {name: site for name, site in run.data.items() if not guide.is_given(name, site)}
@@ -266,10 +256,7 @@ def _is_prior(site: Any) -> bool:
 
 
 def require_data(run: Run) -> None:
-    """Raise if an objective's run met no data: the model has drawn them, y=None.
-
-    :raises ValueError: naming a site that held data at the first call.
-    """
+    """Raise if an objective's run met no data: the model has drawn them, y=None."""
     guide, rows, sites = run.guide, run.guide.facts.rows, run.sites
     observed = [name for name, site in sites.items() if is_observation(site)]
     # Beside what is given, data that are left out, not drawn, may be another step's:
