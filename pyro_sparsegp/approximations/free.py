@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..bases import Basis, Features, InducingPoints
+from ..bases import Basis, InducingPoints
 from ..bases.additive import DecoupledFeatures
 from ..gaussians import Coefficients, Product, ShiftFactor
 from ..modules import AbstractModule
@@ -22,9 +22,7 @@ _ROWS = 4096  # enough to show where posteriors start
 
 
 class SparseGP(AbstractModule):
-    """One site's variational module: a basis and a Gaussian over its coefficients.
-
-    A guide holds one for each GP site of a free family, as ``guide.gps.f``.
+    """One site's variational module, ``guide.gps.f``: a basis and a Gaussian over its coefficients.
 
     :param basis: gives the features φ under a kernel.
     :param coefficients: q(w) = N(m, S).
@@ -70,25 +68,17 @@ class SparseGP(AbstractModule):
         """φ under the process's kernel."""
         return self.basis(process.kernel, process.jitter, name)
 
-    def start(self, process: GaussianProcess, name: str) -> None:
-        """Take note of what a guide's first call shows."""
-        if process.kernel.depends_on_rows:
-            self.see(process.x)
-
     def inform(self, process: GaussianProcess, name: str) -> None:
         """Start the covariance of q(w) at what noise as large as the process would leave of it at these inputs."""
         with torch.no_grad(), poutine.block():
-            features = self.basis(process.kernel, process.jitter, name)
-            self.coefficients.start(self.coefficients.anchor_of(features), self.shown(process, features))
-
-    def shown(self, process: GaussianProcess, features: Features) -> list[Tensor]:
-        """√λ·Φ at inputs of a first call, for noise 1/λ as large as the process, ``(..., n, M_b)`` a block."""
-        step = -(-process.x.shape[-2] // _ROWS)
-        x = process.x[..., ::step, :]
-        noise = process.kernel.diag(x).mean(-1).clamp(min=torch.finfo(x.dtype).tiny)
-        root = (step / noise).sqrt()[..., None, None]
-        # In float64: the gram matrices of millions of rows have the condition of their number.
-        return [(root * phi).double() for phi in features(x)]
+            features = self.features_for(process, name)
+            step = -(-process.x.shape[-2] // _ROWS)
+            x = process.x[..., ::step, :]
+            noise = process.kernel.diag(x).mean(-1).clamp(min=torch.finfo(x.dtype).tiny)
+            root = (step / noise).sqrt()[..., None, None]  # √λ
+            # In float64: the gram matrices of millions of rows have the condition of their number.
+            shown = [(root * phi).double() for phi in features(x)]
+            self.coefficients.start(self.coefficients.anchor_of(features), shown)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         rows = state_dict.get(prefix + "rows")
@@ -107,10 +97,8 @@ class SparseGP(AbstractModule):
 
 
 class DecoupledGP(SparseGP):
-    """Inducing points Z with a free q(w), and a mean c(x, O)a of points O.
+    """Inducing points Z, ``basis``, with a free q(w), and a mean c(x, O)a of one set of points O, ``means``.
 
-    :param basis: Z.
-    :param means: O, one set.
     :param num_columns: how many columns of K_OO a training step takes.
     """
 
@@ -125,9 +113,8 @@ class DecoupledGP(SparseGP):
         like: Tensor,
     ) -> None:
         super().__init__(basis, coefficients, batch_shape, family)
-        self.weights: Any
         self.means, self.num_columns = means, num_columns
-        self.weights = PyroParam(like.new_zeros(*batch_shape, sum(means.sizes)))
+        self.weights: Any = PyroParam(like.new_zeros(*batch_shape, sum(means.sizes)))
 
     def forward(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior

@@ -84,8 +84,8 @@ class SiteGP(AbstractModule):
         return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)
 
     def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Sites], SparsePosterior]:
-        """The posterior of ``process`` as a function of sites at its inputs, while they are read. What does not depend
-        on them is made once, and held as long as the function is: no gradient is to pass.
+        """The posterior as a function of sites at the process's inputs, while they are read and no gradient passes: what
+        does not depend on them is made once.
         """
         known = self.prepared(process, name, process.x)
         return lambda sites: self.given(process, name, SparsePosterior, sites, False, known)
@@ -107,10 +107,7 @@ class SiteGP(AbstractModule):
     def given(
         self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool, known: Any = None
     ) -> SparsePosterior:
-        """The posterior of ``process`` given ``sites``.
-
-        :param known: :meth:`prepared` at their inputs, where it has been called.
-        """
+        """The posterior of ``process`` given ``sites``; ``known`` is :meth:`prepared` at their inputs, if it is."""
 
 
 def same_rows(inputs: Tensor, x: Tensor) -> bool:
@@ -177,16 +174,15 @@ class BlockwiseGP(OptimalGP):
 
 
 class SemiCollapsedGP(OptimalGP):
-    """Nested inducing points whose first set has the posterior that is optimal for the sites and for the other sets'.
+    """Nested inducing points whose first set has the posterior that is optimal for the sites and for the other sets',
+    ``others``, which are free.
 
     q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂
     (Shi, Titsias and Mnih, 2020, eq. 9 and appendix C).
-
-    :param others: the free posterior of the other sets.
     """
 
-    def __init__(self, basis: Basis, others: Coefficients, *args: Any, **kwargs: Any) -> None:
-        super().__init__(basis, *args, **kwargs)
+    def __init__(self, basis: Basis, others: Coefficients, *args: Any) -> None:
+        super().__init__(basis, *args)
         self.others = others
 
     def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
@@ -245,14 +241,10 @@ class ExactWeightSpaceGP(OptimalGP):
 
 
 class ProjectedGP(SiteGP):
-    """The posterior given projections of the sites' data.
+    """The posterior given projections of the sites' data, by a policy's actions."""
 
-    :param policy: chooses the actions.
-    :param batches: whether training brings mini-batches of other rows.
-    """
-
-    def __init__(self, policy: Policy, *args: Any, batches: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, policy: Policy, *args: Any, batches: bool) -> None:
+        super().__init__(*args)
         self.policy, self.takes_batches = policy, batches
 
     def given(
@@ -283,8 +275,6 @@ class ExpectationGP(AbstractModule):
     Prediction needs P and Pm alone. A site is about the row φₙ under which it was last refined, and about the function
     itself: when hyperparameters move, u = Lw keeps its meaning, and so does υₙ = L⁻ᵀφₙ (eq. 2). What was
     added is what is taken away, however far they have moved.
-
-    :param like: a tensor of the dtype and device wanted.
     """
 
     precision: Tensor  # ν, (..., N)
@@ -298,13 +288,11 @@ class ExpectationGP(AbstractModule):
         super().__init__()
         self.basis, self.family = basis, family
         self.batch_shape = torch.Size(batch_shape)
-        size = sum(basis.sizes)  # type: ignore[misc]
+        size, batch = sum(basis.sizes), tuple(batch_shape)  # type: ignore[misc]
         # First one of the guide's dtype, which others may be wider than: test_float32.py, `far_from_the_prior`.
-        shapes = {"gram": (size, size), "pull": (size,), "precision": (0,), "linear": (0,)}
-        for buffer, shape in shapes.items():
-            self.register_buffer(buffer, like.new_zeros(*batch_shape, *shape))
-        self.register_buffer("rows", like.new_zeros(0, size))
-        self.register_buffer("anchor", like.new_zeros(0, 0))
+        shapes = {"gram": (*batch, size, size), "pull": (*batch, size), "precision": (*batch, 0), "linear": (*batch, 0)}
+        for buffer, shape in (shapes | {"rows": (0, size), "anchor": (0, 0)}).items():
+            self.register_buffer(buffer, like.new_zeros(shape))
 
     @property
     def empty(self) -> bool:
@@ -356,9 +344,7 @@ class ExpectationGP(AbstractModule):
     def sums(self, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
         """Σ νφφᵀ and Σ bφ, of the batch's shape."""
         # Sites found in float64 are summed in phi's dtype (test_float32.py, data far from the prior).
-        precision, linear = precision.to(phi), linear.to(phi)
-        # Σ νφφᵀ and Σ bφ
-        gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
+        gram, pull = weighted_gram(phi, precision.to(phi)), (phi.mT @ linear.to(phi)[..., None])[..., 0]
         return gram.expand(self.gram.shape), pull.expand(self.pull.shape)
 
     def spec(self) -> dict[str, Any]:
@@ -372,11 +358,7 @@ class ExpectationGP(AbstractModule):
 
 
 def require_refined(modules: Mapping[str, Any], predicting: bool = True) -> None:
-    """Raise if a module has no sites yet: what it gives is the prior, which would pass for a posterior.
-
-    :param modules: of GP sites, by name.
-    :param predicting: whether a posterior is wanted.
-    """
+    """Raise if a GP site's module has no sites yet: what it gives is the prior, which would pass for a posterior."""
     for name, module in modules.items():
         if isinstance(module, ExpectationGP) and module.empty and predicting:
             raise ValueError(
