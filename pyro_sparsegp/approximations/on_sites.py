@@ -84,9 +84,7 @@ class SiteGP(AbstractModule):
         return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)
 
     def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Sites], SparsePosterior]:
-        """The posterior as a function of sites at the process's inputs, while they are read and no gradient passes: what
-        does not depend on them is made once.
-        """
+        """The posterior as a function of sites at the process's inputs, while they are read: no gradient passes."""
         known = self.prepared(process, name, process.x)
         return lambda sites: self.given(process, name, SparsePosterior, sites, False, known)
 

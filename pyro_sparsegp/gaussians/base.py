@@ -43,10 +43,7 @@ class Gaussian(ABC):
         """Take note that function values are drawn by the marginals given, where natural steps are to know."""
 
     def cross_change(self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Any, Any]) -> Tensor:
-        """diag(Φ(S − I)Ψᵀ), ``(..., N)``, of two matrices with as many rows.
-
-        :param rows: of the two matrices' marginals, as they were recorded.
-        """
+        """diag(Φ(S − I)Ψᵀ), ``(..., N)``, of two matrices with as many rows, recorded as ``rows``."""
         # ¼(‖φ + ψ‖² − ‖φ − ψ‖²) in the metric S − I
         pairs = list(zip(features, others))
         _, both = self.moments([phi + psi for phi, psi in pairs])
@@ -66,10 +63,7 @@ class Gaussian(ABC):
 
     @abstractmethod
     def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
-        """log dq/dp, log q(w) − log N(w; 0, I).
-
-        :param f: the centred values at the process's inputs of the draw that w are of, which projected data ask for.
-        """
+        """log dq/dp, log q(w) − log N(w; 0, I); projected data ask for f, the draw's centred values at the inputs."""
 
     @abstractmethod
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
@@ -82,10 +76,7 @@ class Gaussian(ABC):
 
 
 class Given(Gaussian):
-    """Coefficients that are known, S = 0: what f has beside them is its residual, as in the prior.
-
-    :param w: a block ``(..., M_b)`` each.
-    """
+    """Coefficients that are known, w, a block ``(..., M_b)`` each; S = 0: what f has beside them is its residual."""
 
     def __init__(self, w: Sequence[Tensor]) -> None:
         self.w, self.sizes = list(w), tuple(block.shape[-1] for block in w)
@@ -116,8 +107,7 @@ class Given(Gaussian):
     @property
     def covariance_matrix(self) -> Tensor:
         """Zero."""
-        num = sum(self.sizes)
-        return self.w[0].new_zeros(*self.batch_shape, num, num)
+        return self.w[0].new_zeros(*self.batch_shape, *[sum(self.sizes)] * 2)
 
 
 class Coefficients(Documented, AbstractModule):
@@ -147,9 +137,8 @@ class Coefficients(Documented, AbstractModule):
         """
 
     def anchor_of(self, features: Any, mean: Any = None) -> Any:
-        """L of a run's features, as :meth:`forward` wants it; ``None`` where it is about w alone.
-
-        :param mean: the process's mean function, where q is to follow a constant one.
+        """L of a run's features, as :meth:`forward` wants it; ``None`` where it is about w alone. Of a mean function q
+        may follow a constant one.
         """
         return None
 
@@ -162,8 +151,6 @@ class Stack:
     """C blocks of M_b coefficients as one of C times M, the largest size; what is beyond a block's own is 0.
 
     Flat, ``(..., C·M, K)``, the blocks are one above the other; wide, ``(..., C·M)``, side by side.
-
-    :param sizes: M_b.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -175,8 +162,7 @@ class Stack:
 
     def own(self, like: Tensor) -> Tensor:
         """1 where a number is a block's own, else 0, ``(C, M)``."""
-        # Kept where it was asked for last: no step copies it to a device.
-        self._own = self._own.to(like)
+        self._own = self._own.to(like)  # kept where it was asked for last: no step copies it to a device
         return self._own
 
     def rows(self, blocks: Sequence[Tensor]) -> Tensor:

@@ -24,30 +24,21 @@ from torch import Tensor
 from ..numerics.processes import by_draws
 from .steps import Natural, Pass, Rate, recorded
 
-_LEAST = 0.02  # ρ at last: an average over some fifty steps
-
 
 def _falling(step: int) -> float:
-    """ρ of step t: a start at the mode counts for twenty steps."""
-    return max(_LEAST, 1 / (20 + step))
+    """ρ of step t: a start at the mode counts for twenty steps, at last it is an average over some fifty."""
+    return max(0.02, 1 / (20 + step))
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A draw θ = a + Rε.
+    """A draw θ = a + Rε."""
 
-    :param loc: a, ``(D,)``.
-    :param root: R, lower triangular, ``(D, D)``.
-    :param noise: ε, ``(D,)``.
-    :param value: θ.
-    :param taken: where the weight of log q(θ) is recorded.
-    """
-
-    loc: Tensor
-    root: Tensor
-    noise: Tensor
-    value: Tensor
-    taken: Optional[Pass] = None
+    loc: Tensor  # a, (D,)
+    root: Tensor  # R, lower triangular, (D, D)
+    noise: Tensor  # ε
+    value: Tensor  # θ
+    taken: Optional[Pass] = None  # where the weight of log q(θ) is recorded
 
     @functools.cached_property
     def whitened(self) -> Tensor:

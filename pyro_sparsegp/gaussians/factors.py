@@ -73,15 +73,11 @@ class Factor(Documented):
     @property
     def covariance_matrix(self) -> Tensor:
         """S, formed, ``(..., M, M)``."""
-        return self.covariance(self._eye)
-
-    @property
-    def _eye(self) -> Tensor:
-        return torch.eye(self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
+        return self.covariance(torch.eye(self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device))
 
     def select(self, index: Tensor) -> Factor:
         """The marginal of some of the coefficients."""
-        covariance = self.covariance(self._eye[index])
+        covariance = self.covariance_matrix[..., index, :][..., index]
         return DenseFactor(self.loc[..., index], cholesky(covariance, 0.0, "a marginal covariance of coefficients"))
 
     def kl(self) -> Tensor:
@@ -135,11 +131,7 @@ class _Moments(Function):
 
 
 class DenseFactor(Factor):
-    """N(m, S) with a full covariance, S = RRᵀ.
-
-    :param root: R, triangular, ``(..., M, M)``.
-    :param upper: whether it is upper triangular.
-    """
+    """N(m, S) with a full covariance, S = RRᵀ, of a triangular R, ``(..., M, M)``, ``upper`` or lower."""
 
     scale_name, constraint = "scale_tril", constraints.lower_cholesky
 
@@ -163,21 +155,12 @@ class DenseFactor(Factor):
 
 
 def by_precision(loc: Tensor, factor: Tensor) -> DenseFactor:
-    """N(m, (LLᵀ)⁻¹), with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a triangular solve.
-
-    :param factor: L, ``(..., M, M)``.
-    """
+    """N(m, (LLᵀ)⁻¹), with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a triangular solve."""
     return DenseFactor(loc, torch.linalg.solve_triangular(factor, eye_like(factor), upper=False, left=False).mT, True)
 
 
 class CovarianceFactor(DenseFactor):
-    """N(m, S) by S itself, with a root of it where one is asked for, as draws do.
-
-    :param matrix: S, ``(M, M)``.
-    :param trace: tr S.
-    :param log_det: log|S|.
-    :param root_of: gives a lower R with S = RRᵀ.
-    """
+    """N(m, S) by S itself, ``(M, M)``, tr S and log|S|, with a lower R, S = RRᵀ, where draws ask for one."""
 
     def __init__(
         self, loc: Tensor, matrix: Tensor, trace: Tensor, log_det: Tensor, root_of: Callable[[], Tensor]
@@ -206,10 +189,7 @@ class CovarianceFactor(DenseFactor):
 
 
 class DiagonalFactor(Factor):
-    """N(m, S) of independent coefficients, S = diag(s²).
-
-    :param scale_diag: s, ``(..., M)``.
-    """
+    """N(m, S) of independent coefficients, S = diag(s²) of s, ``(..., M)``."""
 
     scale_name: ClassVar[Optional[str]] = "scale_diag"
     constraint = constraints.positive

@@ -32,17 +32,12 @@ class _Factored(Coefficients):
         layout = self.layout(len(self.sizes))
         self.kinds: list[Any] = [kind for kind, _ in layout]
         self.groups = [group for _, group in layout]
-        for i, (kind, own) in enumerate(zip(self.kinds, self.slices)):
+        for i, (kind, own) in enumerate(zip(self.kinds, slices(self.sizes, self.groups))):
             # At the prior, m = 0, S = I (Shi et al., 2020, appendix G), until start says more.
             nothing = like.new_zeros(*batch_shape, 1, own.stop - own.start)
             setattr(self, f"loc_{i}", PyroParam(nothing[..., 0, :].clone()))
             if kind.scale_name is not None:
                 setattr(self, f"{kind.scale_name}_{i}", PyroParam(kind.scale_of(nothing), kind.constraint))
-
-    @property
-    def slices(self) -> list[slice]:
-        """The coefficients of each factor."""
-        return slices(self.sizes, self.groups)
 
     def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
         """Start each factor at (I + λΦᵀΦ)⁻¹ of its blocks; it was made at the prior."""
@@ -104,8 +99,8 @@ def leading_directions(features: Sequence[Tensor], small: Tensor) -> tuple[Tenso
     By subspace iteration: UUᵀ is at most ΦᵀΦ. The level that plain kernels share is the first of them, which B would
     find very slowly from a random start.
 
-    :param small: a small random U. Where the data have fewer directions than U has columns, its columns stay: at 0 they
-        would have no gradient.
+    :param small: a small random U, whose columns stay where the data have fewer directions: at 0 they would have no
+        gradient.
     :returns: U, with zeros there; and with these columns.
     """
     phi, random = side_by_side(features), small.to(features[0])
@@ -121,10 +116,7 @@ def leading_directions(features: Sequence[Tensor], small: Tensor) -> tuple[Tenso
 
 
 def small_columns(sizes: Sequence[int], batch_shape: Sequence[int], rank: Optional[int], like: Tensor) -> list[Tensor]:
-    """Where B starts, a block ``(..., M_b, R)`` each: B = 0 is a saddle, small and random it is none.
-
-    :param rank: R; ``None`` is the size of the largest block.
-    """
+    """Where B starts, a block ``(..., M_b, R)`` each: B = 0 is a saddle, small and random it is none."""
     rank = max(sizes) if rank is None else rank
     scale = 0.1 / max(sum(sizes) * rank, 1) ** 0.25
     return [scale * torch.randn(*batch_shape, num, rank, dtype=like.dtype, device=like.device) for num in sizes]
@@ -147,18 +139,16 @@ class _LowRank(Coefficients):
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
             setattr(self, f"b_{i}", PyroParam(b))
             if self.base:
-                eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
-                setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
+                eye = plus_one(like.new_zeros(*batch_shape, num, num))
+                setattr(self, f"scale_tril_{i}", PyroParam(eye, constraints.lower_cholesky))
 
     def _each(self, name: str) -> list[Tensor]:
         return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
 
     def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
         """Start S⁻¹ at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading R directions of λΦᵀΦ."""
-        found = zip(
-            *(part.split(self.sizes, -2) for part in leading_directions(features, torch.cat(self._each("b"), -2)))
-        )
-        for i, (phi, (u, b)) in enumerate(zip(features, found)):
+        found = leading_directions(features, torch.cat(self._each("b"), -2))
+        for i, (phi, u, b) in enumerate(zip(features, *(part.split(self.sizes, -2) for part in found))):
             if self.base:
                 # (I + ΦᵀΦ − UUᵀ)⁻¹ = LLᵀ of a block, and B = LᵀU
                 root = root_of_inverse(plus_one(phi.mT @ phi - u @ u.mT))

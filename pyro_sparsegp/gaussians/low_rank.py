@@ -44,10 +44,8 @@ _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have los
 
 
 def above_one(matrix: Tensor, made_of: Tensor) -> tuple[Tensor, Tensor]:
-    """A symmetric A, lifted to a positive definite one where rounding left none, and the part of A − I with positive
-    eigenvalues.
-
-    :param made_of: a matrix that A is what is left of, so that rounding is of its size.
+    """A symmetric A, lifted to a positive definite one where rounding left none of what it is ``made_of``, and the part
+    of A − I with positive eigenvalues.
     """
     matrix = 0.5 * (matrix + matrix.mT)  # eigh and a factorisation read different triangles
     values, vectors = torch.linalg.eigh(matrix)
@@ -60,13 +58,6 @@ def above_one(matrix: Tensor, made_of: Tensor) -> tuple[Tensor, Tensor]:
     )
     above.diagonal(dim1=-2, dim2=-1).sub_(1)
     return positive, above
-
-
-def times(blocks: Tensor, low_rank: Tensor, v: Tensor) -> Tensor:
-    """(blockdiag(D) + BBᵀ)v for flat columns v."""
-    # Dv of each block, and B(Bᵀv)
-    own = each_times(blocks, v.view(*v.shape[:-2], *blocks.shape[-3:-1], v.shape[-1])).flatten(-3, -2)
-    return own + low_rank @ (low_rank.mT @ v)
 
 
 def _root(matrix: Tensor, what: str) -> Tensor:
@@ -90,10 +81,7 @@ def _lifted(matrix: Tensor, least: Tensor) -> Tensor:
 
 
 class Formed:
-    """P̂ as one matrix, which is quicker where it is small.
-
-    :param matrix: P̂, ``(..., C·M, C·M)``.
-    """
+    """P̂ as one matrix, ``(..., C·M, C·M)``, which is quicker where it is small."""
 
     def __init__(self, stack: Stack, matrix: Tensor) -> None:
         self.stack, self.matrix = stack, matrix
@@ -114,9 +102,7 @@ class Formed:
 class Products:
     """P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) by its products with few columns: it is never formed.
 
-    :param blocks: D of P.
-    :param low_rank: B of P.
-    :param rate: ρ.
+    :param blocks: D of P; ``low_rank``: B of P; ``rate``: ρ.
     :param rows: of each batch of rows Φ, flat, and ρλ as a column.
     """
 
@@ -129,7 +115,9 @@ class Products:
         """P̂v for flat columns v."""
         # ρΦᵀΛΦv
         data = sum((phi.mT @ (curvature * (phi @ v)) for phi, curvature in self._rows), torch.zeros_like(v))
-        return (1 - self._rate) * times(self._blocks, self._low_rank, v) + self._rate * v + joined(data)[0]
+        # Pv, of each block Dv, and B(Bᵀv)
+        own = each_times(self._blocks, self.stack.cut(v)).flatten(-3, -2) + self._low_rank @ (self._low_rank.mT @ v)
+        return (1 - self._rate) * own + self._rate * v + joined(data)[0]
 
     def blocks(self) -> Tensor:
         """The blocks of P̂ on its diagonal."""
@@ -143,8 +131,7 @@ class Products:
     def solve(self, right: Tensor, blocks: Tensor, low_rank: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
         """P̂⁻¹ of a wide vector by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come; and 0.
 
-        :param blocks: D of a P that is near P̂, positive definite.
-        :param low_rank: B of it.
+        :param blocks: D of a positive definite P that is near P̂; ``low_rank``: B of it.
         """
         # P⁻¹, near P̂⁻¹: few iterations are enough
         inverse = _Inverse(self.stack, blocks, low_rank)
@@ -256,9 +243,9 @@ class NaturalLowRank(NaturalGaussian):
         self.rank = self.low_rank.shape[-1]
         if base:
             self.tilt = torch.nn.Parameter(square.clone())
-        self.register_buffer("block", plus_one(square))
-        self.register_buffer("gain", square)  # the positive part of D - I
-        self.register_buffer("seat", like.new_zeros(0, 0))
+        # D, the positive part of D − I, and L + ηsI that they belong to
+        for name, value in (("block", plus_one(square)), ("gain", square), ("seat", like.new_zeros(0, 0))):
+            self.register_buffer(name, value)
 
     def hold_by_draws(self) -> None:
         """Nothing: where draws alone show curvatures these sites are held as others."""

@@ -212,11 +212,8 @@ class NaturalGaussian(Natural):
     def _stepped(
         self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
     ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
-        """What P̂ is made of; P̂⁻¹ times a vector; where negative curvatures are cut; and what is not 0 if that failed.
-
-        :param parts: what P is made of.
-        :param right: the vector.
-        :param rate: ρ, as for :meth:`Natural.step`; ``weight``: c.
+        """What P̂ is made of, of what P is; P̂⁻¹ times the vector ``right``; where negative curvatures are cut; and what
+        is not 0 if that failed.
         """
         gram, cut = self._aim(taken, parts[0], rate, weight)
         shift, failed = solved(plus_one(gram), right)
@@ -225,10 +222,7 @@ class NaturalGaussian(Natural):
     # How q is given.
 
     def forward(self, anchor: Any = None) -> Product:
-        """q(w).
-
-        :param anchor: what sites are about: L, or a seat.
-        """
+        """q(w); sites are about L, or a seat."""
         seat, record = self._seat(anchor), recorded()
         held = None if seat is None else seat.detached
         if record is None:
@@ -242,10 +236,7 @@ class NaturalGaussian(Natural):
         return Recorded(q, record.new(self, base))
 
     def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:
-        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat.
-
-        :param held: the seat without its graph.
-        """
+        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat, else ``held``."""
         try:
             if known:
                 return self._made_known(seat, held)

@@ -22,10 +22,7 @@ from .steps import Pass, Row
 
 
 def slices(sizes: Sequence[int], groups: Sequence[Sequence[int]]) -> list[slice]:
-    """The coefficients of consecutive blocks, group by group.
-
-    :param sizes: of all blocks.
-    """
+    """The coefficients of consecutive blocks, group by group, of the sizes of all blocks."""
     edges = list(itertools.accumulate(sizes, initial=0))
     return [slice(edges[group[0]], edges[group[-1] + 1]) for group in groups]
 
@@ -93,11 +90,7 @@ class Product(Gaussian):
 
 
 class Recorded(Product):
-    """A product that records the marginals, draws and divergences that it gives.
-
-    :param q: the product.
-    :param taken: where they are recorded.
-    """
+    """A product that records the marginals, draws and divergences that it gives."""
 
     def __init__(self, q: Product, taken: Pass) -> None:
         vars(self).update(vars(q))
@@ -165,11 +158,7 @@ class Continued(Product):
 
 
 def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
-    """ΦᵀΛΦ, ``(..., M, M)``.
-
-    :param phi: Φ, ``(..., N, M)``.
-    :param weights: the diagonal of Λ, ``(..., N)``.
-    """
+    """ΦᵀΛΦ, ``(..., M, M)``, of Φ, ``(..., N, M)``, and the diagonal of Λ, ``(..., N)``."""
     return gram(phi, phi * weights[..., None])
 
 
@@ -202,11 +191,8 @@ def from_natural(
 ) -> Product:
     """q(w) with precision P = I + G and Pm = r, or its best approximation by independent groups of blocks.
 
-    :param gram: G = ΦᵀΛΦ, ``(..., M, M)``.
-    :param pull: r = Φᵀλ(z − μ), ``(..., M)``.
-    :param sizes: the sizes of the blocks of w.
-    :param groups: as in :func:`optimal`.
-    :param name: the site, for errors.
+    :param gram: G = ΦᵀΛΦ, ``(..., M, M)``; ``pull``: r = Φᵀλ(z − μ), ``(..., M)``.
+    :param sizes: the sizes of the blocks of w; ``groups`` and ``name`` are as in :func:`optimal`.
     """
     whole = plus_one(gram)
     what = f"I + ΦᵀΛΦ of site {name!r}"
@@ -214,13 +200,12 @@ def from_natural(
     # m = P⁻¹r (Titsias, 2009, eq. 10; Shi et al., 2020, eq. 29)
     loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
     groups = [tuple(range(len(sizes)))] if groups is None else groups
-
-    def made(own: slice) -> Factor:
+    factors: list[Factor] = []
+    for own in slices(sizes, groups):
         # The leading block of a Cholesky factor is the factor of the leading block.
         block = factor[..., own, own] if own.start == 0 else cholesky(whole[..., own, own], 0.0, what)
-        return by_precision(loc[..., own], block)
-
-    return Product(sizes, list(map(made, slices(sizes, groups))), groups)
+        factors.append(by_precision(loc[..., own], block))
+    return Product(sizes, factors, groups)
 
 
 class Whole:
@@ -254,10 +239,8 @@ class Whole:
 
 
 class Share(Gaussian):
-    """q of one site's coefficients; draws go with those of the other sites.
+    """q of one site's blocks of coefficients; draws go with those of the other sites.
 
-    :param whole: of all sites.
-    :param blocks: the site's.
     :param counts: whether the divergence, and the density of a draw, of the whole are told here; else they are 0.
     """
 
@@ -309,11 +292,7 @@ class Share(Gaussian):
 
 
 class Shared(AbstractModule):
-    """The coefficients of several sites.
-
-    :param coefficients: of all blocks, in the order of the sites.
-    :param numbers: how many blocks each site has.
-    """
+    """The coefficients of several sites, of which each has a number of blocks, in their order."""
 
     def __init__(self, coefficients: Coefficients, numbers: Mapping[str, int]) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ from .base import Stack, each_times
 
 
 class Seat:
-    """What sites are about in one run: values u = Lw, near L where that is ill conditioned.
+    """What sites are about in one run: values u = Lw, or near them where L is ill conditioned.
 
     :param kept: L + ηsI, ``(..., M, M)``, of :func:`softened`; what later runs know of it.
     """
@@ -58,11 +58,7 @@ class Seat:
         return other
 
     def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """TᵀGT, and a and b with the mean a + (I + TᵀGT)⁻¹b.
-
-        :param before: what was kept.
-        :param gram: G, ``(..., M, M)``; ``loc``: m, ``(..., M)``.
-        """
+        """TᵀGT, and a and b with the mean a + (I + TᵀGT)⁻¹b, of what was kept, G and m."""
         gram, along = seen_from(gram, loc, before, self.kept)
         # T⁻¹m = m − L⁻¹(L − L₀)m
         near = loc - solve_lower(self.kept, (self.kept - before) @ loc[..., None])[..., 0]
@@ -142,15 +138,9 @@ class Known(Function):
 
     @staticmethod
     def forward(
-        loc: Tensor,
-        covariance: Tensor,
-        trace: Tensor,
-        log_det: Tensor,
-        stays: Optional[Tensor],
-        turn: Optional[Tensor],
-        stack: Stack,
+        loc: Tensor, covariance: Tensor, trace: Tensor, log_det: Tensor, stays: Any, turn: Any, stack: Stack
     ) -> tuple[Tensor, ...]:
-        return loc.view_as(loc), covariance.view_as(covariance), trace.view_as(trace), log_det.view_as(log_det)
+        return tuple(part.view_as(part) for part in (loc, covariance, trace, log_det))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -161,10 +151,9 @@ class Known(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, a: Tensor, by_covariance: Tensor, by_trace: Tensor, by_log_det: Tensor) -> Any:
-        loc, covariance = ctx.saved_tensors
-        stays, stack = ctx.stays, ctx.stack
-        # V S with V = S̄ + tI
-        half = (by_covariance @ covariance).addcmul_(covariance, by_trace)  # VS
+        (loc, covariance), stays, stack = ctx.saved_tensors, ctx.stays, ctx.stack
+        # VS with V = S̄ + tI
+        half = (by_covariance @ covariance).addcmul_(covariance, by_trace)
         if stays is None:
             # SVS; in place from here on: memory that is new costs more than numbers
             own, inner, beside = covariance[None], tril_of_product(covariance, half, symmetric=True)[None], half[None]
@@ -204,12 +193,8 @@ def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
 
 
 def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    """Sums of sites (G, r) that keep their meaning about u = Lw under another L: (TᵀGT, Tᵀr) with T = L₀⁻¹L.
-
-    :param gram: G, ``(..., M, M)``.
-    :param pull: r, ``(..., M)``.
-    :param before: L₀, ``(..., M, M)``, that they belong to; empty if they are about w.
-    :param now: L, of that shape; ``None`` if they are about w.
+    """Sums of sites (G, r), ``(..., M, M)`` and ``(..., M)``, that keep their meaning about u = Lw under another L:
+    (TᵀGT, Tᵀr) with T = L₀⁻¹L. If they are about w, L₀ is empty, and L is ``None``.
     """
     if now is None or not before.numel():
         return gram, pull
@@ -222,12 +207,7 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
 
 
 def nearest(before: Tensor, now: Tensor, least: float) -> Tensor:
-    """T, ``(..., M, M)``, with A₀T ≈ A, or the diagonal of that; in float64 where there is such.
-
-    :param before: A₀, ``(..., K, M)``, or a diagonal, ``(M,)``.
-    :param now: A, of that shape.
-    :param least: ε.
-    """
+    """T, ``(..., M, M)``, with A₀T ≈ A, ``(..., K, M)``, or of diagonals, ``(M,)``; in float64 where there is such."""
     # I + (A₀ᵀA₀ + εI)⁻¹A₀ᵀ(A − A₀)
     return now.to(wider(now)) / before if now.dim() == 1 else plus_one(towards(before, now - before, least))
 

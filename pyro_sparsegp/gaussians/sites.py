@@ -87,9 +87,8 @@ def update(
 def within_reach(sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) -> Sites:
     """Sites with precisions raised so that |z − m| ≤ ``_REACH`` √(v + 1/λ̄), their pull on f at m kept.
 
-    Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + g/λ runs away.
-
-    :param kept: the sites before; λ̄ is the larger mean precision, the same at the fixed point whatever the damping.
+    Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + g/λ runs away. λ̄ is the larger mean
+    precision, these sites' or those ``kept`` before: the same at the fixed point whatever the damping.
     """
     away, variance = marginals
     # |z − m| = |pull|/λ
@@ -101,9 +100,8 @@ def within_reach(sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) ->
 
 
 class KeptSites(AbstractModule):
-    """Sites as they were read off the model at the last training step, or at the medians after it.
-
-    :param inputs: some inputs, ``(N, D)``, which say the dtype, the device and D.
+    """Sites as they were read off the model at the last training step, or at the medians after it. Some inputs,
+    ``(N, D)``, say the dtype, the device and D.
     """
 
     def __init__(self, inputs: Tensor, batch_shape: Sequence[int]) -> None:
@@ -115,8 +113,8 @@ class KeptSites(AbstractModule):
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget how updates went: the marginals of the posterior that these sites gave, of updates a share of their
-        rate, and how many were cut.
+        """Forget the marginals of the posterior that these sites gave, updates' share of their rate, and how many were
+        cut.
         """
         self.progress: dict[str, Any] = {"marginals": None, "pace": 1.0, "halved": 0}
 

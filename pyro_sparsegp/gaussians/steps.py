@@ -28,18 +28,12 @@ from .base import Coefficients
 
 @dataclass(eq=False)
 class Row:
-    """Marginals at some inputs.
+    """Marginals at some inputs."""
 
-    :param phi: Φ of all blocks side by side, without its graph.
-    :param mean: Φm.
-    :param change: diag(Φ(S − I)Φᵀ).
-    :param covariance: S, if it is one of these marginals' alone: its gradient is Φᵀ diag(h) Φ.
-    """
-
-    phi: Tensor
-    mean: Tensor
-    change: Tensor
-    covariance: Optional[Tensor] = None
+    phi: Tensor  # Φ of all blocks side by side, without its graph
+    mean: Tensor  # Φm
+    change: Tensor  # diag(Φ(S − I)Φᵀ)
+    covariance: Optional[Tensor] = None  # S, if it is one of these marginals' alone: its gradient is Φᵀ diag(h) Φ
     is_signed: bool = True  # whether a curvature may be negative: not, once an objective has looked
 
 
@@ -54,23 +48,15 @@ class Curvature(NamedTuple):
 
 @dataclass(eq=False)
 class Pass:
-    """What one run of the guide took of one q(w).
-
-    :param record: of the evaluation.
-    :param base: what the step starts from, of the module's own making.
-    :param divergences: tensors whose gradients add up to c, the objective's weight of KL[q ‖ p].
-    :param crosses: two rows, and the covariances of their functions.
-    :param draws: w − m, or what stands for it, and w, ``(..., M)``.
-    :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
-    """
+    """What one run of the guide took of one q(w)."""
 
     record: Record
-    base: Any
-    divergences: list[Tensor] = field(default_factory=list)
+    base: Any  # what the step starts from, of the module's own making
+    divergences: list[Tensor] = field(default_factory=list)  # whose gradients add up to c, the weight of KL[q ‖ p]
     rows: list[Row] = field(default_factory=list)
-    crosses: list[tuple[Row, Row, Tensor]] = field(default_factory=list)
-    draws: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    by_draws: bool = False
+    crosses: list[tuple[Row, Row, Tensor]] = field(default_factory=list)  # and the covariances of two rows' functions
+    draws: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # w − m, or what stands for it, and w, (..., M)
+    by_draws: bool = False  # whether marginals were drawn from: gradients by variances are those of single draws
 
     def keep(self, value: Tensor) -> Tensor:
         """A tensor whose gradient is retained."""
@@ -86,10 +72,7 @@ class Pass:
         return sum(grads[1:], grads[0]).expand(batch_shape)
 
     def slope(self, loc: Tensor) -> Tensor:
-        """The gradient by m but for the divergence's: Φᵀg of all rows, and the gradients by draws.
-
-        :param loc: m, ``(..., M)``.
-        """
+        """The gradient by m, ``(..., M)``, but for the divergence's: Φᵀg of all rows, and the gradients by draws."""
         # Φᵀg
         total = [(row.phi.mT @ g[..., None])[..., 0] for row in self.rows if (g := row.mean.grad) is not None]
         if self.draws:
@@ -97,11 +80,8 @@ class Pass:
         return sum(total, torch.zeros_like(loc))
 
     def curvature(self, like: Tensor, precision: Callable[[], Tensor]) -> tuple[Tensor, Optional[Tensor]]:
-        """The gradient by S but for the divergence's, ``(..., M, M)``, ΦᵀHΦ of all rows and that by draws; and what is
-        to be added to have no negative curvature in it, ``None`` where there is none.
-
-        :param like: a matrix of that shape.
-        :param precision: gives S⁻¹, for draws.
+        """The gradient by S but for the divergence's, ``(..., M, M)`` as ``like``, ΦᵀHΦ of all rows and that by draws,
+        by S⁻¹; and what is to be added to have no negative curvature in it, ``None`` where there is none.
         """
         found = self.curvatures()
         # ΦᵀHΦ, and what lacks to Φᵀ|H|₊Φ
@@ -150,10 +130,7 @@ def _axes_of(group: list[Row], crosses: Sequence[tuple[Row, Row, Tensor]]) -> li
 
 
 class Record:
-    """What one evaluation of an objective took of the Gaussians that take natural steps.
-
-    :param like: a tensor of the dtype and device wanted.
-    """
+    """What one evaluation of an objective took of the Gaussians that take natural steps."""
 
     def __init__(self, like: Tensor) -> None:
         self.zero = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=True)
@@ -161,7 +138,7 @@ class Record:
         self._passes: dict[Any, list[Pass]] = {}
 
     def new(self, module: Any, base: Any) -> Pass:
-        """A pass of a module's, of kind :class:`~.steps.Natural`."""
+        """A pass of a module's."""
         one = Pass(self, base)
         self._passes.setdefault(module, []).append(one)
         return one
@@ -191,18 +168,15 @@ class Record:
     @property
     def largest(self) -> Tensor:
         """The largest gradient by means, variances and draws, 0 where no data depend on q."""
-        every = list(itertools.chain(*self._passes.values()))
-        tensors = [w for one in every for _, w in one.draws]
-        tensors += [part for one in every for row in one.rows for part in (row.mean, row.change)]
+        tensors: list[Tensor] = []
+        for one in itertools.chain(*self._passes.values()):
+            tensors += [w for _, w in one.draws] + [part for row in one.rows for part in (row.mean, row.change)]
         found = [part.grad.abs().amax() for part in tensors if part.grad is not None]
         return torch.stack([self.zero.detach(), *found]).amax()
 
     @torch.no_grad()
     def step(self, share: float) -> None:
-        """Have each module take its step.
-
-        :param share: of all rows, those that the evaluation was on.
-        """
+        """Have each module take its step, of an evaluation on this share of all rows."""
         for module, passes in self._passes.items():
             # A run whose divergence has no gradient is not of the loss: it was made anew, or mapped.
             module.take([one for one in passes if any(part.grad is not None for part in one.divergences)], share)
@@ -294,8 +268,7 @@ class Natural(Coefficients):
     def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
         """One step, by the share ρ of the way to where a pass alone leads; sums over rows are of all processes.
 
-        :param rate: ρ, of the batch's shape.
-        :param weight: c, the objective's weight of the divergence, of that shape.
+        :param rate: ρ, and ``weight``: c, the objective's weight of the divergence, of the batch's shape.
         :param again: whether others of the same evaluation have been taken: q is not that of the pass any more.
         """
 
@@ -318,10 +291,9 @@ class Natural(Coefficients):
         """Whether q is given with A, as plain parameters: to plain gradients, or once these have moved it."""
         return "tilt" in self._parameters and recorded() is None and (torch.is_grad_enabled() or self.is_tilted)
 
-    @torch.no_grad()
     def _end_tilt(self) -> None:
         raw: Any = self._parameters["tilt"]
-        raw.zero_()
+        raw.data.zero_()
         self._looked = raw._version, False
 
     def _kept(self, name: str) -> Tensor:
@@ -365,10 +337,8 @@ def steppers(guide: torch.nn.Module) -> list[Natural]:
 
 def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor:
     """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
-    deviations, or half of one where negative curvatures are cut: a slope along them meets the prior's precision alone.
-
-    :param cut: whether they are, ``(...)``; ``None`` is nowhere. Asked for where several functions of this posterior
-        meet in densities, such as a mean and its log-noise.
+    deviations, or half of one where negative curvatures are cut, and several functions of this posterior meet in
+    densities, such as a mean and its log-noise: a slope along them meets the prior's precision alone.
     """
     # of draws inputs are not known
     most = shift.abs().amax(-1, keepdim=True) if taken.draws else torch.zeros_like(shift[..., :1])

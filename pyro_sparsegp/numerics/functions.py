@@ -108,14 +108,19 @@ _KEPT = 2**24  # numbers that may stay until the way back
 _ROW = 2**9  # numbers that a network is taken to make of a row
 
 
-def at_once(like: Tensor, on_cpu: int = _PIECE) -> int:
+def more_on(like: Tensor) -> int:
+    """How many times as much as on a CPU is taken at once on a tensor's device."""
+    return 1 if like.device.type == "cpu" else 32
+
+
+def at_once(like: Tensor) -> int:
     """How many numbers, as of a kernel matrix, are made at once on a tensor's device."""
-    return on_cpu if like.device.type == "cpu" else 32 * on_cpu
+    return more_on(like) * _PIECE
 
 
 def is_long(x: Tensor) -> bool:
     """Whether inputs ``(N, D)`` have too many rows to keep what a network makes of all of them."""
-    return x.dim() == 2 and x.shape[0] * _ROW > at_once(x, _KEPT)
+    return x.dim() == 2 and x.shape[0] * _ROW > more_on(x) * _KEPT
 
 
 def pieces(num: int, like: Tensor, cost: int = _ROW) -> list[slice]:
@@ -148,6 +153,6 @@ def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Te
     """What ``function`` gives for ``num`` items by :func:`pieces`, joined along ``dim``; many numbers that they make on
     the way are dropped, and made again on the way back.
     """
-    run = dropping if num * cost > at_once(like, _KEPT) else operator.call
+    run = dropping if num * cost > more_on(like) * _KEPT else operator.call
     parts = [run(function, rows) for rows in pieces(num, like, cost)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
