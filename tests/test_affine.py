@@ -341,7 +341,7 @@ def test_values_of_a_row_have_exact_expectations_too(model, families):
     """As by many joint draws of the posterior, each with its mirror image, of which the last bit is quadratic."""
     x, *_ = data()
     y = torch.sin(6 * x[:, 0])
-    guide, elbo = AutoSparseGP(model, families), TraceQuadrature_ELBO()
+    guide, elbo = AutoSparseGP(model, families, independent=families is not ONE), TraceQuadrature_ELBO()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="GP sites .* by their sum")

@@ -98,7 +98,7 @@ def test_quadrature_against_a_fine_grid(like, likelihood):
 def test_two_sites_use_the_product_grid():
     x, y = data(heteroscedastic, 20)
     model = two(lambda f, g: dist.Normal(f, g.exp()))
-    guide = fitted(model, x, y)
+    guide = fitted(model, x, y, independent=True)
     assert guide.structure.interactions == [["f", "g"]]
     f, g = (guide.posterior(x)[name] for name in "fg")
     # E log N(y; f, e^g) = −E g − ½ log 2π − ½ E[(y − f)²] E[e^(−2g)]

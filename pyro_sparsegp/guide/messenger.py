@@ -248,7 +248,8 @@ class SiteMessenger(KnownGuide):
         if msg["is_observed"]:
             fill_masked(self.trace.nodes[msg["name"]])
         # test_field.py::test_what_is_held_by_a_handler_is_refused_by_name
-        if isinstance(msg["fn"], FieldLatent) and msg["fn"].drawn is None:
+        is_held = msg["is_observed"] and msg["name"] in self.core.facts.field
+        if is_held or (isinstance(msg["fn"], FieldLatent) and msg["fn"].drawn is None):
             raise ValueError(
                 f"site {msg['name']!r} is held at a value by a handler, but its posterior is one with GP sites. "
                 f"Give the guide independent=({msg['name']!r},), or condition the model before it goes to AutoSparseGP."

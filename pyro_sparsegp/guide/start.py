@@ -58,7 +58,7 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     :param run: the first.
     """
     facts = guide.facts
-    asked = facts.able_to_couple and guide.independent is not True
+    asked = (facts.able_to_couple or facts.interactions) and guide.independent is not True
     if not (asked or guide.together_by_name) or not is_open(guide):
         return
     try:

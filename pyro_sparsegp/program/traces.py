@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 import torch
 from pyro import poutine
-from pyro.distributions import MaskedDistribution
+from pyro.distributions import Delta, MaskedDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.subsample_messenger import SubsampleMessenger
@@ -41,8 +41,10 @@ def free_values(trace: poutine.Trace) -> dict[str, Tensor]:
 
 
 def is_observation(site: Any) -> bool:
-    """Whether a site holds data, rather than a deterministic value."""
-    return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
+    """Whether a site holds data, rather than a deterministic value, as those of ``poutine.reparam`` are, too."""
+    if site["type"] != "sample" or not site["is_observed"] or site["infer"].get("_deterministic"):
+        return False
+    return not isinstance(getattr(site["fn"], "base_dist", None), Delta)
 
 
 def plate_sizes(site: Any) -> dict[str, int]:
