@@ -25,7 +25,7 @@ from .process import GaussianProcess
 from .program.checks import warn_of_groups
 from .program.handlers import Draw, Held, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
-from .warned import Warned, warn_once
+from .warned import Warned
 
 Samples = Mapping[str, Tensor]
 Call = tuple[tuple, dict[str, Any]]  # arguments of the model
@@ -115,16 +115,13 @@ def _of_guide(model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kw
             f"the model given to predict fixes site {fixed!r}, and the guide was trained without that value: make "
             "the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
-    for name in guide.facts.rows:
-        if name in sites and not sites[name]["is_observed"] and guide.is_given(name, sites[name]):
-            warn_once(
-                guide.warned,
-                "drawn by another model",
-                name,
-                f"the guide was trained with site {name!r} held at a value, and the model given to predict draws it "
-                "from its prior: give predict the guide's own model.",
-                stacklevel=6,
-            )
+    free = [name for name in guide.facts.rows if name in sites and not sites[name]["is_observed"]]
+    held = next((name for name in free if guide.is_given(name, sites[name])), None)
+    if held is not None:
+        raise ValueError(
+            f"the guide was trained with site {held!r} held at a value, and the model given to predict draws it from "
+            "its prior: give predict the guide's own model."
+        )
     require_own_rows(trace.nodes)
     return {name: site["value"] for name, site in sites.items()}
 
@@ -142,9 +139,8 @@ def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None
 
 
 def sampled(result: Any, data: Optional[Call]) -> tuple[dict[str, Tensor], Call, Tensor]:
-    """MCMC's samples, ``(chain, draw, ...)`` each, the training arguments, and which transitions diverged.
-
-    :param data: the training arguments, where they are not an MCMC's own.
+    """MCMC's samples, ``(chain, draw, ...)`` each, the training arguments, its own or ``data``, and which transitions
+    diverged.
     """
     if isinstance(result, MCMC):
         samples = result.get_samples(group_by_chain=True)
@@ -182,11 +178,8 @@ def bare_model(model: Callable) -> Callable:
 
 
 class AtNewInputs(Messenger):
-    """Gives the sites of a run at other inputs what is known: latents of all rows their values, f its posterior.
-
-    :param before: a run at the training inputs. Latents in plates that hold its data are drawn from the model.
-    :param values: of latents, by name.
-    :param function: answers at a GP site, given the message and the prior.
+    """Gives the sites of a run at other inputs what is known: latents of all rows their values, and GP sites the answer
+    of ``function``. Latents in plates that hold data in the run ``before`` are drawn from the model.
     """
 
     def __init__(self, before: poutine.Trace, values: Samples, warned: Warned, function: Callable) -> None:
@@ -216,9 +209,8 @@ class AtNewInputs(Messenger):
 
 
 class Trained(Messenger):
-    """A run of the model at the training inputs, with its latents at one MCMC draw, and runs at other inputs given it.
-
-    :param sample: values of latent sites, of function values or their whitened noise among them.
+    """A run of the model at the training inputs, with its latents at one MCMC draw, of function values or of their
+    whitened noise among them; and runs at other inputs given it.
     """
 
     def __init__(self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Warned) -> None:
@@ -243,10 +235,7 @@ class Trained(Messenger):
             self.known[name] = process.x, msg["value"], process.mean
 
     def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
-        """A run at other inputs.
-
-        :param marginal: draw function values independently of each other.
-        """
+        """A run at other inputs, with function values drawn independently of each other if it is ``marginal``."""
 
         def function(msg: Any, process: GaussianProcess) -> None:
             given: Any = process.given(*self.known[msg["name"]])

@@ -315,8 +315,7 @@ def test_a_latent_that_training_held_is_not_drawn_from_its_prior_in_silence(fami
     x, y = data()
     held = pyro.condition(program("before"), {"c": torch.tensor(0.0)})
     guide = prepared(held, family, x, y, independent=True)
-    with pytest.warns(UserWarning, match="trained with site 'c' held at a value"):
-        predict(program("before"), guide, x, num_samples=2)
+    refused("trained with site 'c' held at a value", predict, program("before"), guide, x, num_samples=2)
     predict(held, guide, x, num_samples=2)
     pyro.clear_param_store()
     guide = prepared(pyro.condition(program("before"), {"y": y}), family, x, independent=True)

@@ -26,7 +26,6 @@ WARNINGS = {
     "refuses what this model does": "write it without .item() and if.",
     "was not found (": "Give init_loc_fn a nearer start.",
     "transitions of this MCMC diverged": "or a larger target_accept_prob.",
-    "was trained with site": "give predict the guide's own model.",
     "were changed in place after training": "or change copies.",
     "is not far above the jitter": "jitter=1e-12), or more noise.",
 }

@@ -63,23 +63,17 @@ class DensityReader:
     expectation propagation (:func:`~pyro_sparsegp.numerics.tilted.tilted`), so that a likelihood much narrower than
     the residual does no harm: such a one takes some 450 numbers a row at a time, others 33. Both are done at each node
     of what else moves the density: Gauss-Hermite grids of one or two values, 128 Sobol points of more.
-
-    :param model: the model.
-    :param sites: names of the sites whose densities are read: data, and latents whose densities move with f.
     """
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any], sites: Sequence[str]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.sites = list(dict.fromkeys(sites))
+        self.sites = list(dict.fromkeys(sites))  # that are read: data, and latents whose densities move with f
         self.plans: dict[str, _Plan] = {}  # found at the first draw
         self.scales: dict[str, Any] = {}  # of poutine.scale, by site
 
     def __call__(self, held: Values, functions: Mapping[str, Moments]) -> Densities:
-        """The densities at S draws.
-
-        :param held: values of all latent sites that are not integrated, subsample sites among them, ``(S, ...)``.
-        :param functions: h and d of the GP sites that are, ``(S, ..., N)``.
-        :raises ValueError: where an integrated density is not finite, naming the site and the rows.
+        """The densities at S draws, of latent sites ``held`` at values, subsample sites among them, and h and d of GP
+        sites that are integrated, ``(S, ..., N)``.
         """
         with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
             if not self.plans:

@@ -81,11 +81,7 @@ class Source(ABC):
         """One draw."""
 
     def draws(self, num: int = 1, new: Optional[Call] = None, simulates: bool = False) -> Iterator[Draws]:
-        """Draws in blocks, the first of which is a single one.
-
-        :param new: the model's arguments at new inputs, for ``predictions``.
-        :param simulates: whether observed sites are drawn.
-        """
+        """Draws in blocks, the first of which is a single one; ``new`` arguments are for ``predictions``."""
 
         def numbers(draw: dict[str, Any]) -> int:
             kinds = ("functions", "posterior", "predictions")
@@ -102,10 +98,8 @@ class Source(ABC):
 
 
 class GuideSource(Source, Messenger):
-    """Draws from a guide: hyperparameters and coefficients, function values given those.
-
-    :param marginal: leave the coefficients integrated out: the moments are those of the posterior's marginals. Those of
-        GP sites with one posterior are drawn all the same.
+    """Draws from a guide: hyperparameters and coefficients, function values given those; or, if it is ``marginal``,
+    coefficients integrated out, and the moments of the posterior's marginals.
     """
 
     name = "variational"
@@ -214,11 +208,8 @@ def _drawn(values: SparsePosterior, joint: bool) -> Tensor:
 
 
 class SampleSource(Source):
-    """Draws from MCMC samples of the same model, with or without :class:`~pyro_sparsegp.Whitening`.
-
-    :param samples: ``(chain, draw, ...)`` each, and which transitions diverged, ``(chain, draw)``.
-    :param now: the model's arguments.
-    :param old: those of training, where these are others: function values are then integrated given those there.
+    """Draws from MCMC samples, ``(chain, draw, ...)``; if the arguments ``old`` are those of training, and ``now`` has
+    others, function values are integrated given those there.
     """
 
     name, joint = "mcmc", True
@@ -275,10 +266,7 @@ class SampleSource(Source):
 
 
 def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> Source:
-    """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
-
-    :raises ValueError: where ``result`` is none of these, or belongs to another model.
-    """
+    """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples."""
     order = "then the guide or the MCMC, then the training data: (model, guide, x, y)"
     require_call("a posterior's draws", order, model, args, kwargs)
     guide = getattr(result, "guide", result)
@@ -311,10 +299,7 @@ def require_shapes(data: Mapping[str, Any]) -> None:
 
 
 def predictions(trace: poutine.Trace, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sites of a run at new inputs but latents with the values known.
-
-    :raises ValueError: where it was given observations.
-    """
+    """The sites of a run at new inputs but latents with the values known."""
     values = {name: site for name, site in sample_sites(trace).items() if not is_factor(site)}
     seen = next((name for name, site in values.items() if is_observation(site)), None)
     if seen is not None:

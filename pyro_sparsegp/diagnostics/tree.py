@@ -179,15 +179,10 @@ class _Prior(Source):
 
 
 class Table:
-    """Arrays by group and variable, a row a draw, in blocks.
+    """Arrays by group and variable, a row a draw, in blocks, for so many chains, and draws of each.
 
     A plate names its dimension, function values have the data plate's, coefficients ``{site}_basis``, and others are
-    ``{variable}_dim_{i}``.
-
-    :param shape: how many chains, and draws of each.
-    :param dtype: of all groups but ``sample_stats``.
-    :param dims: names to use instead: for a variable, of all its dimensions but chain and draw.
-    :param coords: coordinate values by dimension.
+    ``{variable}_dim_{i}``, but where ``dims`` names all of a variable's but chain and draw.
     """
 
     def __init__(self, source: Source, shape: tuple[int, ...], dtype: str, dims: Any, coords: Any) -> None:
@@ -203,7 +198,7 @@ class Table:
         self.discrete: set[tuple[str, str]] = set()  # what has whole numbers: torch holds counts as floats
 
     def put(self, groups: Mapping[str, Mapping[str, Tensor]], functions: Mapping[str, Tensor]) -> None:
-        """Add a block of draws, ``(B, ...)`` by group and variable, and of function values, which give names."""
+        """Add a block of draws, ``(B, ...)`` by group and variable; function values give names."""
         if not self.names:
             self._learn(functions)
         for group, variables in groups.items():
