@@ -10,7 +10,7 @@ import torch
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.bases import policies
+from pyro_sparsegp.bases import actions as policies
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 from pyro_sparsegp.gaussians import ProjectedGaussian
 from pyro_sparsegp.numerics import functions as chunks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.bases import InducingPoints
+from pyro_sparsegp.bases.inducing import InducingPoints
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, Exact, MeanFieldAdditive, OrthogonalInducing, SparseEP
 from pyro_sparsegp.gaussians import NaturalGaussian
 from pyro_sparsegp.inference import ExpectationPropagation

@@ -10,8 +10,9 @@ from pyro import poutine
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..bases import Basis, InducingPoints
+from ..bases import Basis
 from ..bases.additive import DecoupledFeatures
+from ..bases.inducing import InducingPoints
 from ..gaussians import Coefficients, Product, ShiftFactor
 from ..modules import AbstractModule
 from ..posterior.drawing import ExpectedSite

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..bases import Basis
-from ..bases.actions import DenseActions, project
+from ..bases.actions import DenseActions, Policy, project
 from ..bases.additive import ConditionalFeatures
 from ..bases.inducing import features_of
-from ..bases.policies import Policy
 from ..bases.variables import Values
 from ..gaussians import (
     Coefficients,

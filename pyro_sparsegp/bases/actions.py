@@ -7,31 +7,33 @@ rows with λ = 0 drop out. The posterior depends on the span of S alone (lemma S
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 import torch
+from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..gaussians.sites import Sites
-from ..numerics.functions import at_once, dropping, in_pieces
+from ..modules import AbstractModule
+from ..numerics.functions import at_once, broadcast_shapes, dropping, in_pieces, shape_of
 from ..numerics.linalg import cholesky, over_upper
 from .base import CrossFeatures
 
+_WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32
+_EXACT = 3000  # rows up to which eigenvectors come from a dense decomposition
+_LOOK = 8  # iterations between looks at whether conjugate gradients are done
+
 
 class Actions(ABC):
-    """The action matrix S of one run of the model, ``(..., N, i)``.
+    """The action matrix S of one run of the model, ``(..., N, i)``."""
 
-    :param inputs: X in the order of S's rows, ``(N, D)``.
-    :param noise: D's diagonal, ``(..., i)``; actions are such that D is diagonal.
-    :param target: ỹ = Sᵀ(z − μ), ``(..., i)``.
-    """
-
-    inputs: Tensor
-    noise: Tensor
-    target: Tensor
+    inputs: Tensor  # X in the order of S's rows
+    noise: Tensor  # D's diagonal, (..., i); actions are such that D is diagonal
+    target: Tensor  # ỹ = Sᵀ(z − μ), (..., i)
 
     @property
     @abstractmethod
@@ -54,9 +56,7 @@ class Actions(ABC):
 class BlockActions(Actions):
     """Each row of S has one number other than zero (eq. 14): S = ΛT, with T's numbers free.
 
-    :param values: T's numbers in the order of the blocks, ``(..., N)``.
-    :param order: the data's rows, block after block.
-    :param sizes: of the blocks; the larger ones come first.
+    :param values: T's numbers, ``(..., N)``, in the order of the blocks, of which the larger ones come first.
     """
 
     def __init__(self, sites: Sites, values: Tensor, order: Tensor, sizes: Sequence[int]) -> None:
@@ -108,10 +108,7 @@ class BlockActions(Actions):
 
 
 class DenseActions(Actions):
-    """S = Λ^½T with orthonormal columns of T, or zeros.
-
-    :param directions: T, ``(..., N, i)``.
-    """
+    """S = Λ^½T with orthonormal columns of T, ``(..., N, i)``, or zeros."""
 
     def __init__(self, sites: Sites, directions: Tensor) -> None:
         self.inputs = sites.inputs
@@ -168,13 +165,7 @@ def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
 
 
 class ProjectedFeatures(CrossFeatures):
-    """ψ(x) = R⁻¹Sᵀk(X, x) with RRᵀ = SᵀKS + D, the covariance of f with h = R⁻¹(Sᵀ(f(X) − μ) + ε), h ~ N(0, I).
-
-    :param kernel: k.
-    :param actions: S.
-    :param factor: R, ``(..., i, i)``.
-    :param covariance: SᵀKS, ``(..., i, i)``.
-    """
+    """ψ(x) = R⁻¹Sᵀk(X, x) with RRᵀ = SᵀKS + D, the covariance of f with h = R⁻¹(Sᵀ(f(X) − μ) + ε), h ~ N(0, I)."""
 
     def __init__(self, kernel: Any, actions: Actions, factor: Tensor, covariance: Tensor) -> None:
         super().__init__(kernel, (factor.shape[-1],))
@@ -197,3 +188,205 @@ def project(kernel: Any, actions: Actions, name: str) -> tuple[ProjectedFeatures
     gram = (gram + gram.mT) / 2
     factor = cholesky(gram + torch.diag_embed(actions.noise), 0.0, f"SᵀK̂S of site {name!r}")
     return ProjectedFeatures(kernel, actions, factor, gram), products
+
+
+class Policy(AbstractModule):
+    """Chooses so many actions for a kernel and sites."""
+
+    rows: Optional[int] = None  # of the data that its actions belong to; any, if they are made anew
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.num = num
+
+    def forward(self, kernel: Any, sites: Sites, name: str) -> Actions:
+        """The actions of a run."""
+        if self.rows not in (None, sites.inputs.shape[-2]):
+            raise ValueError(
+                f"the actions of site {name!r} are for {self.rows} rows, the guide's first call; got "
+                f"{sites.inputs.shape[-2]}. Make a new guide for other data, or use another policy."
+            )
+        return self.actions(kernel, sites, name)
+
+    def actions(self, kernel: Any, sites: Sites, name: str) -> Actions:
+        """Those at rows that they belong to: constants of the step, whose gradient is that at fixed actions."""
+        with torch.no_grad():
+            directions = self.directions(kernel, sites)
+        return DenseActions(sites, directions)
+
+    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+        """T, ``(..., N, i)``: orthonormal columns, or zeros."""
+        raise NotImplementedError
+
+
+class BlockPolicy(Policy):
+    """Learned block-sparse actions, CaGP-Opt (eq. 14): one number a datum.
+
+    Blocks are of neighbours (:func:`local_blocks`) and start as averages of their data, weighted by precision. Later
+    calls have as many rows as the first, in the same order.
+    """
+
+    def __init__(self, inputs: Tensor, num: int, batch_shape: Sequence[int]) -> None:
+        super().__init__(num)
+        self.rows = inputs.shape[-2]
+        self.register_buffer("order", local_blocks(inputs, num))
+        self.values: Any = PyroParam(inputs.new_ones(*batch_shape, self.rows))
+
+    def actions(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
+        return BlockActions(sites, self.values, self.order, _sizes(len(self.order), self.num))
+
+
+class KrylovPolicy(Policy):
+    """Residual actions, those of conjugate gradients (CaGP-CG; algorithm S1, section S3.1).
+
+    Lanczos with full reorthogonalisation on I + Λ^½KΛ^½ from Λ^½(z − μ): the span of the residuals, which for
+    equal λ is that of conjugate gradients on K̂. It stops once the residual is below ``tolerance`` times the
+    first; one number in eight iterations is read back from the device for that.
+    """
+
+    def __init__(self, num: int, tolerance: float) -> None:
+        super().__init__(num)
+        self.tolerance = tolerance
+
+    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+        multiply = _whitened(kernel, sites)
+        start = white(sites)
+        shape = broadcast_shapes(start.shape, multiply(start[..., None])[..., 0].shape)
+        start = start.expand(shape)
+        first = start.norm(dim=-1, keepdim=True)
+        # Data at the prior mean leave no residual to start from.
+        start = torch.where(first > 0, start, safe_root(sites.precision).expand(shape))
+        first = start.norm(dim=-1, keepdim=True)
+        tiny = torch.finfo(start.dtype).tiny
+        chosen = start.new_zeros(*shape, min(self.num, shape[-1]))
+        q = start / first.clamp(min=tiny)
+        pivot, residual, beta = torch.ones_like(first), first, torch.zeros_like(first)
+        live = first > tiny
+        for j in range(chosen.shape[-1]):
+            chosen[..., j] = torch.where(live, q, 0.0)
+            # Aq and qᵀAq for A = I + Λ^½KΛ^½, the next diagonal of the tridiagonal QᵀAQ
+            product = q + multiply(q[..., None])[..., 0]
+            alpha = (q * product).sum(-1, keepdim=True)
+            # The pivots of the tridiagonal matrix give the residual's norm, β|ζ|.
+            pivot = alpha - beta.square() / pivot
+            zeta = residual / pivot
+            for _ in range(2):  # reorthogonalise twice: once is not enough
+                product = product - (chosen @ (chosen.mT @ product[..., None]))[..., 0]
+            beta = product.norm(dim=-1, keepdim=True)
+            residual = -beta * zeta
+            live = live & (residual.abs() > self.tolerance * first)
+            if j % _LOOK == _LOOK - 1 and not live.any():
+                break
+            q = product / beta.clamp(min=tiny)
+        return chosen
+
+
+class EigenPolicy(Policy):
+    """The top eigenvectors of Λ^½KΛ^½, the actions of least posterior entropy (lemma S5).
+
+    Exact up to 3,000 rows; above, six passes of subspace iteration, which are nearly so for decaying spectra.
+    """
+
+    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+        multiply = _whitened(kernel, sites)
+        rows = sites.inputs.shape[-2]
+        num = min(self.num, rows)
+        if rows <= _EXACT:
+            eye = torch.eye(rows, dtype=sites.inputs.dtype, device=sites.inputs.device)
+            matrix = multiply(eye)
+            return torch.linalg.eigh((matrix + matrix.mT) / 2)[1][..., -num:]
+        generator = torch.Generator().manual_seed(0)
+        wide = min(num + 8, rows)
+        basis = torch.randn(rows, wide, generator=generator).to(sites.inputs)
+        # Q ← qr(AQ): each pass favours an eigenvector by its eigenvalue
+        for _ in range(6):
+            basis = torch.linalg.qr(multiply(basis))[0]
+        image = multiply(basis)
+        # Rayleigh and Ritz: eigenvectors of QᵀAQ
+        _, rotation = torch.linalg.eigh(basis.mT @ image)
+        return (basis @ rotation)[..., -num:]
+
+
+class RandomPolicy(Policy):
+    """Normal random actions, drawn once."""
+
+    def __init__(self, inputs: Tensor, num: int) -> None:
+        super().__init__(num)
+        self.rows = inputs.shape[-2]
+        self.register_buffer("draws", torch.randn(self.rows, min(num, self.rows)).to(inputs))
+
+    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+        return _orthonormal(self.draws, sites.precision)
+
+
+class UserPolicy(Policy):
+    """Actions from a callable ``(kernel, sites) -> S``, ``(..., N, i)``; if it is a module, a copy of it trains."""
+
+    def __init__(self, policy: Callable[[Any, Sites], Tensor], num: int) -> None:
+        super().__init__(num)
+        if isinstance(policy, torch.nn.Module):
+            self.policy = copy.deepcopy(policy)  # each guide owns its parameters
+        else:
+            self.__dict__["policy"] = policy
+
+    def actions(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
+        matrix = self.policy(kernel, sites)
+        rows = sites.inputs.shape[-2]
+        if not isinstance(matrix, Tensor) or matrix.dim() < 2 or matrix.shape[-2:] != (rows, self.num):
+            raise ValueError(
+                f"the actions of site {name!r} must be a tensor ({rows}, {self.num}), got {shape_of(matrix)}"
+            )
+        if not matrix.isfinite().all():
+            raise ValueError(f"the actions of site {name!r} contain NaN or infinite values")
+        return DenseActions(sites, _orthonormal(matrix, sites.precision))
+
+
+def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
+    # Orthonormal columns with the span of Λ^-½S, over the rows with λ > 0.
+    scaled = inverse_root(precision)[..., None] * matrix
+    directions, triangle = torch.linalg.qr(scaled)
+    pivots = triangle.diagonal(dim1=-2, dim2=-1).abs()
+    level = matrix.shape[-2] * torch.finfo(pivots.dtype).eps
+    if (pivots > level * pivots.amax(-1, keepdim=True)).all():
+        return directions
+    # Dependent columns: Q is padded with directions that nobody asked for.
+    left, values, _ = torch.linalg.svd(scaled, full_matrices=False)
+    least = level * values.amax(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+    return left * (values > least)[..., None, :]
+
+
+def _whitened(kernel: Any, sites: Sites) -> Callable[[Tensor], Tensor]:
+    # V ↦ Λ^½KΛ^½V, (..., N, c), in blocks of rows; a small matrix is formed once.
+    root, x = safe_root(sites.precision)[..., None], sites.inputs
+    num = x.shape[-2]
+    if num * num <= _WHOLE:
+        matrix = kernel(x, x)
+        return lambda v: root * (matrix @ (root * v))
+    return lambda v: root * in_pieces(lambda rows: kernel(x[..., rows, :], x) @ (root * v), num, num, x, -2)
+
+
+def _sizes(rows: int, num: int) -> list[int]:
+    small, more = divmod(rows, num)
+    return [small + 1] * more + [small] * (num - more)
+
+
+def local_blocks(x: Tensor, num: int) -> Tensor:
+    """An order of the rows of x, ``(N, D)``, whose ``num`` consecutive blocks hold neighbours.
+
+    The rows are halved along the column of the widest spread, and so on, as in a k-d tree: blocks for 2·num are
+    halves of those for num where the sizes allow.
+    """
+    x = x.detach()
+    scaled = (x - x.mean(0)) / x.std(0, correction=0).clamp(min=torch.finfo(x.dtype).eps)
+    return _halved(scaled.cpu(), torch.arange(len(x)), _sizes(len(x), num)).to(x.device)
+
+
+def _halved(points: Tensor, rows: Tensor, sizes: list[int]) -> Tensor:
+    if len(sizes) == 1:
+        return rows
+    values = points[rows]
+    widest = int((values.amax(0) - values.amin(0)).argmax())
+    rows = rows[values[:, widest].argsort(stable=True)]
+    half = (len(sizes) + 1) // 2
+    parts = rows.tensor_split([sum(sizes[:half])])
+    return torch.cat([_halved(points, *part) for part in zip(parts, (sizes[:half], sizes[half:]))])

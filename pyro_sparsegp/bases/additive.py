@@ -36,10 +36,7 @@ class DecoupledFeatures(CrossFeatures):
     κ = aᵀK_OO a − ‖L⁻¹k(Z, O)a‖² are products, linear in the number M₂ of points O where only some columns of K_OO are
     taken.
 
-    :param inducing: the features of Z.
-    :param means: O.
-    :param weights: a, ``(..., M₂)``.
-    :param num_columns: how many columns of K_OO :meth:`estimate` draws.
+    :param inducing: the features of Z; ``means`` is O, ``weights`` a, ``(..., M₂)``.
     """
 
     def __init__(self, inducing: InducingFeatures, means: Variables, weights: Tensor, num_columns: int) -> None:
@@ -108,11 +105,7 @@ class ConditionalFeatures(CrossFeatures):
 
     r is the residual, with covariance c = k − φφᵀ, independent of w under the prior. N²M operations for R.
 
-    :param inducing: the features of w.
-    :param inputs: X, ``(N, D)``.
-    :param weights: B, ``(..., N, M)``.
-    :param phi: Φ at X.
-    :param name: the site, for errors.
+    :param inducing: the features of w; ``inputs`` are X, ``weights`` B, ``(..., N, M)``, and ``phi`` is Φ at X.
     """
 
     def __init__(self, inducing: InducingFeatures, inputs: Tensor, weights: Tensor, phi: Tensor, name: str) -> None:
@@ -150,10 +143,7 @@ class ConditionalFeatures(CrossFeatures):
 class AdditiveFeatures(Features):
     """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c.
 
-    :param kernel: Σ_c k_c.
-    :param bases: of each summand.
-    :param groups: numbers of summands, and their features: features of one summand under k_c, or stacked features of
-        summands that differ by numbers only.
+    :param groups: numbers of summands, and their features: of one under k_c, or of several stacked ones.
     """
 
     def __init__(self, kernel: Any, bases: Sequence[Any], groups: Sequence[tuple[Sequence[int], Any]]) -> None:
@@ -236,11 +226,7 @@ class AdditiveFeatures(Features):
 
 
 class Additive(Basis):
-    """A basis for each summand of the kernel.
-
-    :param parts: one basis per summand, in the order of ``kernel.terms``.
-    :param names: the summands' names.
-    """
+    """A basis for each summand of the kernel, in the order of ``kernel.terms``."""
 
     def __init__(self, parts: Sequence[Basis], names: Sequence[str]) -> None:
         super().__init__()
@@ -282,10 +268,7 @@ class Additive(Basis):
 
 
 def rebuilt(spec: dict[str, Any], like: Tensor, trainable: bool, sets: Sequence[Any]) -> Any:
-    """A basis of that ``spec``, its values still to be loaded.
-
-    :param sets: the inducing inputs that its family declares: of each set, or of each summand.
-    """
+    """A basis of that ``spec``, its values still to be loaded; its family declares ``sets`` of inducing inputs."""
     if spec["kind"] == "additive":
         parts = [rebuilt(part, like, trainable, [own]) for part, own in zip(spec["parts"], sets)]
         return Additive(parts, spec["names"])

@@ -28,7 +28,6 @@ _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, and 
 class ExplicitFeatures(Basis):
     """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise.
 
-    :param size: R.
     :param rows: inputs ``(K, D)``; f's values there keep their meaning while features move. ``None`` for none.
     """
 
@@ -58,12 +57,7 @@ class ExplicitFeatures(Basis):
 
 
 class KernelFeatures(Features):
-    """The kernel's own finite features as the basis.
-
-    :param kernel: k, with k(x, z) = φ(x)ᵀφ(z).
-    :param sizes: (R,), or nothing.
-    :param rows: see :class:`ExplicitFeatures`.
-    """
+    """The kernel's own finite features, k(x, z) = φ(x)ᵀφ(z), in one block or, of R = 0, none."""
 
     def __init__(self, kernel: Any, sizes: tuple[int, ...], rows: Optional[Tensor] = None) -> None:
         super().__init__(kernel, sizes)

@@ -71,10 +71,10 @@ class FourierCoefficients(InducingVariables):
         )
         return torch.cat([constant, waves, waves], -1) / density, at_end[:, :order]
 
-    @staticmethod
-    def _end_precision(rate: Tensor, order: int) -> Tensor:
-        # P⁻¹, (..., p, p), at unit variance: cov(f⁽ʲ⁾, f⁽ᵏ⁾) is 0 for odd j + k, else (−1)^½(j−k) times the spectral
-        # moment of order j + k.
+    def _norms(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
+        # The matrix of ⟨φ_m, φ_m'⟩, (..., M, M), and ‖φ_m‖, (..., M), at unit variance.
+        integrals, at_end = self._gram(rate, order)
+        # P: cov(f⁽ʲ⁾, f⁽ᵏ⁾) is 0 for odd j + k, else (−1)^½(j−k) times the spectral moment of order j + k.
         square = rate.square()[..., 0]
         moments = torch.ones_like(square), square if order == 2 else square / 3, square.square()
         rows = [
@@ -82,13 +82,9 @@ class FourierCoefficients(InducingVariables):
             for j in range(order)
             for k in range(order)
         ]
-        return torch.linalg.inv(torch.stack(rows, -1).unflatten(-1, (order, order)))
-
-    def _norms(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        # The matrix of ⟨φ_m, φ_m'⟩, (..., M, M), and ‖φ_m‖, (..., M), at unit variance.
-        integrals, at_end = self._gram(rate, order)
         # ⟨φ_m, φ_m′⟩ = integral + h_m(low)ᵀP⁻¹h_m′(low)
-        gram = torch.diag_embed(integrals) + at_end @ self._end_precision(rate, order) @ at_end.mT
+        precision = torch.linalg.inv(torch.stack(rows, -1).unflatten(-1, (order, order)))
+        gram = torch.diag_embed(integrals) + at_end @ precision @ at_end.mT
         return gram, gram.diagonal(dim1=-2, dim2=-1).sqrt()
 
     def covariance(self, kernel: Any) -> Tensor:

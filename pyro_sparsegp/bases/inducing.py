@@ -31,12 +31,7 @@ _WIDENED = 3e-8  # the jitter in float32 where K_uu is found in float64
 
 
 class InducingFeatures(CrossFeatures):
-    """φ(x) = L⁻¹k_uf(x) with LLᵀ = K_uu, for u the union of the sets, a block of φ for each set.
-
-    :param kernel: k, the kernel of f.
-    :param variables: the sets.
-    :param whitened: L, ``(..., M, M)``, and B ↦ BL⁻ᵀ.
-    """
+    """φ(x) = L⁻¹k_uf(x) with LLᵀ = K_uu, for u the union of the sets, a block of φ for each set."""
 
     def __init__(self, kernel: Any, variables: Sequence[Variables], whitened: Whitening) -> None:
         super().__init__(kernel, tuple(map(attrgetter("size"), variables)))
@@ -85,10 +80,8 @@ class InducingFeatures(CrossFeatures):
 class InducingPoints(Basis):
     """A basis of one or several sets of inducing variables: values of f, of its source, or a user's own.
 
-    :param sets: inducing inputs, ``(M_b, D)`` each, or ``(M_b, d)`` in the columns that the kernel reads, or in the
+    :param sets: inducing inputs, ``(M_b, D)`` each, or ``(M_b, d)`` in the ``columns`` that the kernel reads, or in the
         domain of the kernel's ``source``; or :class:`InducingVariables`.
-    :param trainable: whether the inputs are parameters or stay fixed.
-    :param columns: those columns, if the inputs live in them alone; ``None`` is all.
     :param width: D.
     :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
     :param codes: columns, of D, in which trainable inputs stay as they are: they name something.
@@ -146,12 +139,7 @@ class InducingPoints(Basis):
         trainable: bool = True,
         columns: Optional[Sequence[int]] = None,
     ) -> InducingPoints:
-        """The sets as a guide's first call starts them: counts are chosen among the inputs, the rest is as given.
-
-        :param kernel: the kernel they are for. If it has a ``source``, counts are of inputs of that.
-        :param x: inputs, ``(..., N, D)``.
-        :raises ValueError: naming the site, as :func:`choose_inputs`.
-        """
+        """The sets as a guide's first call starts them: counts are chosen among the inputs, the rest is as given."""
         width, source = x.shape[-1], kernel.source
         domain, rows = kernel, x
         if source is not None:
@@ -257,10 +245,7 @@ class InducingPoints(Basis):
     def rebuilt(
         cls, spec: dict[str, Any], like: Tensor, trainable: bool, sets: Sequence[Optional[Inducing]]
     ) -> InducingPoints:
-        """A basis of the shapes of ``spec``, its values still to be loaded.
-
-        :param sets: what the family declares, for its :class:`InducingVariables`.
-        """
+        """A basis of the shapes of ``spec``, its values still to be loaded."""
         empty: list[Any] = [
             _own(given, like, trainable) if isinstance(given, InducingVariables) else like.new_zeros(shape)
             for given, shape in zip(sets, spec["shapes"])
@@ -283,11 +268,7 @@ def _units(x: Tensor, sets: Sequence[Any]) -> Optional[list[float]]:
 
 
 def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float], name: str) -> InducingFeatures:
-    """φ of inducing variables under a kernel.
-
-    :param jitter: relative, of K_uu; ``None`` is that of the dtype.
-    :param name: the site's, for errors.
-    """
+    """φ of inducing variables under a kernel; the jitter of K_uu is relative."""
     # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
     exact = widened(kernel, variables)
     # In predictions Φ is found in float64, too: rounding that L⁻¹ magnifies would be variance of draws, of which the

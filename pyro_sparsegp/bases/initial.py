@@ -108,10 +108,9 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
 def coarse_to_fine(covariance: Tensor) -> Tensor:
     """An order of inducing variables, ``(M,)``: each the farthest from those before it, d² = Var[uᵢ − uⱼ].
 
-    The factor L of K_uu then has its small pivots at its end, and below them nothing that is larger. In the order of a
-    line they stand among the first, of neighbours, and values far off are sums of what is magnified there. In O(M²).
-
-    :param covariance: K_uu, ``(..., M, M)``.
+    The factor L of K_uu, ``(..., M, M)``, then has its small pivots at its end, and below them nothing that is larger.
+    In the order of a line they stand among the first, of neighbours, and values far off are sums of what is magnified
+    there. In O(M²).
     """
     k = _flat_mean(covariance, 2)
     size = k.diagonal()
@@ -142,13 +141,8 @@ def choose_inputs(
     name: str,
     columns: Optional[Sequence[int]] = None,
 ) -> Sequence[Tensor]:
-    """Sets of so many inducing inputs each, chosen together among x.
+    """Sets of so many inducing inputs each, chosen together among x, ``(..., N, D)``.
 
-    :param kernel: the kernel they are for.
-    :param x: inputs, ``(..., N, D)``.
-    :param init: "pivots", "greedy", "kmeans", "grid" or a callable (kernel, x, num) -> ``(num, D)``; by default
-        "pivots" among more than 1024 rows, "greedy" among fewer.
-    :param name: the site, for errors.
     :param columns: the ones that the kernel reads: a set has at most one point for each row that is distinct in them.
     :raises ValueError: naming the site, if there are fewer distinct inputs than points, or shapes do not fit.
     """
@@ -191,10 +185,7 @@ def choose_inputs(
 
 
 def given_inputs(z: Tensor, like: Tensor, name: str, widths: set[int]) -> Tensor:
-    """A set that was given, with the dtype and device of ``like``; refused, naming the site, if it is no such matrix.
-
-    :param widths: numbers of columns that it may have.
-    """
+    """A set that was given, like ``like``; refused, naming the site, if it has no such number of columns."""
     if z.dim() != 2 or z.shape[-1] not in widths or not z.shape[0]:
         raise ValueError(
             f"the inducing inputs of site {name!r} must be a tensor (M, {' or '.join(map(str, sorted(widths)))}), "

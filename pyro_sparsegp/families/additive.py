@@ -7,8 +7,10 @@ from typing import Any, Optional, Union
 
 from torch import Tensor
 
-from ..bases import Additive, Basis, ExplicitFeatures, InducingPoints
-from ..bases.inducing import Inducing
+from ..bases import Basis
+from ..bases.additive import Additive
+from ..bases.features import ExplicitFeatures
+from ..bases.inducing import Inducing, InducingPoints
 from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, BlockPlusLowRank, Coefficients, FullCholesky, IdentityPlusLowRank, NaturalLowRank
 from ..kernels.algebra import term_names

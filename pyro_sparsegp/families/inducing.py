@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..approximations.free import DecoupledGP, SparseGP
 from ..approximations.on_sites import BlockwiseGP, ConditionalGP, ExactGP, OptimalGP, SemiCollapsedGP
-from ..bases import Basis, InducingPoints
-from ..bases.inducing import Inducing
+from ..bases import Basis
+from ..bases.inducing import Inducing, InducingPoints
 from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..numerics.arguments import require_choice, require_count

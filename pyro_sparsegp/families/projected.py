@@ -7,7 +7,7 @@ from typing import Any, Union
 from torch import Tensor
 
 from ..approximations.on_sites import ProjectedGP
-from ..bases.policies import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
+from ..bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
 from ..kernels.base import white_share
 from ..numerics.arguments import require_count
 from ..process import GaussianProcess

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..approximations.on_sites import ExactWeightSpaceGP
-from ..bases import Basis, ExplicitFeatures
+from ..bases import Basis
+from ..bases.features import ExplicitFeatures
 from ..gaussians import FullCholesky
 from ..process import GaussianProcess
 from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily, require_basis

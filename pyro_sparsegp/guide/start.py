@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import ExactGP, ExpectationGP, OptimalGP
-from ..bases import InducingPoints
+from ..bases.inducing import InducingPoints
 from ..gaussians import NaturalGaussian
 from ..numerics.functions import depends
 from ..program.checks import holds_part

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..bases import ProjectedFeatures
+from ..bases.actions import ProjectedFeatures
 from ..guide import AutoSparseGP
 from ..program.facts import Structure
 from ..program.traces import without_event
