@@ -90,13 +90,13 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
             require_separate_sites(found, name, "rows to absorb, of which absorb", trace, _TOGETHER)
         readings = [SiteReading(n, process, _Sums(run, n, forget), reader) for n, process in run.processes.items()]
         Readings(reader, readings, {}).settle(_MOST, _TOLERANCE[guide.like.dtype])
-        for reading in readings:
-            # test_absorb.py::test_bad_arguments_leave_the_guide_as_it_is
-            if not all(part.isfinite().all() for part in reading.module.plus(reading.sites)):
-                raise ValueError(
-                    f"GP site {reading.name!r}: derivatives of the new rows' densities are not finite. No row was "
-                    "absorbed. Look for NaN or infinite values, or data outside of the likelihood's support."
-                )
+        # test_absorb.py::test_bad_arguments_leave_the_guide_as_it_is
+        bad = [r.name for r in readings if not all(part.isfinite().all() for part in r.module.plus(r.sites))]
+        if bad:
+            raise ValueError(
+                f"GP site {bad[0]!r}: derivatives of the new rows' densities are not finite. No row was absorbed. Look "
+                "for NaN or infinite values, or data outside of the likelihood's support."
+            )
         for reading in readings:
             sums: _Sums = reading.module
             sums.coefficients.put_sums(sums.anchor, *sums.plus(reading.sites))
@@ -113,8 +113,7 @@ def _require_sums(guide: KnownGuide) -> None:
     test_expectation_propagation_and_a_joint_q_are_refused.
     """
     facts = guide.facts
-    together = {*facts.field, *facts.local_latents}
-    beside = [name for name in facts.latents if name in together]
+    beside = [name for name in facts.latents if name in [*facts.field, *facts.local_latents]]
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
     why += [f"{list(facts.field)} have one posterior"] * (len(facts.field) > 1)
     for name, module in guide.modules_by_site().items():

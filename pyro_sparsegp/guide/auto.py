@@ -146,7 +146,7 @@ class AutoSparseGP(SiteMessenger):
         if asks and not core.checked and not torch.is_inference_mode_enabled():
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
             with torch.enable_grad(), repeatable(self.like):
-                check_parameters(self, core, args, kwargs)
+                check_parameters(self, args, kwargs)
         core.loaded = False
 
     def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:

@@ -159,7 +159,7 @@ def _require_sites(run: Run) -> None:
         "point_estimates": (guide.point_estimates, latents),
     }
     for what, (names, known) in named.items():
-        unknown = [] if isinstance(names, bool) else [name for name in names if name not in known]
+        unknown = [] if names is True else [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"{what} names {unknown}; the GP sites are {gps}, the other latents {others}")
     sites = {n: s for n, s in sample_sites(trace).items() if n not in posteriors}
@@ -264,9 +264,9 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
 # What is checked at the first step, and of a state that was loaded.
 
 
-def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
-    probe, facts = probed(guide, args, kwargs), core.facts
+    probe, core, facts = probed(guide, args, kwargs), guide.core, guide.facts
     outputs = list(log_densities(probe.trace, probe.posteriors).values())
     for name, q in probe.posteriors.items():  # a kernel's parameter may be in the divergence alone, a mean's in values
         outputs += [probe.values[name], q.process.kernel.diag(q.process.x), q.kl]

@@ -66,10 +66,6 @@ def _require_arguments(model: Any, families: Mapping[Any, Any], start: Any, **na
         raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
 
 
-def _has(names: Union[bool, Collection[str]], name: str) -> bool:
-    return names if isinstance(names, bool) else name in names
-
-
 class KnownGuide(AutoNormalMessenger):
     """Pyro's mean-field guide, and what it knows of its program and its GP sites."""
 
@@ -97,8 +93,9 @@ class KnownGuide(AutoNormalMessenger):
         # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
         self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
         self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared)
-        self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
-        self.independent_draws, self.independent = tuple(independent_draws), independent
+        # Names, or True for all.
+        self.point_estimates: Any = (self.by_expectation if point_estimates is None else point_estimates) or ()
+        self.independent_draws, self.independent = tuple(independent_draws), independent or ()
         self.search = start is not None  # whether hyperparameters start at their mode
         self.core = Core()  # what was learnt
         self.run: Any = None  # that it is on
@@ -176,11 +173,11 @@ class KnownGuide(AutoNormalMessenger):
 
     def is_point(self, name: str) -> bool:
         """Whether a latent is fitted as a point."""
-        return _has(self.point_estimates, name)
+        return self.point_estimates is True or name in self.point_estimates
 
     def is_independent(self, name: str) -> bool:
         """Whether a latent's posterior is to be independent of all others'."""
-        return _has(self.independent, name)
+        return self.independent is True or name in self.independent
 
     @property
     def has_random_latents(self) -> bool:
