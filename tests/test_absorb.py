@@ -137,7 +137,7 @@ def test_two_functions_that_meet_settle_together():
     families = {"f": SVGP(x[:12], trainable=False, rate=0.5), "g": SVGP(x[:6], trainable=False, rate=0.5)}
     model = pyro.condition(heteroscedastic, {"scale": torch.tensor(1.0), "length": torch.ones(2)})
 
-    guide, stepped = (AutoSparseGP(model, families) for _ in range(2))
+    guide, stepped = (AutoSparseGP(model, families, independent=True) for _ in range(2))
     guide.absorb(x, y)
     elbo = TraceQuadrature_ELBO(6)
     train(model, stepped, x, y, steps=20, lr=0.0, loss=elbo)
