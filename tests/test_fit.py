@@ -130,7 +130,7 @@ def test_every_row_once_an_epoch_in_an_order_of_its_own():
         assert len({*one.args[1].tolist(), *other.args[1].tolist()}) == 10
     assert torch.equal(first.args[0][:, 0], first.args[1])
     assert torch.equal(first.indices.double(), first.args[1])
-    assert (first.args[2], first.num, first.weight) == (3, 5, 11)
+    assert (first.args[2], first.weight) == (3, 11)
     assert not torch.equal(torch.cat([first.indices, second.indices]), torch.cat([third.indices, fourth.indices]))
     (again,) = as_batches((x[:, None], x, 3), 5, None, None, seed=1).epoch(1, 1)
     assert torch.equal(again.indices, fourth.indices)
@@ -158,7 +158,7 @@ def test_an_iterable_that_draws_as_it_goes_is_replayed(generator):
         second, state = [next(stream).args[1] for _ in range(2)], pyro.util.get_rng_state()
         rest = [batch.args[1] for batch in stream]
         assert not torch.equal(torch.cat(first), torch.cat(second + rest))
-        assert batches.first(5).num == 6
+        assert batches.first(5).weight == 6
         again = as_batches(source, None, 12, None, seed=5).epoch(1, 2)
         pyro.util.set_rng_state(state)  # as a checkpoint has it
         for expected, batch in zip(rest, again, strict=True):
@@ -197,7 +197,8 @@ class Endless:
 
 def test_batches_without_end():
     data = fit_worker.rows(40)
-    assert as_batches(Endless(*data, 15), None, 40, None, seed=0).first(1000).num == 30  # no more rows than there are
+    batches = as_batches(Endless(*data, 15), None, 40, None, seed=0)
+    assert batches.first(1000).weight == 30  # no more rows than there are
     assert fitted(Endless(*data, 10), size=40)[0].steps == 3
     assert fitted(DataLoader(TensorDataset(*data), 10), epochs=2, steps=None)[0].steps == 8
 

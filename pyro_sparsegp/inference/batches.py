@@ -29,7 +29,6 @@ class Batch:
 
     args: tuple
     kwargs: dict[str, Any]
-    num: int  # of rows
     weight: float  # how many rows they stand for among several processes
     indices: Optional[Tensor] = None  # the rows' numbers, where the fit drew them
 
@@ -121,7 +120,7 @@ class TensorBatches:
         """All rows, in their own order."""
         # The same tensors in each step: by their identity a guide knows the data again.
         args, kwargs = map_tensors(lambda value: value.to(self.device), (self.args, self.kwargs))
-        return Batch(args, kwargs, self.num, self.num)
+        return Batch(args, kwargs, self.num)
 
     def first(self, num: int) -> Batch:
         """Rows for a guide's first call: so many random ones, or all."""
@@ -134,7 +133,7 @@ class TensorBatches:
             return (value[rows.to(value.device)] if value.dim() else value).to(self.device)
 
         args, kwargs = map_tensors(of, (self.args, self.kwargs))
-        return Batch(args, kwargs, len(rows), self.num, rows.to(self.device))
+        return Batch(args, kwargs, self.num, rows.to(self.device))
 
 
 class LoadedBatches:
@@ -187,20 +186,20 @@ class LoadedBatches:
         num = next(iter(_rows(args, kwargs)), 0)
         if not num:
             raise ValueError(f"a batch of data must hold tensors with rows, got {type(item).__name__}")
-        return Batch(args, kwargs, num, num)
+        return Batch(args, kwargs, num)
 
     def first(self, num: int) -> Batch:
         """Rows for a guide's first call: the first batches with so many, and no more than there are in all."""
         found: list[Batch] = []
-        rows, most = 0, math.inf if self.size is None else self.size
+        rows, most = 0.0, math.inf if self.size is None else self.size
         for batch in self.epoch(0):
             # A source without end gives the same rows again.
-            if rows >= num or (found and rows + batch.num > most):
+            if rows >= num or (found and rows + batch.weight > most):
                 break
             found.append(batch)
-            rows += batch.num
+            rows += batch.weight
         args, kwargs = map_tensors(
             lambda *parts: torch.cat(parts) if parts[0].dim() else parts[0],
             *((batch.args, batch.kwargs) for batch in found),
         )
-        return Batch(args, kwargs, rows, rows)
+        return Batch(args, kwargs, rows)

@@ -12,7 +12,6 @@ or differentiated, θ's variance, whatever the model did:
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +50,9 @@ def sum_of_expectations(
     variances, others = {}, {}
     for name in found.rows:
         theta = parameter_of(sites[name]["fn"])
-        here = [gp for gp in found.gps if _is_same(theta, sites[gp]["value"])]
+        place = theta.shape, theta.stride(), theta.data_ptr()
+        values = {gp: sites[gp]["value"] for gp in found.gps}
+        here = [gp for gp, f in values.items() if (f.shape, f.stride(), f.data_ptr()) == place]
         if here:  # θ is f: what trains most often runs the program once
             variances[name] = posteriors[here[0]].variance
         else:
@@ -117,11 +118,6 @@ def divergence(guide_site: Any, model_site: Any) -> Tensor:
 def weighted_sum(value: Tensor, site: Any) -> Tensor:
     """The sum of a site's terms, with its scale and mask."""
     return scale_and_mask(value, site["scale"], site["mask"]).sum()
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, in the same memory."""
-    return one.shape == other.shape and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
 
 
 def _variances_by_axes(
@@ -310,12 +306,6 @@ def on_grid(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
         total = torch.func.vmap(total, in_dims=in_dims, randomness="same")
     with pyro.validation_enabled(False):
         return total(*[nodes] * num_axes)
-
-
-def one_by_one(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
-    """As :func:`on_grid`, in a call for each node."""
-    values = [total(*node) for node in itertools.product(nodes, repeat=num_axes)]
-    return torch.stack(values).reshape([len(nodes)] * num_axes)
 
 
 def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace, skip: Collection[str] = ()) -> Tensor:

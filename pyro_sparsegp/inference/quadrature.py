@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ from ..program.facts import MAX_AXES
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
-from .expected import Grid, Ran, log_density_minus_kl, on_grid, one_by_one, require_shown, sum_of_expectations
+from .expected import Grid, Ran, log_density_minus_kl, on_grid, require_shown, sum_of_expectations
 from .field import bound_of_field
 
 _PASSES = 5  # at most, of posteriors that have met no data
@@ -303,15 +304,19 @@ class TraceQuadrature_ELBO(ELBO):
             with nullcontext() if known.way is None else dist.validation_enabled(False):
                 return grid.direct(*(ran or grid.run())[:2], nodes)
 
-        def held(evaluate: Callable) -> Tensor:
+        def held(one_by_one: bool = False) -> Tensor:
             terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)
-            values = evaluate(terms, nodes, num_axes)
+            if one_by_one:
+                each = torch.stack([terms(*node) for node in itertools.product(nodes, repeat=num_axes)])
+                values = each.reshape([len(nodes)] * num_axes)
+            else:
+                values = on_grid(terms, nodes, num_axes)
             if state.has_moved:  # test_a_program_that_takes_rows_by_itself_runs_once_a_step
                 raise ValueError("with all values held, the model drew random numbers by itself, others than before")
             return values
 
         once = [] if ran else [lambda: on_grid(grid.once, nodes, num_axes)]
-        ways: list[Callable[[], Tensor]] = [direct, *once, lambda: held(on_grid), lambda: held(one_by_one)]
+        ways: list[Callable[[], Tensor]] = [direct, *once, held, partial(held, one_by_one=True)]
         for way in range(min(known.way or 0, len(ways) - 1), len(ways)):
             state = RandomState(guide.like)
             try:

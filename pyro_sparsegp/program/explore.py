@@ -85,7 +85,13 @@ def explore(
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
-    found.quadratic = [name for name in on_sites if program.is_quadratic(name)]
+    # Log densities are quadratic in a GP site's values, all else held, if they are normal around affine functions.
+    own = {name: [site for _, site in terms if program.touching(site, [name])] for name in on_sites}
+    found.quadratic = [
+        name
+        for name, sites in own.items()
+        if sites and all(is_normal(program.kinds.get(site)) and program.is_affine(site, [name]) for site in sites)
+    ]
 
     def left(keys: Collection[Key]) -> Structure:
         """The structure of these tensors alone, as they depend on the GP sites that enter no other."""
@@ -202,11 +208,6 @@ class Program:
                 for name, back in zip(leaves, torch.autograd.grad(part, [*leaves.values()], v, create_graph=True)):
                     (found[name, site],) = torch.autograd.grad(back, v, along[name], retain_graph=True)
         return found
-
-    def is_quadratic(self, name: str) -> bool:
-        """Whether log densities are quadratic in a GP site's values, all else held: normal around affine functions."""
-        own = [site for kind, site in self.first if kind == TERM and self.touching(site, [name])]
-        return bool(own) and all(is_normal(self.kinds.get(site)) and self.is_affine(site, [name]) for site in own)
 
     def is_mean(self, name: str, site: str) -> bool:
         """Whether a density is that of a Normal, whose mean is affine in a GP site's values and has one an entry."""

@@ -135,7 +135,11 @@ def find_owners(
         for name, nan, there in zip(base, nans, others[len(masks) :]):
             moved[name][key] = torch.cat([first, there])
             for value in there:
-                hidden = hidden | (_moves(first[0], value) & known & ~nan[0])
+                # By more than the rounding of the same values at another place in memory.
+                size = first[0].abs() + value.abs()
+                reach = _ROUNDING[value.dtype] * (size + size.nan_to_num(0.0, 0.0, 0.0).mean())
+                moves = ~((first[0] == value) | ((first[0] - value).abs() <= reach))
+                hidden = hidden | (moves & known & ~nan[0])
         for name, nan in zip(base, nans):
             touched = nan[0] & ~hidden
             by_row, by_output = (_owner(spelt, touched) for spelt in nan[1:].tensor_split([2 * bits[name]]))
@@ -154,12 +158,6 @@ def _owner(nan: Tensor, touched: Tensor) -> Tensor:
     places = torch.arange(len(ones), device=nan.device).reshape(-1, *[1] * touched.dim())
     number = (ones.long() << places).sum(0)
     return torch.where(touched & (zeros ^ ones).all(0), number, -1)
-
-
-def _moves(one: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors differ by more than the rounding of the same values at another place in memory."""
-    reach, size = _ROUNDING[one.dtype], one.abs() + other.abs()
-    return ~((one == other) | ((one - other).abs() <= reach * (size + size.nan_to_num(0.0, 0.0, 0.0).mean())))
 
 
 MAX_AXES = 2  # of a grid of nodes
