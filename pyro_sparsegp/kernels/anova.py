@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
 from .base import Scalar, as_tensor, describe, per_column, require_one
-from .stationary import RBF, Matern32, Matern52, covariance, root
+from .stationary import RBF, Matern32, Matern52, ProfileOfDistance, root
 
 _ROOT = math.sqrt(math.pi / 2)
 
@@ -180,7 +180,7 @@ class Anova(Kernel):
         centre = other.detach().mean(-2)
         rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
         at, others = ((part[..., 0] - centre) * ends.inverse.to(x) for part in (x, other))
-        less = covariance(at[..., None], None if z is None else others[..., None], self._profile)
+        less = ProfileOfDistance.apply(at[..., None], None if z is None else others[..., None], self._profile)[0]
         # (rest − c(xᵢ)) − (1 + c(xᵢ)/v)c(zⱼ): of rank 2
         ends_share = torch.stack([rest - left, -1 - left / v], -1) @ torch.stack([torch.ones_like(right), right], -2)
         return self._times_variance(less + ends_share, 2)

@@ -52,8 +52,11 @@ def _clean(x: Tensor, z: Optional[Tensor]) -> Tensor:
     return s if z is not None else s * (1 - torch.eye(s.shape[-1], dtype=s.dtype, device=s.device))
 
 
-class _Covariance(Function):
-    """g(‖xₙ − zₘ‖²) of a profile, and dg/ds; without z it is x, so the diagonal is s = 0."""
+class ProfileOfDistance(Function):
+    """g(‖xₙ − zₘ‖²), ``(..., N, M)``, and dg/ds there; without z it is x, so the diagonal is s = 0.
+
+    The profile has ``value_and_slope(s)``, g(s) and dg/ds, as a :class:`Stationary` class has.
+    """
 
     @staticmethod
     def forward(x: Tensor, z: Optional[Tensor], profile: Any) -> tuple[Tensor, Tensor]:
@@ -96,15 +99,7 @@ class _Covariance(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], profile: Any) -> Any:
-        return _Covariance.apply(*aligned(in_dims, (x, z)), profile), (0, 0)
-
-
-def covariance(x: Tensor, z: Optional[Tensor], profile: Any) -> Tensor:
-    """g(‖xₙ − zₘ‖²), ``(..., N, M)``; without z, of x with itself.
-
-    :param profile: has ``value_and_slope(s)``, g(s) and dg/ds, as a :class:`Stationary` class has.
-    """
-    return _Covariance.apply(x, z, profile)[0]
+        return ProfileOfDistance.apply(*aligned(in_dims, (x, z)), profile), (0, 0)
 
 
 class Stationary(Kernel):
@@ -123,17 +118,13 @@ class Stationary(Kernel):
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
         """g(s) and dg/ds by differentiable operations, in new memory or in that of s ≥ 0."""
 
-    def length(self, x: Tensor) -> Tensor:
-        """ℓ, in a shape that divides x or frequencies."""
-        return per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
-
     def scale(self, x: Tensor) -> Tensor:
-        """x/ℓ, ``(..., N, D)``."""
-        return x / self.length(x)
+        """x/ℓ, ``(..., N, D)``, of inputs or of frequencies at unit length scale."""
+        return x / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
     def covariance(self, x: Tensor, z: Optional[Tensor]) -> Tensor:
         """g(s) of scaled inputs, ``(..., N, M)``; without z, of x with itself."""
-        return covariance(x, z, type(self))
+        return ProfileOfDistance.apply(x, z, type(self))[0]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         # ‖x‖² + ‖z‖² − 2xᵀz cancels least near the origin, and distances do not see a common shift; before
@@ -155,7 +146,7 @@ class RBF(Stationary):
         return value, -0.5 * value
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Any:
-        return torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device) / self.length(x)
+        return self.scale(torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device))
 
 
 class _Matern(Stationary):
@@ -167,7 +158,7 @@ class _Matern(Stationary):
         # ω = n/√(χ²/2ν) with n ~ N(0, I) and χ² of 2ν degrees of freedom
         normal = torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
         chi2 = torch.randn(*shape, self.twice_nu, dtype=x.dtype, device=x.device).square().sum(-1, keepdim=True)
-        return normal * (self.twice_nu / chi2).sqrt() / self.length(x)
+        return self.scale(normal * (self.twice_nu / chi2).sqrt())
 
 
 class Matern12(_Matern):
