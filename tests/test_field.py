@@ -26,7 +26,7 @@ from pyro_sparsegp import (
     kernels,
     predict,
 )
-from pyro_sparsegp.gaussians import DrawnGaussian
+from pyro_sparsegp.gaussians.drawn import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import start
 from pyro_sparsegp.guide.check import _Compared, moments_of
@@ -34,7 +34,7 @@ from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters, init_to_centre
 from pyro_sparsegp.guide.nested import Nested
 
-from .models import observed, prepared, refused, restored
+from .models import conditional, observed, prepared, refused, restored
 
 N, GROUPS, NOISE = 24, 3, 0.4
 
@@ -1040,3 +1040,23 @@ def test_what_is_observed_may_be_made_of_latents(kind):
         joint = torch.tensor([Trace_ELBO().loss(model, guide, x, y) for _ in range(100)])
     assert guide.facts.field.keys() == {"a", "f"}
     assert abs(loss - joint.mean()) < 5 * joint.std() / 10 + 1e-6
+
+
+@pytest.mark.parametrize("family", [families.SVGP, families.SGPR])
+def test_a_posterior_whose_mean_is_made_of_latents(family):
+    """f = a + x b + d, of which d is the GP: its posterior counts what a and b may be, as their kernels do."""
+    x, new = torch.linspace(0, 1, 12)[:, None], torch.tensor([[0.05], [0.52], [1.2]])
+    kernel, y = kernels.RBF(0.3), torch.sin(5 * x[:, 0])
+
+    def model(x, y=None):
+        a, b = pyro.sample("a", dist.Normal(0.0, 2.0)), pyro.sample("b", dist.Normal(torch.ones(2), 0.5).to_event(1))
+        f = pyro.sample("f", GaussianProcess(kernel, x, mean=lambda x: a + x[..., 0] * (b[0] - b[1])))
+        pyro.sample("y", dist.Normal(f, 0.2).to_event(1), obs=y)
+
+    guide = AutoSparseGP(model, family(x))
+    SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO()).step(x, y)
+    exact = conditional(kernel + 4.0 + 0.5 * kernels.Linear(), x, y, 0.2, new)
+    posterior = guide.posterior(new)["f"]
+    for f in (posterior, guide.posterior(x)["f"].at(new)):
+        torch.testing.assert_close((f.mean, f.covariance_matrix), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(posterior.variance, exact[1].diagonal(), rtol=0, atol=1e-5)

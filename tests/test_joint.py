@@ -14,7 +14,8 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
 from pyro_sparsegp.diagnostics.sources import GuideSource
 from pyro_sparsegp.distributions import RobustMax
-from pyro_sparsegp.gaussians import FullCholesky, Whole
+from pyro_sparsegp.gaussians import FullCholesky
+from pyro_sparsegp.gaussians.product import Whole
 
 from .models import cross_covariance, observed
 

@@ -27,8 +27,9 @@ from pyro_sparsegp.families import (
     WeightSpace,
     additive,
 )
-from pyro_sparsegp.gaussians import Diagonal, NaturalGaussian, NaturalLowRank, Product, from_natural
+from pyro_sparsegp.gaussians import Diagonal, NaturalGaussian, NaturalLowRank, Product
 from pyro_sparsegp.gaussians.factors import LowRankFactor
+from pyro_sparsegp.gaussians.product import from_natural
 from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import recording, steppers
 
@@ -197,9 +198,9 @@ def test_sites_that_meet_in_one_density():
     def families(kind):
         return {"f": kind(x[:10], trainable=False, rate=0.5), "g": kind(x[:5, :1], trainable=False, rate=0.5)}
 
-    _, svi = svi_of(model, AutoSparseGP(model, families(SVGP)))
+    _, svi = svi_of(model, AutoSparseGP(model, families(SVGP), independent=True))
     losses = [svi.evaluate_loss(x, y), *(svi.step(x, y) for _ in range(24))]
-    best = prepared(model, families(SGPR), x, y)
+    best = prepared(model, families(SGPR), x, y, independent=True)
     assert -1e-6 < losses[-1] - TraceQuadrature_ELBO(2).loss(model, best, x, y) < 6
     assert losses[0] - losses[-1] > 500
 

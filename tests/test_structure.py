@@ -62,7 +62,8 @@ MEET = {
 def test_the_bound_of_later_numbers_is_that_of_joint_draws(how):
     x, y = data()
     model = program(MEET[how])
-    guide, elbo = AutoSparseGP(model, SVGP(6)), TraceQuadrature_ELBO()
+    # One posterior is of affine predictors: for t f g it is asked for anew, test_products_that_come_later_are_told_of.
+    guide, elbo = AutoSparseGP(model, SVGP(6), independent=how == "a product"), TraceQuadrature_ELBO()
     train(model, guide, x, torch.zeros(()), y, steps=3, lr=0.01, loss=elbo)
     t, num = torch.ones((), dtype=x.dtype), 200
     with torch.no_grad():
@@ -71,6 +72,15 @@ def test_the_bound_of_later_numbers_is_that_of_joint_draws(how):
         guide.eval()
         joint = torch.tensor([Trace_ELBO().loss(model, guide, x, t, y) for _ in range(num)])
     assert found == pytest.approx(joint.mean().item(), abs=5 * joint.std().item() / math.sqrt(num / 2))
+
+
+def test_products_that_come_later_are_told_of():
+    x, y = data()
+    model = program(MEET["a product"])
+    guide = AutoSparseGP(model, SVGP(6))
+    train(model, guide, x, torch.zeros(()), y, steps=1)
+    with pytest.warns(UserWarning, match="Make a new guide, and call it first with these data"):
+        train(model, guide, x, torch.ones(()), y, steps=3)
 
 
 @pytest.mark.parametrize("kind", ["network", "parameter", "mask", "data of 0"])

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..bases import Basis
 from ..bases.additive import DecoupledFeatures
 from ..bases.inducing import InducingPoints
-from ..gaussians import Coefficients, Product, ShiftFactor
+from ..gaussians import Coefficients, Product
+from ..gaussians.factors import ShiftFactor
 from ..modules import AbstractModule
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior

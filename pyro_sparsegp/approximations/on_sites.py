@@ -15,18 +15,11 @@ from ..bases.actions import DenseActions, Policy, project
 from ..bases.additive import ConditionalFeatures
 from ..bases.inducing import features_of
 from ..bases.variables import Values
-from ..gaussians import (
-    Coefficients,
-    DenseFactor,
-    Gaussian,
-    Product,
-    ProjectedGaussian,
-    from_natural,
-    optimal,
-    seen_from,
-    weighted_gram,
-)
+from ..gaussians import Coefficients, Gaussian, Product, ProjectedGaussian, optimal
 from ..gaussians.base import eye_like
+from ..gaussians.factors import DenseFactor
+from ..gaussians.product import from_natural, weighted_gram
+from ..gaussians.seats import seen_from
 from ..gaussians.sites import KeptSites, Sites
 from ..modules import AbstractModule, size_buffers
 from ..numerics.functions import is_long

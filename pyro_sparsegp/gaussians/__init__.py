@@ -1,8 +1,6 @@
 """Gaussians over the coefficients of a basis."""
 
-from .base import Coefficients, Gaussian, Given
-from .drawn import Drawn, DrawnGaussian
-from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
+from .base import Coefficients, Gaussian
 from .free import (
     BlockCholesky,
     BlockPlusLowRank,
@@ -15,8 +13,8 @@ from .free import (
 )
 from .low_rank import NaturalLowRank
 from .natural import NaturalGaussian
-from .product import Continued, Product, Share, Shared, Whole, from_natural, optimal, weighted_gram
-from .seats import AtRows, seen_from
+from .product import Product, optimal
+from .seats import AtRows
 from .sites import Sites
 from .steps import Rate
 
@@ -26,30 +24,16 @@ __all__ = [
     "BlockPlusLowRank",
     "CholeskyIdentity",
     "Coefficients",
-    "Continued",
-    "DenseFactor",
     "Diagonal",
-    "DiagonalFactor",
-    "Drawn",
-    "DrawnGaussian",
     "FullCholesky",
     "Gaussian",
-    "Given",
     "Identity",
-    "IdentityFactor",
     "IdentityPlusLowRank",
     "NaturalGaussian",
     "NaturalLowRank",
     "Product",
     "ProjectedGaussian",
     "Rate",
-    "Share",
-    "Shared",
-    "ShiftFactor",
     "Sites",
-    "Whole",
-    "from_natural",
     "optimal",
-    "seen_from",
-    "weighted_gram",
 ]

@@ -225,10 +225,10 @@ class Whole:
         self._taken: set[int] = set()
         self._counted = False
 
-    def share(self, name: str) -> Share:
-        """What a site sees; the first one that asks has the divergence."""
+    def share(self, *names: str) -> Share:
+        """What a site sees, of its coefficients and perhaps those of others; the first one has the divergence."""
         first, self._counted = not self._counted, True
-        return Share(self, self.blocks[name], first)
+        return Share(self, [block for name in names for block in self.blocks[name]], first)
 
     def draw(self, site: int, shape: torch.Size) -> list[Tensor]:
         """A draw of all coefficients for a site: the last one, unless it has had that, or is another shape."""

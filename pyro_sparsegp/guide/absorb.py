@@ -11,7 +11,8 @@ from pyro import poutine
 from torch import Tensor
 
 from ..approximations.free import SparseGP
-from ..gaussians import Continued, NaturalGaussian, weighted_gram
+from ..gaussians import NaturalGaussian
+from ..gaussians.product import Continued, weighted_gram
 from ..gaussians.sites import KeptSites, Sites
 from ..numerics.linalg import side_by_side
 from ..posterior.sparse_posterior import SparsePosterior

@@ -8,8 +8,9 @@ affine function of x: its linear predictor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Optional
 
 import pyro
 import pyro.distributions as dist
@@ -20,8 +21,12 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..approximations.on_sites import ExactGP
-from ..gaussians import AtRows, NaturalGaussian, Shared
+from ..bases.base import Features
+from ..gaussians import AtRows, NaturalGaussian
+from ..gaussians.product import Shared
+from ..kernels import Kernel
 from ..numerics.linalg import residual_cholesky, side_by_side
+from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
 from ..program.facts import COUPLED, Structure
 from ..program.handlers import NO_RUN, trace_like
@@ -264,3 +269,72 @@ def anchor_of(
 
 def _unconstrained(site: Any) -> Tensor:
     return biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"]).reshape(-1)
+
+
+class _MadeOf(Kernel):
+    """k + JJᵀ, of f = μ + Jz + r where a GP site's prior mean is made of latents that are normal, z ~ N(0, I).
+
+    :param here: the process at z = 0.
+    :param there: the processes at each zₖ = 1.
+    """
+
+    def __init__(self, here: GaussianProcess, there: Sequence[GaussianProcess]) -> None:
+        self.here, self.there = here, there
+
+    @property
+    def terms(self) -> tuple[Any, ...]:
+        return self.here.kernel.terms
+
+    def features(self, x: Tensor) -> Tensor:
+        mean = self.here.mean_at(x)
+        return torch.stack([(process.mean_at(x) - mean).expand(x.shape[:-1]) for process in self.there], -1)
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return self.here.kernel(x, z) + self.features(x) @ self.features(x if z is None else z).mT
+
+    def diag(self, x: Tensor) -> Tensor:
+        return self.here.kernel.diag(x) + self.features(x).square().sum(-1)
+
+
+class _WithMean(Features):
+    """A GP site's features and those of its mean."""
+
+    def __init__(self, basis: Features, kernel: _MadeOf, sizes: tuple[int, ...]) -> None:
+        super().__init__(kernel, basis.sizes + sizes)
+        self.basis, self.of_mean = basis, sizes
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        return [*self.basis(x), *self.kernel.features(x).split(self.of_mean, -1)]
+
+    def components(self) -> list[Any]:
+        return self.basis.components()
+
+
+def with_means(
+    processes: Callable[[Mapping[str, Tensor]], Mapping[str, GaussianProcess]],
+    normal: Mapping[str, Tensor],
+    bases: Mapping[str, Features],
+) -> dict[str, tuple[GaussianProcess, Features, list[str]]]:
+    """Of each GP site whose prior mean is made of latents of the field its process, features, and these latents.
+
+    Else its variance would be that of f − μ, test_a_posterior_whose_mean_is_made_of_latents.
+
+    :param processes: the GP sites' priors at standardised values of these latents.
+    :param normal: zeros, of the shape of each latent's.
+    """
+    here, there = processes(normal), dict[str, dict[str, list[GaussianProcess]]]()
+    generator = torch.Generator().manual_seed(0)
+    for latent, zero in normal.items():
+        away = torch.randn(zero.shape, generator=generator).to(zero)
+        moved = processes({**normal, latent: away})
+        members = [name for name, process in moved.items() if not torch.equal(process.mean, here[name].mean)]
+        for one in torch.eye(len(zero)).to(zero) if members else ():
+            at = processes({**normal, latent: one})
+            for name in members:
+                there.setdefault(name, {}).setdefault(latent, []).append(at[name])
+    found = dict[str, tuple[GaussianProcess, Features, list[str]]]()
+    for name, by_latent in there.items():
+        kernel = _MadeOf(here[name], list(itertools.chain(*by_latent.values())))
+        basis = _WithMean(bases[name], kernel, tuple(map(len, by_latent.values())))
+        found[name] = here[name].with_kernel(kernel), basis, list(by_latent)
+    return found

@@ -20,7 +20,8 @@ from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
 from torch.distributions import ExpTransform, biject_to, constraints, register_kl
 
-from ..gaussians import Drawn, DrawnGaussian, Share
+from ..gaussians.drawn import Drawn, DrawnGaussian
+from ..gaussians.product import Share
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
 from ..program.traces import bare, repeatable

@@ -16,7 +16,8 @@ from pyro.infer.autoguide import AutoNormalMessenger
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
-from ..gaussians import Drawn, Whole
+from ..gaussians.drawn import Drawn
+from ..gaussians.product import Whole
 from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -24,9 +25,9 @@ from ..program.checks import require_full_batch
 from ..program.data import NoRelation, TrainingData
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held, unrecorded
-from ..program.traces import free_values, is_free, is_observation, repeatable, sample_sites, share_of
+from ..program.traces import as_process, free_values, is_free, is_observation, repeatable, sample_sites, share_of
 from ..warned import warn_once
-from .field import anchor_of, basis_of
+from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
 from .known import KnownGuide
 from .latents import FieldLatent
 
@@ -163,6 +164,7 @@ class Posteriors(Run):
 
     joint_up_to: float = math.inf  # how many function values of a site are drawn jointly
     _ahead: Any = field(init=False, default=None)  # the run for the hyperparameters, where there is a field
+    _with_means: dict[str, Any] = field(init=False, default_factory=dict)
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once; where there is a field, once before for the hyperparameters, under which it has its q."""
@@ -176,6 +178,16 @@ class Posteriors(Run):
             others = self.guide.facts.latents.keys() - ahead.normal.keys()
             values = {name: value for name, value in free_values(ahead.trace).items() if name in others}
             self.conditions = replace(self.conditions, values=self.conditions.values | values)
+            if self.at_medians and self.rows.new and ahead.normal:
+                zeros = {name: self.guide.like.new_zeros(fn.shape().numel()) for name, fn in ahead.normal.items()}
+
+                def processes(z: Mapping[str, Tensor]) -> dict[str, GaussianProcess]:
+                    handler = Standardised(self.guide, z, dict.fromkeys(ahead.bases, z0), bases=ahead.bases)
+                    run_standardised(self.guide, args, kwargs, handler, values)
+                    return {n: self.settled(n, as_process(handler.priors[n])[0]) for n in ahead.bases}  # type: ignore
+
+                z0 = self.guide.like.new_zeros(1)
+                self._with_means = with_means(processes, zeros, ahead.bases)
         return super().perform(args, kwargs)
 
     def latent_of_field(self, name: str, prior: Any) -> Any:
@@ -187,8 +199,9 @@ class Posteriors(Run):
         joint, nodes = self.at_medians or process.event_shape[0] <= self.joint_up_to, self.nodes or {}
         kind = NodeSite if name in nodes else Site if joint else self.guide.kind_of_draws(name)
         if self._ahead is not None:
-            share = self._ahead.whole.share(name)
-            posterior: Any = kind(self.settled(name, process), self._ahead.bases[name], share, name)
+            alone: Any = self.settled(name, process), self._ahead.bases[name], ()
+            process, basis, latents = self._with_means.get(name, alone)
+            posterior: Any = kind(process, basis, self._ahead.whole.share(name, *latents), name)
         elif isinstance(module, SiteGP):
             reading = self.conditions.readings.get(name)
             sites, alone = (None, False) if reading is None else (reading.sites, reading.alone)

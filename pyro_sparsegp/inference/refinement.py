@@ -120,9 +120,9 @@ class SiteRun:
         left = (1 - power * self.sites.precision * residual).clamp(min=1e-6)
         precision = (1 / variance + power * self.sites.precision / left).clamp(min=0.25 / variance)
         centre = prior_mean + (cavity.mean / variance + power * self.sites.linear / left) / precision
-        top, steps = mean, mean.new_tensor([-1.0, 0.0, 1.0]).reshape(-1, *[1] * mean.dim())
+        top = mean
         for _ in range(2):  # in float32 rounding far from its top hides how a parabola bends: looked at near it again
-            below, here, above = log_density(top + self.spread * steps)
+            below, here, above = log_density(torch.stack([top - self.spread, top, top + self.spread]))
             slope, curvature = (above - below) / (2 * self.spread), (2 * here - below - above) / self.spread.square()
             gaussian = 1 / variance + power * curvature
             top = top + (power * slope - (top - mean) / variance) / gaussian
