@@ -122,6 +122,25 @@ def test_noise_and_its_absence():
     assert found.posterior(x[:4]).mean.shape == (4, 1)
 
 
+def test_noise_is_that_of_the_site_around_f():
+    """Far from data all means are 0, and a sum with another site is not around either."""
+
+    def model(x, y=None):
+        f, g, h = (pyro.sample(name, GaussianProcess(KERNEL, x)) for name in "fgh")
+        normals = {"sum": dist.Normal(f + g, 0.3), "of f": dist.Normal(f, 0.1), "of h": dist.Normal(h, 1.0)}
+        with pyro.plate("data", len(x)):
+            for name, fn in normals.items():
+                pyro.sample(name, fn, obs=y)
+
+    x, y = data(num=12)
+    guide, far = prepared(model, SVGP(4), x, y), torch.full((1, 2), 30.0)
+    for site, noise in {"f": 0.1, "h": 1.0}.items():
+        found = Model(model, guide, site)
+        more = found.posterior(far, observation_noise=True).variance - found.posterior(far).variance
+        torch.testing.assert_close(more, torch.tensor([[noise**2]]))
+    refused("distribution of mean 'g'", Model(model, guide, "g").posterior, far, observation_noise=True)
+
+
 def test_bad_arguments():
     x, y = data()
     guide = prepared(heteroscedastic, {("f", "g"): SVGP(4)}, x, y)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
+import pyro
 import torch
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import cholesky, solve_lower
 from ..posterior.drawing import by_groups
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program.traces import bare
+from ..program.handlers import held_trace
+from ..program.traces import bare, repeatable, whole_plates
 
 try:
     from botorch.models.model import FantasizeMixin
@@ -36,21 +38,19 @@ class Model(BoTorchModel, FantasizeMixin):
 
     Its posterior is the GP site's, under any family and likelihood, with other latents at their medians. It can be
     differentiated by the inputs, and a q-batch is joint. Under a computation-aware family the variance includes what
-    the computation left out, so that acquisition functions explore there. The outputs belong to one site, or to several
-    in order, which are then independent.
+    the computation left out. The outputs belong to one site, or to several in order, which are then independent.
 
     The model refers to the guide: train it on, or :meth:`~AutoSparseGP.absorb` a measurement, and the posterior
-    follows. :meth:`fantasize` and :meth:`condition_on_observations`, which knowledge gradients need, give the model
-    after a hypothetical measurement, and leave the guide as it is.
+    follows. :meth:`fantasize` and :meth:`condition_on_observations` give the model after a hypothetical measurement,
+    and leave the guide as it is.
 
     :param model: the Pyro model that the guide was made of.
     :param guide: trained, or called once, on the data so far.
     :param site: the GP site's name, or several.
-    :param arguments: from inputs ``(N, D)`` to the arguments that the model takes; by default they are its first and
-        only one, ``model(x)``.
+    :param arguments: from inputs ``(N, D)`` to the arguments that the model takes, by default ``model(x)``.
     :param noise: the variance of a measurement of f, where the likelihood does not say: one whose mean is not f. It
         broadcasts to ``(..., q, P)``.
-    :raises ValueError: if the guide is of another class or model, or was never called, or has no GP site of that name.
+    :raises ValueError: for a guide of another class or model, one never called, or one without that GP site.
     """
 
     def __init__(
@@ -66,20 +66,16 @@ class Model(BoTorchModel, FantasizeMixin):
         self.sites = (site,) if isinstance(site, str) else tuple(site)
         if not self.sites or len(set(self.sites)) < len(self.sites):
             raise ValueError(f"Model's site is a name, or several different names, got {site!r}")
-        known = sorted(facts.gps)
-        unknown = [name for name in self.sites if name not in known]
+        unknown = [name for name in self.sites if name not in facts.gps]
         if unknown:
-            raise ValueError(f"Model's site {unknown[0]!r} is none of the guide's GP sites, {known}")
+            raise ValueError(f"Model's site {unknown[0]!r} is none of the guide's GP sites, {sorted(facts.gps)}")
         joint = [name for name in self.sites if name in facts.field]
         if len(joint) > 1:
             raise ValueError(f"Model's sites {joint} have one posterior, and outputs are taken to be independent")
-        self._guide, self.arguments = (
-            (guide,),
-            arguments,
-        )  # in a tuple: BoTorch's train() and eval() are not the guide's
-        modules = guide.modules_by_site()
+        # The guide is in a tuple: BoTorch's train() and eval() are not its.
+        self._guide, self.arguments = (guide,), arguments
+        self.noise, modules = None, guide.modules_by_site()
         self._outputs = list(range(sum(modules[name].batch_shape.numel() for name in self.sites)))
-        self.noise = None
         if noise is not None:
             value = torch.as_tensor(noise if isinstance(noise, (int, float, Tensor)) else math.nan)
             if not (value.isfinite() & (value >= 0)).all():
@@ -103,16 +99,12 @@ class Model(BoTorchModel, FantasizeMixin):
 
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outputs."""
-        new = copy.copy(self)
-        new._outputs = self._of(idcs)
-        return new
-
-    def _of(self, chosen: Sequence[int]) -> list[int]:
-        outputs = self._outputs
-        unknown = [i for i in chosen if not -len(outputs) <= i < len(outputs)]
+        new, num = copy.copy(self), len(self._outputs)
+        unknown = [i for i in idcs if not -num <= i < num]
         if unknown:
-            raise ValueError(f"Model has {len(outputs)} outputs, numbers 0 to {len(outputs) - 1}; got {unknown}")
-        return [outputs[i] for i in chosen]
+            raise ValueError(f"Model has {num} outputs, numbers 0 to {num - 1}; got {unknown}")
+        new._outputs = [self._outputs[i] for i in idcs]
+        return new
 
     def posterior(
         self,
@@ -127,25 +119,20 @@ class Model(BoTorchModel, FantasizeMixin):
         :param X: ``(..., q, D)``.
         :param output_indices: the outputs wanted; by default all.
         :param observation_noise: whether it is of measurements; or their variances, which broadcast to
-            ``(..., q, P)``. The likelihood's are those at the posterior mean, of a distribution whose mean is f, such
-            as Normal(f, noise).
+            ``(..., q, P)``. The likelihood's are those at the posterior mean, of a distribution around f.
         :param posterior_transform: BoTorch's, applied last.
         :returns: a ``GPyTorchPosterior`` over ``(..., q, P)``.
-        :raises ValueError: if noise is wanted of a likelihood whose mean is not f, and the model was given none; or for
-            an output that there is not.
+        :raises ValueError: for noise of a likelihood whose mean is not f, or an output that there is not.
         """
         if X.dim() < 2:
             raise ValueError(f"Model.posterior's X is (..., q, D), got a tensor of shape {tuple(X.shape)}")
+        if output_indices is not None:
+            return self.subset_output(output_indices).posterior(X, None, observation_noise, posterior_transform)
         X = self.transform_inputs(X)
         means, covariances = self._joint(X)
-        chosen = list(range(len(means)) if output_indices is None else output_indices)
-        self._of(chosen)
-        means, covariances = means[chosen], covariances[chosen]
-        if observation_noise is True:
-            covariances = covariances + self._noises(X)[chosen].diag_embed()
-        elif isinstance(observation_noise, Tensor):
-            noises = observation_noise.expand(*means.shape[1:], len(chosen)).movedim(-1, 0)
-            covariances = covariances + noises.diag_embed()
+        noise = self._noises(X) if observation_noise is True else observation_noise
+        if isinstance(noise, Tensor):
+            covariances = covariances + noise.expand(*means.shape[1:], len(means)).movedim(-1, 0).diag_embed()
         # An operator, which is factorised when it is drawn from, with jitter: places may coincide.
         normals = [MultivariateNormal(mean, to_linear_operator(c)) for mean, c in zip(means, covariances)]
         whole = normals[0] if len(normals) == 1 else MultitaskMultivariateNormal.from_independent_mvns(normals)
@@ -154,33 +141,39 @@ class Model(BoTorchModel, FantasizeMixin):
 
     def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
         # Means (P, ..., q) and covariances (P, ..., q, q).
-        batch, q = X.shape[:-2], X.shape[-2]
-        posteriors = self.guide.posterior(*self.arguments(X.reshape(-1, X.shape[-1])))
-        means = torch.cat([_by_output(posteriors[name].mean) for name in self.sites])[self._outputs]
-        blocks = torch.cat([_by_output(_blocks(posteriors[name], q), 3) for name in self.sites])[self._outputs]
+        (*batch, q, _), run = X.shape, self._run(X)[0]
+        posteriors = [run.posteriors[name] for name in self.sites]
+        means = torch.cat([_by_output(f.mean) for f in posteriors])[self._outputs]
+        blocks = torch.cat([_by_output(_blocks(f, q), 3) for f in posteriors])[self._outputs]
         return means.reshape(-1, *batch, q), blocks.reshape(-1, *batch, q, q)
 
     def _noises(self, X: Tensor) -> Tensor:
-        # The variances of measurements, (P, ..., q): those given, or the likelihood's.
+        # The variances of measurements, which broadcast to (..., q, P): those given, or the likelihood's.
         if self.noise is not None:
-            given = self.noise.to(X)
-            return given.expand(*X.shape[:-1], given.shape[-1]).movedim(-1, 0)[self._outputs]
-        arguments = self.arguments(X.reshape(-1, X.shape[-1]))
-        run = self.guide.run_at(arguments, {}, at_medians=True, draws_data=False)
-        found = torch.cat([self._noise(name, run) for name in self.sites])
-        return found[self._outputs].reshape(-1, *X.shape[:-1])
+            return self.noise.to(X)[..., self._outputs]
+        run, arguments = self._run(X)
+        # Posterior means of GP sites may coincide. Whose values a datum's mean has shows where each has values of its
+        # own: test_noise_is_that_of_the_site_around_f.
+        with torch.no_grad(), pyro.validation_enabled(False), whole_plates(), repeatable(self.guide.like):
+            apart = {name: q.mean + torch.rand_like(q.mean) for name, q in run.posteriors.items()}
+            moved = held_trace(self.guide.model, apart, arguments, {}, run.trace).nodes
+        found = torch.cat([self._noise(name, apart[name], moved, run.data) for name in self.sites])
+        return found[self._outputs].reshape(-1, *X.shape[:-1]).movedim(0, -1)
 
-    def _noise(self, name: str, run: Posteriors) -> Tensor:
+    def _run(self, X: Tensor) -> tuple[Posteriors, tuple[Any, ...]]:
+        arguments = self.arguments(X.reshape(-1, X.shape[-1]))
+        return self.guide.run_at(arguments, {}, at_medians=True, draws_data=False), arguments
+
+    def _noise(self, name: str, f: Tensor, moved: Mapping[str, Any], data: Mapping[str, Any]) -> Tensor:
         # The variance of an observation of each of a site's values, (P, N); mixtures are not around f.
-        means = torch.atleast_2d(run.posteriors[name].mean)
-        for fn in () if self.guide.facts.enumerated else (bare(site["fn"]) for site in run.data.values()):
+        for site in () if self.guide.facts.enumerated else data:
             try:
-                centre = fn.mean
+                centre, variance = bare(moved[site]["fn"]).mean, bare(data[site]["fn"]).variance
             except (AttributeError, NotImplementedError):
                 continue
-            pair = [torch.atleast_2d(part) for part in (centre, fn.variance.expand(centre.shape))]
+            pair = [torch.atleast_2d(part) for part in (centre, variance.expand(centre.shape))]
             for around, variance in (pair, [part.mT for part in pair]):  # a row for each output, or a column
-                if around.shape == means.shape and torch.allclose(around, means):
+                if around.shape == torch.atleast_2d(f).shape and torch.allclose(around, f):
                     return _by_output(variance)
         raise ValueError(
             f"the variance of a measurement is not known: no observed site has a distribution of mean {name!r}, "
@@ -196,8 +189,7 @@ class Model(BoTorchModel, FantasizeMixin):
         """The model conditioned on further measurements: q as a Gaussian process, given the old and the new ones.
 
         With m and C the posterior's mean and covariance, C(x, X)(C(X, X) + Σ)⁻¹ is the gain, of y − m(X) in the mean
-        and of C(X, x') in the covariance: exact given q for Gaussian noise, whatever the family, also where its
-        inducing inputs are too few to learn from another row.
+        and of C(X, x') in the covariance: exact given q for Gaussian noise, however few the inducing inputs are.
 
         :param X: ``(..., n, D)``.
         :param Y: measurements of f, ``(..., n, P)`` with as many or more batches.
@@ -209,7 +201,7 @@ class Model(BoTorchModel, FantasizeMixin):
 
 
 class _Given(Model):
-    """A model given measurements that its guide knows nothing of."""
+    """A model given measurements that its guide does not know."""
 
     def __init__(self, before: Model, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None]) -> None:
         BoTorchModel.__init__(self)
@@ -220,7 +212,7 @@ class _Given(Model):
                 f"{tuple(X.shape)} and {tuple(Y.shape)}"
             )
         if noise is None:
-            noise = before._noises(X).movedim(0, -1)
+            noise = before._noises(X)
         self.before, self._guide, self._outputs = before, before._guide, list(range(outputs))
         self.places, self.values = X, Y.expand(broadcast_shapes(Y.shape, (*X.shape[:-1], outputs)))
         self.variances = torch.as_tensor(noise, dtype=Y.dtype, device=Y.device).expand(self.values.shape)
@@ -231,12 +223,10 @@ class _Given(Model):
         return self.values.shape[:-2]
 
     def _noises(self, X: Tensor) -> Tensor:
-        noises = self.before._noises(X)[self._outputs]
-        return noises.expand(len(noises), *broadcast_shapes(noises.shape[1:-1], self.batch_shape), X.shape[-2])
+        return self.before._noises(X)[..., self._outputs]
 
     def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        batch = broadcast_shapes(X.shape[:-2], self.batch_shape)
-        num = self.places.shape[-2]
+        batch, num = broadcast_shapes(X.shape[:-2], self.batch_shape), self.places.shape[-2]
         # Places of each batch, those measured first.
         places = [x.expand(*batch, *x.shape[-2:]) for x in (self.places, X)]
         mean, covariance = self.before._joint(torch.cat(places, -2))
@@ -244,10 +234,9 @@ class _Given(Model):
         known = covariance[..., :num, :num] + self.variances.movedim(-1, 0).diag_embed()
         factor = cholesky(known, None, "the covariance of measurements that Model is conditioned on")
         cross = solve_lower(factor, covariance[..., :num, num:])
-        missed = self.values.movedim(-1, 0) - mean[..., :num]
-        change = (cross.mT @ solve_lower(factor, missed[..., None]))[..., 0]
-        mean, covariance = mean[..., num:] + change, covariance[..., num:, num:] - cross.mT @ cross
-        return mean[self._outputs], covariance[self._outputs]
+        missed = solve_lower(factor, (self.values.movedim(-1, 0) - mean[..., :num])[..., None])
+        mean, covariance = mean[..., num:, None] + cross.mT @ missed, covariance[..., num:, num:] - cross.mT @ cross
+        return mean[self._outputs].squeeze(-1), covariance[self._outputs]
 
 
 def _by_output(values: Tensor, dims: int = 1) -> Tensor:
