@@ -140,7 +140,8 @@ class Known(Function):
     def forward(
         loc: Tensor, covariance: Tensor, trace: Tensor, log_det: Tensor, stays: Any, turn: Any, stack: Stack
     ) -> tuple[Tensor, ...]:
-        return tuple(part.view_as(part) for part in (loc, covariance, trace, log_det))
+        views = [part.view_as(part) for part in (loc, covariance, trace, log_det)]
+        return tuple(views)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
