@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ..modules import AbstractModule
 from ..numerics.arguments import Documented
-from ..numerics.linalg import Unbound, factorised, rounding, row_squares, sum_blocks
+from ..numerics.linalg import Unbound, factorised, rounding, row_squares, sum_blocks, total
 
 
 class Gaussian(ABC):
@@ -87,10 +87,10 @@ class Given(Gaussian):
         return self.w
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return sum_blocks(features, self.w), -sum(map(row_squares, features), torch.zeros(()))
+        return sum_blocks(features, self.w), -total(map(row_squares, features))
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return -sum((phi @ phi.mT for phi in features), torch.zeros(()))
+        return -total(phi @ phi.mT for phi in features)
 
     def kl(self) -> Tensor:
         raise ValueError("coefficients that are known have no density")

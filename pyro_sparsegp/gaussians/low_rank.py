@@ -293,23 +293,21 @@ class NaturalLowRank(NaturalGaussian):
         parts = stack.rows(low_rank.split(self.sizes, -2)), *above_one(block, block)
         self._put(self._kept("loc"), parts, self._seat(anchor))
 
-    def _seat(self, anchor: Any) -> Optional[Seat]:
-        """L + ηsI of each block as a stack, I where it is about w; ``None`` where w itself has a meaning."""
-        like = None if anchor is None else next((part for part in anchor if part is not None), None)
+    def _seat(self, anchor: Any) -> Seat:
+        """L + ηsI of each block as a stack, I where it is about w."""
+        like = next((part for part in anchor or () if part is not None), None)
         if like is None:
-            return None
-        stack = self._stack
+            return Seat(self.seat.new_zeros(0, 0))
         if isinstance(anchor, Unbound):
-            return Seat(softened(anchor.whole, self.softness, (stack.size,)))
-        eyes = (torch.eye(n, dtype=like.dtype, device=like.device) for n in self.sizes)
-        parts = zip(anchor, eyes)
-        soft = [eye if p is None else softened(p, self.softness, (len(eye),)) for p, eye in parts]
-        return Seat(stack.squares(soft))
+            return Seat(softened(anchor.whole, self.softness, (self._stack.size,)))
+        parts = zip(anchor, self.sizes)
+        soft = [torch.eye(n).to(like) if p is None else softened(p, self.softness, (n,)) for p, n in parts]
+        return Seat(self._stack.squares(soft))
 
-    def _seen_from(self, seat: Any) -> Seen:
+    def _seen_from(self, seat: Seat) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
         if not self._turns(seat):
-            return Seen(loc, torch.zeros_like(loc), (low_rank, self.block, self.gain))
+            return Seen(loc, torch.zeros_like(loc), (low_rank, self.block, self.gain), seat)
         moved, stays, columns = seat.kept - self.seat, self._stays, stack.columns(loc)
         # T = I + L₀⁻¹(L − L₀)
         turn = plus_one(solve_lower(self.seat, moved))
@@ -320,7 +318,7 @@ class NaturalLowRank(NaturalGaussian):
         near, rest = (stack.narrow(part.flatten(-3)) for part in (near, rest))
         # K + Tᵀ(D − K)T
         gain = each_times(turn.mT, each_times(self.gain, turn))
-        return Seen(near, rest, (each_times(turn.mT, low_rank), stays + gain, gain))
+        return Seen(near, rest, (each_times(turn.mT, low_rank), stays + gain, gain), seat)
 
     def _precision(self, parts: Parts) -> Tensor:
         return self._stack.dense(parts[1], parts[0].flatten(-3, -2))

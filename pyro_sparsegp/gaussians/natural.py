@@ -37,14 +37,12 @@ Parts = tuple[Tensor, ...]  # what a precision is made of
 
 
 class Seen(NamedTuple):
-    """Sites as they are seen from a seat: their mean a + P⁻¹b, ``(..., M)``, what P is made of, and the seat that they
-    belong to.
-    """
+    """Sites as they are seen from a seat: their mean a + P⁻¹b, ``(..., M)``, and what P is made of."""
 
     near: Tensor
     rest: Tensor
     parts: Parts
-    seat: Optional[Seat] = None
+    seat: Seat
 
 
 class NaturalGaussian(Natural):
@@ -144,28 +142,30 @@ class NaturalGaussian(Natural):
 
     # What P is made of: here G = P − I, (..., M, M).
 
-    def _seat(self, anchor: Any) -> Any:
-        """What sites are about in a run; ``None`` where that is w."""
-        return Seat(softened(anchor, self.softness, self.sizes)) if isinstance(anchor, Tensor) else anchor
+    def _seat(self, anchor: Any) -> Seat:
+        """What sites are about in a run."""
+        if isinstance(anchor, Tensor):
+            return Seat(softened(anchor, self.softness, self.sizes))
+        return anchor or Seat(self.seat.new_zeros(0, 0))
 
-    def _turns(self, seat: Any) -> bool:
+    def _turns(self, seat: Seat) -> bool:
         """Whether sites belong to a seat, and so turn with this one: those of a start belong to none, and stay."""
-        return seat is not None and self.seat.numel() > 0
+        return min(seat.kept.numel(), self.seat.numel()) > 0
 
-    def _seen_from(self, seat: Any) -> Seen:
+    def _seen_from(self, seat: Seat) -> Seen:
         """The same sites from another seat, and under its level.
 
         Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
         """
         loc = self._kept("loc")
         if not self._turns(seat):
-            return Seen(loc, torch.zeros_like(loc), (self.gram,))
+            return Seen(loc, torch.zeros_like(loc), (self.gram,), seat)
         gram, near, rest = seat.turned(self.seat, self.gram, loc)
         if seat.level is not None and self.level.numel():
             # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ
             along = seat.coefficients(seat.level - self.level)
             near, rest = near - along, rest + along
-        return Seen(near, rest, (gram,))
+        return Seen(near, rest, (gram,), seat)
 
     def _gram(self, parts: Parts) -> Tensor:
         """G = P − I, ``(..., M, M)``."""
@@ -224,18 +224,18 @@ class NaturalGaussian(Natural):
     def forward(self, anchor: Any = None) -> Product:
         """q(w); sites are about L, or a seat."""
         seat, record = self._seat(anchor), recorded()
-        held = None if seat is None else seat.detached
+        held = seat.detached
         if record is None:
             return self._made(seat, held, False)[0]
         # The step starts from what is given here, under the L of this run.
         if self.is_tilted:
             self._level_out(held)
-        q, seen = self._made(seat, held, self._is_known and (seat is None or seat.has_turn))
+        q, seen = self._made(seat, held, self._is_known and seat.has_turn)
         loc = side_by_side(list(map(attrgetter("loc"), q.factors)))
         base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), held)
         return Recorded(q, record.new(self, base))
 
-    def _made(self, seat: Any, held: Any, known: bool) -> tuple[Product, Seen]:
+    def _made(self, seat: Seat, held: Seat, known: bool) -> tuple[Product, Seen]:
         """q(w), and the sites that it is of; where it is known, with no graph but that by the seat, else ``held``."""
         try:
             if known:
@@ -249,17 +249,17 @@ class NaturalGaussian(Natural):
             gram = seen.parts[0].detach()
             if len(seen.parts) > 1 or not (self._turns(seat) and gram.isfinite().all()):
                 raise
-            seen = Seen(seen.near.detach(), torch.zeros_like(seen.near), (gram + lift_to(gram, -0.5),))
+            seen = Seen(seen.near.detach(), torch.zeros_like(seen.near), (gram + lift_to(gram, -0.5),), held)
             return self._given(seen), seen
 
-    def _made_known(self, seat: Any, held: Any) -> tuple[Product, Seen]:
+    def _made_known(self, seat: Seat, held: Seat) -> tuple[Product, Seen]:
         seen, turn, stays = self._seen_from(held), None, None
         if self._turns(seat):
             turn, stays = seat.turn(), self._stays
         loc, covariance, trace, log_det = Known.apply(*self._inverse(seen), stays, turn, self._stack)
-        if held is not None and held.level is not None and self.level.numel():
+        if seat.level is not None and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
-            along = held.coefficients(seat.level - held.level)
+            along = held.coefficients(seat.level - seat.level.detach())
             loc = loc - along + covariance.detach() @ along
 
         # Draws alone want a root, through a graph of its own.
@@ -270,20 +270,19 @@ class NaturalGaussian(Natural):
         return Product(self.sizes, [factor], [range(len(self.sizes))]), seen
 
     @torch.no_grad()
-    def _level_out(self, seat: Optional[Seat]) -> None:
+    def _level_out(self, seat: Seat) -> None:
         """Have the sums alone say what plain gradients have made of a q that is tilted."""
         seen = self._seen_from(seat)
         q = self._given(seen)
         self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat)
         self._end_tilt()
 
-    def _put(self, loc: Tensor, parts: Parts, seat: Optional[Seat]) -> None:
+    def _put(self, loc: Tensor, parts: Parts, seat: Seat) -> None:
         self._set("loc", loc)
         self._put_parts(parts)
-        if seat is not None:
-            self._buffers["seat"] = seat.kept.detach()
-            if seat.level is not None:
-                self._buffers["level"] = seat.level.detach()
+        self._buffers["seat"] = seat.kept.detach()
+        if seat.level is not None:
+            self._buffers["level"] = seat.level.detach()
 
     # Steps.
 

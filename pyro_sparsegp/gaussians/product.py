@@ -4,9 +4,8 @@ for given Gaussian sites, and one Gaussian over the coefficients of several GP s
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Optional
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..modules import AbstractModule
 from ..numerics.functions import broadcast_shapes
-from ..numerics.linalg import cholesky, gram, on_diagonal, plus_one, side_by_side, solve_lower
+from ..numerics.linalg import cholesky, gram, on_diagonal, plus_one, side_by_side, solve_lower, total
 from .base import Coefficients, Gaussian
 from .factors import CovarianceFactor, Factor, by_precision
 from .steps import Pass, Row
@@ -54,19 +53,19 @@ class Product(Gaussian):
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
-        return _sum(map(itemgetter(0), parts)), _sum(map(itemgetter(1), parts))
+        return total(map(itemgetter(0), parts)), total(map(itemgetter(1), parts))
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return _sum(f.covariance(phi) - phi @ phi.mT for f, phi in zip(self.factors, self._join(features)))
+        return total(f.covariance(phi) - phi @ phi.mT for f, phi in zip(self.factors, self._join(features)))
 
     def kl(self) -> Tensor:
-        return _sum(map(methodcaller("kl"), self.factors))
+        return total(map(methodcaller("kl"), self.factors))
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return self._split([factor.loc + factor.noise(shape) for factor in self.factors])
 
     def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
-        return _sum(f.log_ratio(part) for f, part in zip(self.factors, self._join(w)))
+        return total(f.log_ratio(part) for f, part in zip(self.factors, self._join(w)))
 
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
         wanted, factors, groups = sorted(set(blocks)), list[Factor](), list[list[int]]()
@@ -127,10 +126,6 @@ class Recorded(Product):
         w = self.taken.keep(side_by_side(super().rsample(shape)).clone())
         self.taken.draws.append(((w - side_by_side(self.loc)).detach(), w))
         return list(w.split(self.sizes, -1))
-
-
-def _sum(values: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, values) if (values := list(values)) else torch.zeros(())
 
 
 class Continued(Product):

@@ -241,14 +241,11 @@ class Natural(Coefficients):
 
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """ρ of a step by these passes."""
-        rate = self.next_rate(share)
         # One draw shows a curvature with all its noise, which has to be averaged out:
         # test_single_draws_of_an_inner_layer_do_not_throw_it_away
-        if any(map(attrgetter("draws"), passes)):
-            rate = min(rate, max(0.02, 1 / (10 + self.steps / 8)))
-        if any(map(attrgetter("by_draws"), passes)):
-            rate = min(rate, _BY_MARGINALS)
-        return rate
+        by_draws = max(0.02, 1 / (10 + self.steps / 8))
+        limits = [by_draws for one in passes if one.draws] + [_BY_MARGINALS for one in passes if one.by_draws]
+        return min([self.next_rate(share), *limits])
 
     def take(self, passes: list[Pass], share: float) -> None:
         """Take one step by an objective's gradients, the mean over its passes, as its particles are."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Optional
 
@@ -126,9 +127,7 @@ def whitening(
     """
     size = " x ".join(map(str, matrix.shape)) + f", {str(matrix.dtype).removeprefix('torch.')}"
     level = first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
-    if scale is None:
-        diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
-        scale = diagonal.abs().mean(-1)
+    scale = matrix.detach().diagonal(dim1=-2, dim2=-1).abs().mean(-1) if scale is None else scale
     for attempt in range(ESCALATIONS + 1):
         factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
         is_left = _left(info)
@@ -262,12 +261,14 @@ def times(matrix: Tensor, v: Tensor) -> Tensor:
     return (matrix @ columns).movedim(-1, 0).unflatten(0, v.shape[:more])
 
 
+def total(values: Iterable[Tensor]) -> Tensor:
+    """Their sum; a zero without any."""
+    return functools.reduce(torch.add, values) if (values := list(values)) else torch.zeros(())
+
+
 def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
-    """Σ_b Φ_b w_b, ``(..., N)``; a zero without blocks."""
-    total = times(features[0], w[0]) if features else torch.zeros(())
-    for phi, block in zip(features[1:], w[1:]):
-        total = total + times(phi, block)
-    return total
+    """Σ_b Φ_b w_b, ``(..., N)``."""
+    return total(map(times, features, w))
 
 
 def root_of_inverse(matrix: Tensor, what: str = "I + ΦᵀΦ") -> Tensor:
