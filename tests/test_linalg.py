@@ -52,9 +52,9 @@ def test_cholesky_escalates_and_says_so():
     assert factor.isfinite().all()
 
 
-@pytest.mark.parametrize("shape", [(127,), (128,), (3, 128), (256,), (384,), (512,), (650,), (1024,)])
+@pytest.mark.parametrize("shape", [(127,), (128,), (3, 128), (256,), (384,), (650,)])
 def test_factors_of_all_sizes(shape):
-    """Those of 128 and its multiples are cut out of larger ones, those from 512 on made by halves."""
+    """Those of 128 and its multiples are cut out of larger ones."""
     *batch, num = shape
     a = torch.randn(*batch, num, num + 3)
     matrix = a @ a.mT / num

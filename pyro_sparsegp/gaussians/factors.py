@@ -13,18 +13,8 @@ from torch.distributions import constraints
 
 from ..numerics.arguments import Documented
 from ..numerics.functions import Function
-from ..numerics.linalg import (
-    cholesky,
-    gram,
-    plus_one,
-    root_of_inverse,
-    row_squares,
-    solve_lower,
-    times,
-    tril_of_product,
-)
-from .base import Stack, each_times, eye_like
-from .steps import is_recorded
+from ..numerics.linalg import cholesky, gram, plus_one, root_of_inverse, row_squares, solve_lower, times
+from .base import Stack, each_times
 
 
 class Factor(Documented):
@@ -138,25 +128,10 @@ class DenseFactor(Factor):
     def __init__(self, loc: Tensor, root: Tensor, upper: bool = False) -> None:
         super().__init__(loc)
         self.root, self.upper = root, upper
-        # Known from the start: rows whose features are made again on the way back take the same way,
-        # test_deep_basis.py::test_blocks_change_nothing.
-        self.is_recorded = is_recorded()
 
     @staticmethod
     def scale_of(phi: Tensor) -> Tensor:
         return root_of_inverse(plus_one(phi.mT @ phi))
-
-    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
-            turned = self.root.mT
-            covariance = tril_of_product(turned, turned, symmetric=True, lower=self.upper)
-            return _Moments.apply(phi, self.loc, covariance)[:2]
-        return super().moments(phi)
-
-
-def by_precision(loc: Tensor, factor: Tensor) -> DenseFactor:
-    """N(m, (LLᵀ)⁻¹), with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a triangular solve."""
-    return DenseFactor(loc, torch.linalg.solve_triangular(factor, eye_like(factor), upper=False, left=False).mT, True)
 
 
 class CovarianceFactor(DenseFactor):

@@ -203,7 +203,9 @@ def sweep(
 
 
 _FEW = 512  # coefficients up to which P̂ is formed
-_SMALL, _SLOW = 256, 0.25  # and up to which one sweep a step does for two, at rates up to this
+_SMALL, _SLOW = 256, 0.25  # and up to which S is, and one sweep a step does for two, at rates up to this
+
+
 _KEPT = ("loc", "low_rank", "block", "gain", "seat")
 
 
@@ -237,7 +239,7 @@ class NaturalLowRank(NaturalGaussian):
         Natural.__init__(self, sizes, batch_shape, like, rate)
         self.base, self._stack = base, (stack := Stack(self.sizes))
         self.layout, self.slices = [(DenseFactor, tuple(range(len(self.sizes))))], [slice(None)]
-        self._is_known = sum(self.sizes) <= _FEW and not self.batch_shape
+        self._is_known = sum(self.sizes) <= _SMALL and not self.batch_shape
         square = like.new_zeros(*batch_shape, len(self.sizes), stack.size, stack.size)
         self.low_rank = torch.nn.Parameter(stack.rows(small_columns(self.sizes, batch_shape, rank, like)))
         self.rank = self.low_rank.shape[-1]
@@ -322,10 +324,6 @@ class NaturalLowRank(NaturalGaussian):
 
     def _precision(self, parts: Parts) -> Tensor:
         return self._stack.dense(parts[1], parts[0].flatten(-3, -2))
-
-    def _inverse(self, seen: Seen) -> tuple[Tensor, ...]:
-        factor = self._given(seen).factors[0]
-        return factor.loc, factor.covariance_matrix, *factor.trace_and_log_det()
 
     def _gram(self, parts: Parts) -> Tensor:
         whole = self._precision(parts)

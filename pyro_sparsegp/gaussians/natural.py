@@ -27,7 +27,7 @@ from .base import Stack, eye_like, solved
 from .factors import CovarianceFactor, DenseFactor, IdentityFactor
 from .free import FullCholesky
 from .product import Product, Recorded, from_natural, slices
-from .seats import Known, Seat, inverse_of, softened
+from .seats import Known, Seat, softened
 from .steps import Natural, Pass, Rate, cautious, recorded
 
 _KNOWN = 9  # steps that sums of more than a batch count for
@@ -174,10 +174,6 @@ class NaturalGaussian(Natural):
     def _precision(self, parts: Parts) -> Tensor:
         return plus_one(self._gram(parts))
 
-    def _inverse(self, seen: Seen) -> tuple[Tensor, ...]:
-        """m, S, tr S and log|S|, without copies."""
-        return inverse_of(self._precision(seen.parts), seen.near, seen.rest)
-
     def _given(self, seen: Seen) -> Product:
         """q(w) of these sites, with the graph of what they are made of and of the tilt."""
         (gram,) = seen.parts
@@ -224,42 +220,42 @@ class NaturalGaussian(Natural):
     def forward(self, anchor: Any = None) -> Product:
         """q(w); sites are about L, or a seat."""
         seat, record = self._seat(anchor), recorded()
-        held = seat.detached
         if record is None:
-            return self._made(seat, held, False)[0]
+            return self._made(seat, False)[0]
         # The step starts from what is given here, under the L of this run.
         if self.is_tilted:
-            self._level_out(held)
-        q, seen = self._made(seat, held, self._is_known and seat.has_turn)
+            self._level_out(seat)
+        q, seen = self._made(seat, self._is_known and seat.has_turn)
         loc = side_by_side(list(map(attrgetter("loc"), q.factors)))
-        base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), held)
+        base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), seen.seat)
         return Recorded(q, record.new(self, base))
 
-    def _made(self, seat: Seat, held: Seat, known: bool) -> tuple[Product, Seen]:
-        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat, else ``held``."""
+    def _made(self, seat: Seat, known: bool) -> tuple[Product, Seen]:
+        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat."""
         try:
             if known:
-                return self._made_known(seat, held)
+                return self._made_known(seat, self._seen_from(seat.detached))
             seen = self._seen_from(seat)
             return self._given(seen), seen
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             # test_negative_curvatures_that_another_seat_magnifies_are_cut: beyond the prior's precision; the mean of u
             # is what it was.
-            seen = self._seen_from(held)
-            gram = seen.parts[0].detach()
-            if len(seen.parts) > 1 or not (self._turns(seat) and gram.isfinite().all()):
+            near, _, parts, held = self._seen_from(seat.detached)
+            gram = parts[0].detach()
+            if len(parts) > 1 or not (self._turns(seat) and gram.isfinite().all()):
                 raise
-            seen = Seen(seen.near.detach(), torch.zeros_like(seen.near), (gram + lift_to(gram, -0.5),), held)
+            seen = Seen(near.detach(), torch.zeros_like(near), (gram + lift_to(gram, -0.5),), held)
             return self._given(seen), seen
 
-    def _made_known(self, seat: Seat, held: Seat) -> tuple[Product, Seen]:
-        seen, turn, stays = self._seen_from(held), None, None
+    def _made_known(self, seat: Seat, seen: Seen) -> tuple[Product, Seen]:
+        turn = stays = None
         if self._turns(seat):
             turn, stays = seat.turn(), self._stays
-        loc, covariance, trace, log_det = Known.apply(*self._inverse(seen), stays, turn, self._stack)
+        sites = self._precision(seen.parts), seen.near, seen.rest
+        loc, covariance, trace, log_det = Known.apply(*sites, stays, turn, self._stack)
         if seat.level is not None and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
-            along = held.coefficients(seat.level - seat.level.detach())
+            along = seen.seat.coefficients(seat.level - seat.level.detach())
             loc = loc - along + covariance.detach() @ along
 
         # Draws alone want a root, through a graph of its own.

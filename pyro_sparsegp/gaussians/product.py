@@ -15,8 +15,8 @@ from torch import Tensor
 from ..modules import AbstractModule
 from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import cholesky, gram, on_diagonal, plus_one, side_by_side, solve_lower, total
-from .base import Coefficients, Gaussian
-from .factors import CovarianceFactor, Factor, by_precision
+from .base import Coefficients, Gaussian, eye_like
+from .factors import CovarianceFactor, DenseFactor, Factor
 from .steps import Pass, Row
 
 
@@ -199,7 +199,9 @@ def from_natural(
     for own in slices(sizes, groups):
         # The leading block of a Cholesky factor is the factor of the leading block.
         block = factor[..., own, own] if own.start == 0 else cholesky(whole[..., own, own], 0.0, what)
-        factors.append(by_precision(loc[..., own], block))
+        # R = L⁻ᵀ of P = LLᵀ is formed: tr S wants it, and a product with it costs less than a triangular solve.
+        root = torch.linalg.solve_triangular(block, eye_like(block), upper=False, left=False).mT
+        factors.append(DenseFactor(loc[..., own], root, upper=True))
     return Product(sizes, factors, groups)
 
 

@@ -30,7 +30,6 @@ from ..numerics.linalg import (
     row_squares,
     side_by_side,
     solve_lower,
-    times_lower,
     tril_of_product,
     turn_of,
     wider,
@@ -123,7 +122,8 @@ class AtRows(Seat):
 
 
 class Known(Function):
-    """m, S = P⁻¹, tr S and log|S|, unbatched, with the gradient by hyperparameters that move sites along with L alone.
+    """m = a + P⁻¹b, S = P⁻¹, tr S and log|S|, unbatched; the gradient is that by hyperparameters which move sites along
+    with L alone.
 
     P = K + TᵀAT and r = Pm = Tᵀr₀ with a block-diagonal T = L₀⁻¹L and the part K that does not turn, I or ``stays``,
     have dP = DᵀA + AD and dr = Dᵀr for D = L⁻¹dL, so that dS = −S dP S and AS = I − KS leave one product and the blocks
@@ -138,10 +138,13 @@ class Known(Function):
 
     @staticmethod
     def forward(
-        loc: Tensor, covariance: Tensor, trace: Tensor, log_det: Tensor, stays: Any, turn: Any, stack: Stack
+        precision: Tensor, near: Tensor, rest: Tensor, stays: Any, turn: Any, stack: Stack
     ) -> tuple[Tensor, ...]:
-        views = [part.view_as(part) for part in (loc, covariance, trace, log_det)]
-        return tuple(views)
+        upper = cholesky(precision, 0.0, "I + G of natural steps").mT  # by columns, as the library wants it
+        covariance = torch.cholesky_inverse(upper, upper=True).mT
+        # a + P⁻¹b
+        loc = near + torch.cholesky_solve(rest[..., None], upper, upper=True)[..., 0]
+        return loc, covariance, covariance.diagonal().sum(), -2 * upper.diagonal().log().sum()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -168,21 +171,12 @@ class Known(Function):
         total = (inner if stays is None else each_times(stays, inner)).sub_(beside)
         total.diagonal(dim1=-2, dim2=-1).sub_(by_log_det)
         total.baddbmm_(stack.columns(a), m.mT, alpha=-0.5)
-        return None, None, None, None, None, total.mul_(2).view(ctx.turned), None
+        return None, None, None, None, total.mul_(2).view(ctx.turned), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
         # which torch asks for: test_a_step_and_a_posterior_run_a_model_once
         raise ValueError("q(w) does not depend on quadrature nodes")
-
-
-def inverse_of(precision: Tensor, near: Tensor, rest: Tensor) -> tuple[Tensor, ...]:
-    """m = a + P⁻¹b, S = P⁻¹, tr S and log|S|, unbatched."""
-    upper = cholesky(precision, 0.0, "I + G of natural steps").mT  # by columns, as the library wants it
-    covariance = torch.cholesky_inverse(upper, upper=True).mT
-    # a + P⁻¹b
-    loc = near + torch.cholesky_solve(rest[..., None], upper, upper=True)[..., 0]
-    return loc, covariance, covariance.diagonal().sum(), -2 * upper.diagonal().log().sum()
 
 
 def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
@@ -202,7 +196,7 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
     # T = I + L₀⁻¹(L − L₀), which makes w there of w here, exactly where L is what it was: by rows, as its factors are.
     turn = plus_one(torch.linalg.solve_triangular(before.mT, (now - before).mT, upper=True, left=False).mT)
     # TᵀGT by blocks, of which triangles are left out, and half of what is symmetric
-    turned = tril_of_product(turn, times_lower(gram, turn), symmetric=True, lower=True)
+    turned = tril_of_product(turn, gram @ turn, symmetric=True, lower=True)
     # Tᵀr
     return turned, (turn.mT @ pull[..., None])[..., 0]
 

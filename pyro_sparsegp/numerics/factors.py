@@ -28,13 +28,6 @@ def _blocks(num: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*range(0, num, size), num]))
 
 
-def times_lower(a: Tensor, lower: Tensor) -> Tensor:
-    """AL, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
-    if lower.shape[-1] < _LARGE or lower.dim() > 2:
-        return a @ lower
-    return torch.cat([a[..., i:] @ lower[i:, i:j] for i, j in _blocks(lower.shape[-1])], -1)
-
-
 def tril_of_product(a: Tensor, b: Tensor, symmetric: bool = False, lower: bool = False) -> Tensor:
     """AᵀB, ``(..., M, M)``, up to the last block on the diagonal of each row; what is above is filled where AᵀB is
     symmetric, else it means nothing.
@@ -86,26 +79,17 @@ def over_lower(rows: Tensor, factor: Tensor) -> Tensor:
 
 
 def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`torch.linalg.cholesky_ex`, of a large matrix by halves: as products, which are quicker. A CPU's caches map
-    columns of 128 numbers, or a multiple, to few places, where LAPACK takes 2 to 3 times as long: they get 8 more.
+    """:func:`torch.linalg.cholesky_ex`. A CPU's caches map columns of 128 numbers, or a multiple, to few places, where
+    LAPACK takes 2 to 3 times as long: they get 8 more.
     """
     num = matrix.shape[-1]
-    if num < 2 * _LARGE or matrix.dim() > 2:
-        if num % _ALIASED or matrix.device.type != "cpu":
-            return torch.linalg.cholesky_ex(matrix)
-        # blockdiag(A, I), of whose factor A's is cut out
-        wide = torch.nn.functional.pad(matrix, (0, _ODD, 0, _ODD))
-        wide.diagonal(dim1=-2, dim2=-1)[..., num:] = 1
-        factor, info = torch.linalg.cholesky_ex(wide)
-        return factor[..., :num, :num].mT.contiguous().mT, info
-    # [L₁ 0; A₂₁L₁⁻ᵀ L₂] with L₂L₂ᵀ = A₂₂ − A₂₁L₁⁻ᵀ(A₂₁L₁⁻ᵀ)ᵀ
-    half = num // 2 + (0 if num // 2 % _ALIASED else _ODD)
-    top, flag = factorised(matrix[:half, :half])
-    side = over_upper(matrix[half:, :half], top)
-    bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
-    factor = torch.zeros_like(matrix)
-    factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
-    return factor, flag.abs() + other.abs()
+    if num % _ALIASED or matrix.device.type != "cpu":
+        return torch.linalg.cholesky_ex(matrix)
+    # blockdiag(A, I), of whose factor A's is cut out
+    wide = torch.nn.functional.pad(matrix, (0, _ODD, 0, _ODD))
+    wide.diagonal(dim1=-2, dim2=-1)[..., num:] = 1
+    factor, info = torch.linalg.cholesky_ex(wide)
+    return factor[..., :num, :num].mT.contiguous().mT, info
 
 
 class Factor(Function):

@@ -19,7 +19,6 @@ from .factors import mirrored as mirrored
 from .factors import over_lower as over_lower
 from .factors import over_upper as over_upper
 from .factors import solve_lower as solve_lower
-from .factors import times_lower as times_lower
 from .factors import tril_of_product as tril_of_product
 from .factors import turn_of as turn_of
 from .functions import broadcast_shapes, held
