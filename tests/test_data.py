@@ -1,6 +1,9 @@
 """What a guide takes for its training data: first calls, other data, other orders of the rows, forgotten sizes."""
 
 import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
@@ -190,7 +193,7 @@ def test_what_is_the_same():
     known = TrainingData(model, (x, y), {"more": [x + 1]})
 
     def relation(*args, **kwargs):
-        return Relation(known, model, args, kwargs)
+        return Relation(known, (model, args, kwargs), trains=True)
 
     same = relation(x.clone(), y=y, scale=2.0, mask=torch.ones(7, dtype=torch.bool), more=[x + 1])
     assert (same.same, same.inputs, same.fewer) == (True, True, False)
@@ -203,3 +206,55 @@ def test_what_is_the_same():
     assert not relation(x, y, more=[x + 1, x]).same
     x.add_(1.0)
     assert not relation(x, y, more=[known.kwargs["more"][0]]).same
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    y: Any = None
+
+
+class Named(NamedTuple):
+    x: Any
+    y: Any = None
+
+
+def arrays(x, y=None):
+    return Record(x.numpy().copy(), y if y is None else y.numpy().copy())
+
+
+def labels(x, y=None):
+    return Record(x, y if y is None else y > 0)
+
+
+def of_record(record):
+    x, y = (part if part is None else torch.as_tensor(part).double() for part in (record.x, record.y))
+    return MODEL(x, y)
+
+
+@pytest.mark.parametrize("given", [Record, SimpleNamespace, Named, arrays, labels], ids=lambda given: given.__name__)
+def test_what_is_no_tensor(given):
+    """Whatever holds data, others than those of training are known for that, and leave the posterior alone."""
+    (x, y), new = data(num=15), given(x=data(num=15, seed=9)[0], y=None)
+    seen = (y > 0).double() if given is labels else y
+    training, others = given(x=x, y=y), given(x=x, y=-y)
+    guide = trained(of_record, SGPR(x, trainable=False), training, steps=2)
+    q, before = guide.posterior(given(x=x, y=None))["f"], guide.posterior(new)["f"].mean
+    torch.testing.assert_close(before, exact_mean(x, seen, torch.as_tensor(new.x)), atol=1e-3, rtol=1e-3)
+    loss = TraceQuadrature_ELBO(2).loss(of_record, guide, others)
+    seen = torch.as_tensor(others.y).double()
+    by_hand = dist.Normal(q.mean, NOISE).log_prob(seen).sum() - (q.variance / (2 * NOISE**2)).sum() - q.kl
+    assert loss == pytest.approx(-by_hand.item(), rel=1e-6)
+    if given is arrays:
+        training.x[:] = 0.0
+    torch.testing.assert_close(guide.posterior(new)["f"].mean, before)
+    if given is not labels:  # which may be masks, that change from step to step
+        refused("other rows at site 'y', by argument 'record'", train, of_record, guide, others, steps=1)
+
+
+def test_a_model_that_holds_its_data():
+    x, y = data(num=15)
+    held = [x, y]
+    guide = trained(lambda: MODEL(*held), SGPR(x), steps=2)
+    held[:] = torch.rand(5, 2), None
+    refused("now observes nothing: it holds its data itself", guide.posterior)

@@ -109,8 +109,7 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     name, module = next(iter(modules.items()))
     require_full_batch(name, module.family["name"], run.trace)
     if same and learns:
-        core.data = core.data or TrainingData(guide.model, args, kwargs)
-        core.data.args, core.data.kwargs = args, kwargs
+        core.data = rows.relation.call if core.data else TrainingData(guide.model, args, kwargs)
     # Expectations are in closed form if no other densities depend on the values of the one GP site.
     forms, closed = core.forms, tuple[str, ...]()
     if forms and len(core.facts.gps) == 1 and not (forms.functions or forms.rest.dependence):
@@ -128,6 +127,12 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
 def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
     guide, learns, found = run.guide, rows.learns, reader.found
+    if not rows.same and found.rows and not run.data:  # test_data.py::test_a_model_that_holds_its_data
+        raise ValueError(
+            f"the posterior of GP site {next(iter(modules))!r} belongs to the training data, and the model, run with "
+            "the arguments of training, now observes nothing: it holds its data itself, and they were changed. Give it "
+            "the data as arguments, model(x, y=None); or make a new model for other data, and keep this."
+        )
     if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
         guide.core.looks += 1
         if found.quadratic and guide.core.looks in _LOOKS:

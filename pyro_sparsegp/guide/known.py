@@ -211,7 +211,7 @@ class KnownGuide(AutoNormalMessenger):
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a call's data have to do with the training data; a state may have none."""
         data = self.core.data
-        return NoRelation if data is None else Relation(data, self.model, args, kwargs)
+        return NoRelation if data is None else Relation(data, (self.model, args, kwargs), self.is_training)
 
     def forget(self) -> None:
         """Return to the state before the first call."""

@@ -297,10 +297,11 @@ def _refuse_other_data(run: Run, observed: str) -> None:
     if about:
         raise ValueError(
             f"{about[0]} belongs to the training data, and this call with gradients brings other rows at site "
-            f"{observed!r}. To evaluate the trained guide on other data use torch.no_grad(); to train it on the same "
-            "rows, keep their order; on other data, make a new guide or call guide.forget_data() first; for "
-            "mini-batches take a family such as SVGP, plate = pyro.plate('data', size=N, subsample_size=B), and index "
-            "the data by plate.indices."
+            f"{observed!r}, by argument {run.rows.relation.names or 'none'} (an object that is no tensor, array or "
+            "dataclass of these is known by identity). To evaluate the trained guide on other data use "
+            "torch.no_grad(); to train it on the same rows, keep their order; on other data, make a new guide or call "
+            "guide.forget_data() first; for mini-batches take a family such as SVGP, plate = pyro.plate('data', "
+            "size=N, subsample_size=B), and index the data by plate.indices."
         )
 
 

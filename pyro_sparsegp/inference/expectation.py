@@ -163,9 +163,10 @@ class ExpectationPropagation:
             terms = Terms(held_runs(guide.model, trace, args, kwargs), guide.facts, processes, self._known)
             self._known = terms.owners, terms.rowwise
             runs = [SiteRun(self, *one, terms, trace, indices) for one in processes.items()]
+            relation = guide.relation(args, kwargs)
         part = next((run.index for run in runs if run.index is not None), None)
         # After guide.double() data in float64 have other digits: test_float32.py, `keeps_the_sites`.
-        if part is None and self._whole == guide.like.dtype and not guide.relation(*call).same:
+        if part is None and self._whole == guide.like.dtype and not relation.same:
             raise ValueError(
                 f"GP site {runs[0].name!r} has a site for each of {runs[0].num} data, and this call brings others, or "
                 "these in another order. Give the same rows in the same order; for other data, make a new guide."

@@ -1,77 +1,121 @@
-"""The data that a guide was trained on, and what a call brings of them."""
+"""The data that a guide was trained on, and what a call brings of them.
+
+Tensors and NumPy's arrays are compared by content, in lists, tuples, mappings and dataclasses, too; other objects, of
+which it is not known what they hold, by identity. What a model keeps itself, as an attribute or in a closure, is not
+seen: test_data.py::test_a_model_that_holds_its_data.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from dataclasses import fields, is_dataclass
+from functools import cached_property, partial
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
+_NO_DATA = (*_PLAIN[1:], Number, bytes, np.generic)  # may change from call to call, as functions may
 
 
 class Relation:
-    """What a call's tensors are to those of training; numbers and other arguments may change from call to call."""
+    """What a call's data are to those of training.
 
-    def __init__(self, known: TrainingData, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._known, self._call = known, (model, args, kwargs)
+    :param trains: whether it is a step of training. There bools may change, too, which may be masks; elsewhere a
+        posterior read off under others would not be that of training: test_what_is_no_tensor.
+    """
+
+    def __init__(self, known: TrainingData, call: tuple[Callable, tuple, dict[str, Any]], trains: bool) -> None:
+        self._known, self._call, self._trains = known, call, trains
 
     @cached_property
-    def _new(self) -> dict[Any, Tensor]:
-        return _with_rows(*self._call)
+    def call(self) -> TrainingData:
+        """The call's data; those of training themselves where all arguments are the same objects, as in most steps."""
+        known, (model, args, kwargs) = self._known, self._call
+        before, now = (*known.args, *known.kwargs.values()), (*args, *kwargs.values())
+        if (len(before), [*known.kwargs]) == (len(now), [*kwargs]) and all(map(operator.is_, before, now)):
+            return known
+        return TrainingData(model, args, kwargs)
 
     @cached_property
-    def _moved(self) -> list[Any]:
-        old = self._known.leaves
-        return [path for path, tensor in self._new.items() if path not in old or not _is_still(*old[path], tensor)]
+    def moved(self) -> list[Any]:
+        """What the call brings that is not training's, by the parameter's name and the path within it."""
+        if self.call is self._known:
+            return [path for path, (leaf, seen) in self.call.leaves.items() if _version(leaf) != seen]
+        old, new = self._leaves
+        return [path for path, (leaf, _) in new.items() if path not in old or not _is_still(*old[path], leaf)]
+
+    @cached_property
+    def _leaves(self) -> list[dict[Any, tuple[Any, int]]]:
+        """Training's, and the call's."""
+        both, hidden = (self._known.leaves, self.call.leaves), torch.bool if self._trains else ()
+        return [{p: own for p, own in leaves.items() if getattr(own[0], "dtype", None) != hidden} for leaves in both]
+
+    @property
+    def names(self) -> str:
+        """The arguments that are not those of training."""
+        return ", ".join(dict.fromkeys(repr(path[0]) for path in self.moved))
 
     @property
     def fewer(self) -> bool:
-        """Whether a tensor of training is not given now, such as the observations."""
-        return not self._known.leaves.keys() <= self._new.keys()
+        """Whether an argument of training is not given now, such as the observations."""
+        return self.call is not self._known and not self._leaves[0].keys() <= self._leaves[1].keys()
 
     @property
     def others(self) -> bool:
         """Whether no tensor has rows of training, as in another mini-batch; in another order it has."""
-        # In most steps they are the same objects.
-        same = any(one is other and isinstance(one, Tensor) for one, other in zip(self._call[1], self._known.args))
-        if same or not 0 < len(self._moved) == len(self._new):
+        if self.call is self._known:
             return False
-        old, num = self._known.leaves, len(next(iter(self._new.values())))
-        alike = [(old[path][0], new) for path, new in self._new.items() if path in old and len(new) == num]
+        old, found = self._leaves
+        new = {path: leaf for path, (leaf, _) in found.items() if isinstance(leaf, Tensor)}
+        if not new or new.keys() - {*self.moved}:
+            return False
+        num = len(next(iter(new.values())))
+        alike = [(old[path][0], leaf) for path, leaf in new.items() if path in old and len(leaf) == num]
         tables = [torch.cat([t.double().reshape(len(t), -1) for t in part], 1).nan_to_num() for part in zip(*alike)]
         return not alike or not torch.equal(*(table.unique(dim=0) for table in tables))
 
     @property
     def inputs(self) -> bool:
-        """Whether all the tensors that this call brings, perhaps not all of training's, are those of training."""
-        return not self._moved
+        """Whether all that this call brings, perhaps not all of training's, is that of training."""
+        return not self.moved
 
     @property
     def same(self) -> bool:
         """Whether they are the same rows."""
-        return self.inputs and not self.fewer
+        return not (self.moved or self.fewer)
 
 
 class NoRelation:
     """That to data of training of which there are none: nothing is known of a call."""
 
     fewer = others = inputs = same = False
+    names = ""
 
 
 class TrainingData:
-    """The arguments of a call with observations: references, no copies.
+    """The arguments of a call with observations: references, and copies of what is written to unseen.
 
     :param model: whose parameters name the arguments.
     """
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        self.leaves = {path: (tensor, _version(tensor)) for path, tensor in _with_rows(model, args, kwargs).items()}
+        self.args, self.kwargs = map_tensors(_kept, (args, kwargs), kinds=(Tensor, np.ndarray))
+        # A keyword is the argument that it names, in whatever way it is given: test_what_is_the_same.
+        found = _walk(inspect.signature(model).bind(*self.args, **self.kwargs).arguments)
+        leaves = {path: torch.from_numpy(leaf) if _is_numeric(leaf) else leaf for path, leaf in found}
+        #: tensors with rows, and objects of which it is not known what they hold; with a version that writes change
+        self.leaves = {
+            path: (leaf, _version(leaf))
+            for path, leaf in leaves.items()
+            if (leaf.dim() if isinstance(leaf, Tensor) else not (isinstance(leaf, _NO_DATA) or callable(leaf)))
+        }
 
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
@@ -79,15 +123,13 @@ class TrainingData:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Copies count writes from their own start: test_sites.py::test_copies_predict_the_same_and_train_on.
-        leaves = {path: (tensor, _version(tensor)) for path, (tensor, _) in state["leaves"].items()}
+        leaves = {path: (leaf, _version(leaf)) for path, (leaf, _) in state["leaves"].items()}
         self.__dict__ = state | {"leaves": leaves}
 
     @property
     def overwritten(self) -> bool:
         """Whether tensors that it holds have other values than they had."""
-        # A step of the same rows in other tensors has taken the place of those that were compared.
-        held = {id(tensor) for tensor in tensors([self.args, self.kwargs])}
-        return any(id(tensor) in held and _version(tensor) != seen for tensor, seen in self.leaves.values())
+        return any(_version(leaf) != seen for leaf, seen in self.leaves.values())
 
     @property
     def is_plain(self) -> bool:
@@ -95,35 +137,49 @@ class TrainingData:
         return _is_plain(self.args) and _is_plain(self.kwargs)
 
 
-def _is_still(own: Tensor, seen: int, other: Tensor) -> bool:
-    """Whether another tensor has the values that one of training had."""
+def _version(leaf: Any) -> int:
+    """How often torch has counted a write to a tensor."""
+    return getattr(leaf, "_version", 0)
+
+
+def _is_numeric(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
+
+
+def _kept(leaf: Any) -> Any:
+    """A tensor or array; a copy if writes to it are not counted, as of NumPy's memory and in inference mode."""
+    if _is_numeric(leaf):
+        return leaf.astype(leaf.dtype.newbyteorder("="))
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+        return leaf
+    with torch.inference_mode(False):
+        # torch resizes no memory that it shares.
+        return leaf.detach().clone() if leaf.is_inference() or not leaf.untyped_storage().resizable() else leaf
+
+
+def _is_still(own: Any, seen: int, other: Any) -> bool:
+    """Whether another tensor has the values that one of training had, or another object is it."""
+    if not (isinstance(own, Tensor) and isinstance(other, Tensor)):
+        return own is other
     if _version(own) != seen or other.shape != own.shape or other.device != own.device:
         return False
     # Views of the same numbers are not compared, which would read them back from a device.
     if (other.data_ptr(), other.stride(), other.dtype) == (own.data_ptr(), own.stride(), own.dtype):
         return True
     # After guide.float() the data in float64 are still those of training: test_float32.py.
-    coarser = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-    return torch.allclose(other.to(coarser), own.to(coarser), rtol=0, atol=0, equal_nan=True)
+    coarser = min(own.dtype, other.dtype, key=lambda dtype: (not dtype.is_floating_point, dtype.itemsize))
+    own, other = own.to(coarser), other.to(coarser)
+    return torch.equal(own, other) or torch.allclose(own, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _version(tensor: Tensor) -> int:
-    """How often torch has counted a write to a tensor."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _with_rows(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Any, Tensor]:
-    """The tensors with rows among a call's arguments, by the parameter's name and the path within it.
-
-    Masks, of bools, are none of the data: they may change from step to step.
-    """
-    # A keyword is the argument that it names, in whatever way it is given: test_what_is_the_same.
-    leaves = _walk(inspect.signature(model).bind(*args, **kwargs).arguments)
-    return {p: leaf for p, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.dtype != torch.bool}
+def _is_record(item: Any) -> bool:
+    return is_dataclass(item) and not callable(item)
 
 
 def _walk(tree: Any) -> Iterator[tuple[tuple, Any]]:
-    """What is in nested mappings, lists and tuples, each with its path."""
+    """What is in nested mappings, lists, tuples and dataclasses, each with its path."""
+    if _is_record(tree):
+        tree = {field.name: getattr(tree, field.name) for field in fields(tree)}
     if not isinstance(tree, (Mapping, list, tuple)):
         yield (), tree
         return
@@ -138,16 +194,22 @@ def _is_plain(item: Any) -> bool:
     return all(map(_is_plain, item)) if type(item) in (list, tuple) else isinstance(item, _PLAIN)
 
 
-def map_tensors(function: Callable[..., Tensor], tree: Any, *alike: Any) -> Any:
-    """A tree of mappings, lists and tuples with its tensors replaced by a function of them, and of those of others."""
-    if isinstance(tree, Tensor):
+def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any = Tensor) -> Any:
+    """A tree of what :func:`_walk` enters with its tensors replaced by a function of them, and of those of others."""
+    of = partial(map_tensors, function, kinds=kinds)
+    if isinstance(tree, kinds):
         return function(tree, *alike)
     if isinstance(tree, dict):
-        parts: Any = {key: map_tensors(function, part, *(one[key] for one in alike)) for key, part in tree.items()}
+        parts: Any = {key: of(part, *(one[key] for one in alike)) for key, part in tree.items()}
         return copy.copy(tree) | parts
     if isinstance(tree, (list, tuple)):
-        parts = [map_tensors(function, *same) for same in zip(tree, *alike)]
+        parts = list(map(of, tree, *alike))
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if _is_record(tree):
+        tree = copy.copy(tree)
+        for name in (field.name for field in fields(tree)):
+            # Of a frozen one, too.
+            object.__setattr__(tree, name, of(*(getattr(one, name) for one in (tree, *alike))))
     return tree
 
 
