@@ -70,7 +70,7 @@ def test_groups_dimensions_and_attributes():
     assert set(tree.children) == {*expected.split(), "observed_data", "constant_data", "predictions_constant_data"}
     for group in expected.split():
         assert all(array.dims[:2] == ("chain", "draw") for array in tree[group].data_vars.values())
-        assert tree[group].attrs["inference_library"] == "pyro-ppl"
+        assert tree[group].attrs["inference_library"] == "pyro"
     assert tree.posterior["f_w"].dims[2:] == ("f_basis",)
     assert tree.posterior["f"].dims == ("chain", "draw", "data")
     for group in ("posterior_predictive", "log_likelihood", "predictions"):

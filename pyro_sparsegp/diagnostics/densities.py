@@ -1,8 +1,7 @@
 """Pointwise log densities of the data with function values integrated out.
 
-Given coefficients w (or all other function values) and hyperparameters, the value at one input is Gaussian,
-fₙ ~ N(hₙ, dₙ). What model comparison needs is log ∫ p(yₙ | fₙ) N(fₙ | hₙ, dₙ) dfₙ: log p(yₙ | fₙ) at a *sampled* fₙ
-has a variance that grows with dₙ, and importance weights made of it fail.
+Given coefficients w (or all other function values) and hyperparameters, fₙ ~ N(hₙ, dₙ). What model comparison needs is
+log ∫ p(yₙ | fₙ) N(fₙ | hₙ, dₙ) dfₙ: importance weights made of log p(yₙ | fₙ) at a *sampled* fₙ fail.
 """
 
 from __future__ import annotations
@@ -58,16 +57,15 @@ class _Plan:
 class DensityReader:
     """Reads a model's densities at draws of all that is not integrated out.
 
-    A GP site in which the density is quadratic is integrated in closed form (a Gaussian likelihood; the mean of a
-    heteroscedastic one). Otherwise, where single values of a GP site enter terms of their own, it is integrated as in
-    expectation propagation (:func:`~pyro_sparsegp.numerics.tilted.tilted`), so that a likelihood much narrower than
-    the residual does no harm: such a one takes some 450 numbers a row at a time, others 33. Both are done at each node
-    of what else moves the density: Gauss-Hermite grids of one or two values, 128 Sobol points of more.
+    GP sites in which the density is quadratic are integrated in closed form. Else one whose single values enter terms
+    of their own is integrated as in expectation propagation (:func:`~pyro_sparsegp.numerics.tilted.tilted`), so that
+    a likelihood much narrower than the residual does no harm. Both are done at each node of what else moves the
+    density: Gauss-Hermite grids of one or two values, 128 Sobol points of more.
     """
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any], sites: Sequence[str]) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.sites = list(dict.fromkeys(sites))  # that are read: data, and latents whose densities move with f
+        self.model, self.call = model, (args, kwargs)
+        self.sites = sites  # that are read: data, and latents whose densities move with f
         self.plans: dict[str, _Plan] = {}  # found at the first draw
         self.scales: dict[str, Any] = {}  # of poutine.scale, by site
 
@@ -82,7 +80,16 @@ class DensityReader:
             found = {name: self._site(name, held, functions) for name in self.plans}
         densities = Densities({}, {}, dict.fromkeys(("vfe", "fitc"), torch.zeros((), dtype=torch.float64)), {})
         for name, (log_density, expected, *normal) in found.items():
-            _require_finite(name, log_density)
+            bad = ~log_density.isfinite()
+            bad = bad.reshape(-1, bad.shape[-1] if bad.dim() > 1 else 1).any(0)
+            if bad.any():
+                rows = bad.nonzero()[:, 0].tolist()
+                raise ValueError(
+                    f"site {name!r} has integrated log densities that are not finite in rows {str(rows[:10])[:-1]}"
+                    f"{', ...' if len(rows) > 10 else ''}] ({len(rows)} of {len(bad)}): their likelihood is 0 at all "
+                    "function values of the posterior. Look for NaN in the data (leave missing rows out with "
+                    "poutine.mask), data outside of the likelihood's support, or extreme hyperparameters."
+                )
             weighted = self.scales[name] * log_density
             densities.integrated[name], densities.weighted[name] = log_density, weighted
             densities.normals[name] = tuple(normal)
@@ -93,12 +100,10 @@ class DensityReader:
 
     def _sites(self, values: Values, only: Sequence[str]) -> dict[str, Any]:
         """Some sites of a run at these values, those that it has."""
-        sites: Any = held_trace(self.model, values, self.args, self.kwargs).nodes
+        sites: Any = held_trace(self.model, values, *self.call).nodes
         kept = {name: sites[name] for name in only if name in sites}
         self.scales = {name: site["scale"] for name, site in kept.items()} | self.scales
         return kept
-
-    # What depends on what, of one draw.
 
     def _learn(self, held: Values, functions: Mapping[str, Moments]) -> None:
         """Find which densities depend on which function values, and how: by NaN among these, and by moving them."""
@@ -107,7 +112,7 @@ class DensityReader:
         self.plans = {name: _Plan() for name in sites}
         if not means:
             return
-        program = Program(lambda f: held_trace(self.model, {**held, **f}, self.args, self.kwargs), functions)
+        program = Program(lambda f: held_trace(self.model, {**held, **f}, *self.call), functions)
         for name, plan in self.plans.items():
             touching, is_one = program.touching(name, means), not sites[name]["fn"].event_shape
             places = {gp: _in_place(program.owners[gp][TERM, name], means[gp].shape) for gp in touching}
@@ -121,8 +126,6 @@ class DensityReader:
             changes = {gp: program.moved[gp][TERM, name][1] - program.moved[gp][TERM, name][0] for gp in single}
             plan.inner = max(single, key=lambda gp: float(changes[gp].abs().nan_to_num().sum()), default=None)
             plan.others = [gp for gp in touching if gp not in (*plan.quadratic, plan.inner)]
-
-    # One site's densities, of S draws.
 
     def _site(self, name: str, held: Values, functions: Mapping[str, Moments]) -> tuple[Tensor, ...]:
         """log ∫ p N(f | h, d) df and E[log p], ``(S, ...)`` each, a value a datum; of a normal its moments."""
@@ -202,16 +205,3 @@ def _in_place(own: Owners, shape: torch.Size) -> bool:
     """Whether terms have the shape of values, ``(..., N)``, and each stands where its value does."""
     numbers = torch.arange(shape.numel(), device=own.rows.device).reshape(shape)
     return own.touched.shape == shape and bool((own.rows + own.outputs * shape[-1] == numbers)[own.touched].all())
-
-
-def _require_finite(name: str, log_density: Tensor) -> None:
-    bad = ~log_density.isfinite()
-    rows = bad.reshape(-1, bad.shape[-1] if bad.dim() > 1 else 1).any(0)
-    found = rows.nonzero()[:, 0].tolist()
-    if found:
-        raise ValueError(
-            f"site {name!r} has integrated log densities that are not finite in rows "
-            f"[{', '.join(map(str, found[:10]))}{', ...' if len(found) > 10 else ''}] ({len(found)} of {len(rows)}): "
-            "their likelihood is 0 at all function values of the posterior. Look for NaN in the data (leave missing "
-            "rows out with poutine.mask), data outside of the likelihood's support, or extreme hyperparameters."
-        )

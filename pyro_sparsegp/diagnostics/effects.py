@@ -24,7 +24,7 @@ def plot_effects(
     prob: float = 0.95,
     transform: Optional[Callable[[Tensor], Tensor]] = None,
 ) -> matplotlib.figure.Figure:
-    """Plot the effects of a kernel's terms, as generalised additive models show them.
+    """Plot the effects of a kernel's terms.
 
     A term of one column is a curve of its mean with a band of central marginal intervals; of a factor's codes
     (:class:`~pyro_sparsegp.kernels.Categorical`) points with intervals, of a factor and another column a curve for each
@@ -46,47 +46,44 @@ def plot_effects(
         )
     x, parts = posterior.process.x, posterior.components
     labels = [f"x{i}" for i in range(x.shape[-1])] if columns is None else list(columns)
-    reads = {name: _columns(part) for name, part in parts.items()}
-    names = [name for name, read in reads.items() if len(read) in (1, 2)] if names is None else list(names)
-    wrong = next((name for name in names if len(reads.get(name, _columns(parts[name]))) not in (1, 2)), None)
+    able = [name for name, part in parts.items() if len(_columns(part)) in (1, 2)]
+    shown = {name: parts[name] for name in (able if names is None else names)}
+    wrong = next((name for name in shown if name not in able), None)
     faults = {
         f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}: give one": posterior.batch_shape,
         f"plot_effects' prob must be between 0 and 1, got {prob}": not 0 < prob < 1,
         f"columns names {len(labels)} columns, the inputs have {x.shape[-1]}": len(labels) != x.shape[-1],
-        f"term {wrong!r} reads {len(reads.get(str(wrong), ()))} columns; plot_effects shows terms of one or two": wrong,
-        f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}": not names,
+        f"plot_effects shows terms of one or two columns, not {wrong!r}": wrong,
+        f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}": not shown,
     }
     for why, fault in faults.items():
         if fault:
             raise ValueError(why)
-    rows, wide = -(-len(names) // _SIDE), min(_SIDE, len(names))
-    size: dict[str, Any] = {"figsize": (4 * wide, 3 * rows), "squeeze": False, "layout": "constrained"}
-    figure, axes = matplotlib.pyplot.subplots(rows, wide, **size)
-    for axis in axes.flat[len(names) :]:
+    rows, wide = -(-len(shown) // _SIDE), min(_SIDE, len(shown))
+    size = 4 * wide, 3 * rows
+    figure, axes = matplotlib.pyplot.subplots(rows, wide, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(shown) :]:
         axis.set_axis_off()
     # Central marginal intervals: Φ⁻¹((1 + p)/2) standard deviations to each side.
     quantile = float(torch.special.ndtri(torch.tensor((1 + prob) / 2, dtype=torch.float64)))
     effects = _Effects(x, labels, quantile, transform or (lambda value: value))
-    for name, axis in zip(names, axes.flat):
+    for (name, part), axis in zip(shown.items(), axes.flat):
         axis.set_title(name)
-        effects.show(axis, parts[name], reads[name])
+        effects.show(axis, part)
     return figure
 
 
 class _Effects(NamedTuple):
-    """Effects at these inputs.
-
-    :param quantile: standard deviations to an interval's end.
-    :param change: of means and ends of intervals.
-    """
+    """Effects at inputs."""
 
     x: Tensor
     labels: Sequence[str]
-    quantile: float
-    change: Callable[[Tensor], Tensor]
+    quantile: float  # standard deviations to an interval's end
+    change: Callable[[Tensor], Tensor]  # of means and ends of intervals
 
-    def show(self, axis: Any, part: SparsePosterior, columns: tuple[int, ...]) -> None:
+    def show(self, axis: Any, part: SparsePosterior) -> None:
         """The effect of one column or two: curves, one for each level of a factor; points, of a factor alone; a map."""
+        columns = _columns(part)
         codes = [column for column in part.process.kernel.code_columns(self.x.shape[-1]) if column in columns][:1]
         others = [column for column in columns if column not in codes]
         if len(others) == 2:
@@ -117,8 +114,8 @@ class _Effects(NamedTuple):
     def _map(self, axis: Any, part: SparsePosterior, *columns: int) -> None:
         lines = [self._line(column, _MAP) for column in columns]
         grids = torch.meshgrid(*lines, indexing="ij")
-        part = part.at(self._at({column: grid.flatten() for column, grid in zip(columns, grids)}))
-        mean, spread = (value.reshape(_MAP, _MAP).T.cpu() for value in (self.change(part.mean), part.stddev))
+        here = part.at(self._at({column: grid.flatten() for column, grid in zip(columns, grids)}))
+        mean, spread = (value.reshape(_MAP, _MAP).T.cpu() for value in (self.change(here.mean), here.stddev))
         a, b = (line.cpu() for line in lines)
         axis.figure.colorbar(axis.contourf(a, b, mean, levels=15), ax=axis)
         axis.clabel(axis.contour(a, b, spread, levels=4, colors="w", linewidths=0.7), fontsize="x-small")
@@ -139,6 +136,5 @@ class _Effects(NamedTuple):
 
 
 def _columns(part: SparsePosterior) -> tuple[int, ...]:
-    """The columns that a term reads."""
     read = part.process.kernel.columns
     return tuple(range(part.process.x.shape[-1])) if read is None else read

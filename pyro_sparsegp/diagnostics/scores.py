@@ -10,6 +10,7 @@ from typing import Any, Optional
 import arviz_base
 import numpy as np
 import pandas
+import pyro
 import pyro.distributions as dist
 import torch
 import xarray
@@ -20,7 +21,7 @@ from ..numerics.arguments import require_count
 from ..program.traces import bare, unmasked, unmasked_rows
 from .densities import DensityReader
 from .sources import as_source, seeded
-from .tree import attributes, plate_names
+from .tree import plate_names
 
 _LAGS = 16  # pairs of draws for each draw, in the CRPS of a mixture
 
@@ -31,8 +32,7 @@ class PredictiveScores:
 
     :param tree: ``xarray.DataTree`` with the group ``predictive_scores``: ``log_score`` (nats, larger is better),
         ``crps`` (in the data's units, smaller is better) and ``pit``, each a value an observation; of classes
-        ``log_score`` alone.
-        ``plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=[...])`` draws the PIT.
+        ``log_score`` alone. ArviZ's ``plot_ecdf_pit`` draws the PIT.
     :param method: "gaussian", "bernoulli", "draws" or "log score": how they were found.
     :param probs: the probabilities of the central intervals.
     """
@@ -48,12 +48,12 @@ class PredictiveScores:
 
     def coverage(self, prob: float) -> float:
         """The share of observations within their central interval of that probability."""
-        if "pit" not in self.pointwise:
-            raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
         return float(self._within(prob).mean())
 
     def _within(self, prob: float) -> xarray.DataArray:
         """1 where a central interval of a probability holds an observation, 0 elsewhere; NaN where there is no PIT."""
+        if "pit" not in self.pointwise:
+            raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
         pit = self.pointwise["pit"]
         return (abs(2 * pit - 1) <= prob).where(pit.notnull())
 
@@ -90,16 +90,13 @@ def predictive_scores(
     CRPS and PIT come from one draw of y for each draw of θ and f: take more samples there.
 
     The PIT of discrete data is randomised (Czado, Gneiting and Held, 2009). An observation is within the central
-    interval of probability p if abs(PIT − ½) ≤ p/2. Masked rows are dropped, and masked single outputs are NaN.
-
-    Memory is O(S·N).
+    interval of probability p if abs(PIT − ½) ≤ p/2. Masked rows are dropped, masked outputs NaN. Memory is O(S·N).
 
     :param model: the model.
     :param guide: a fitted guide, an object that has one, or an ``MCMC`` that has run on the training data.
     :param args: the model's arguments with observations. Latents under the data plate are the training rows' where the
         inputs are theirs, and drawn from the model elsewhere.
-    :param num_samples: S, draws of hyperparameters, and of coefficients of GP sites with one posterior; one will do
-        where there are neither.
+    :param num_samples: S, draws of hyperparameters, and of GP sites with one posterior; one will do without either.
     :param probs: of the central intervals in the summary.
     :param var_name: the observed site, where there are several.
     :param seed: makes the draws repeatable and leaves the global generators alone.
@@ -113,8 +110,7 @@ def predictive_scores(
     site = source.data[0] if var_name is None and len(source.data) == 1 else var_name
     if site not in source.data:
         raise ValueError(
-            f"var_name must be one of the observed sites {source.data}, got {var_name!r}. A pyro.factor holds no "
-            "observations that could be left out or predicted."
+            f"var_name must be one of the observed sites {source.data}, got {var_name!r}; pyro.factor observes nothing"
         )
     log_densities, kept = [], []
     with seeded(seed), torch.no_grad():
@@ -135,19 +131,17 @@ def predictive_scores(
         )
     scores = {name: score.where(seen[score.shape], torch.nan) if seen else score for name, score in scores.items()}
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
-    arrays, known = {name: value.cpu().numpy() for name, value in scores.items()}, plate_names(site, node)
-    dims: Any = {name: known[: array.ndim] for name, array in arrays.items()}
-    dataset = arviz_base.dict_to_dataset(arrays, dims=dims, sample_dims=[])
+    arrays, dims = {name: value.cpu().numpy() for name, value in scores.items()}, plate_names(site, node)
+    named: Any = {"dims": dict.fromkeys(arrays, dims), "sample_dims": [], "skip_event_dims": True}
+    attrs = {**source.attrs, "observed": site, "method": method}
+    dataset = arviz_base.dict_to_dataset(arrays, attrs=attrs, inference_library=pyro, **named)
     if log_score.dim() == 1:  # an observation each, of which the masked ones are left out
-        dataset = dataset.isel({known[0]: np.flatnonzero(dataset["log_score"].notnull())})
-    dataset = dataset.assign_attrs(attributes(observed=site, method=method, posterior=source.name))
+        dataset = dataset.isel({dims[0]: np.flatnonzero(dataset["log_score"].notnull())})
     return PredictiveScores(xarray.DataTree.from_dict({"predictive_scores": dataset}), method, tuple(probs))
 
 
 def _method(reader: DensityReader, node: Any) -> tuple[str, Callable[..., dict[str, Tensor]]]:
-    """How an observed site is scored, in closed form if its likelihood allows it: a name, and a function of data, log
-    scores, and normal predictions or draws.
-    """
+    """How a site is scored: a name, and a function of data, log scores, and normal predictions or draws."""
     fn, plan = bare(node["fn"]), reader.plans[node["name"]]
     if isinstance(fn, torch.distributions.Categorical):
         return "log score", lambda *_: {}

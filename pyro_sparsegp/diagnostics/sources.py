@@ -59,18 +59,17 @@ class Draws:
 class Source(ABC):
     """Where draws at a model's arguments come from, and the densities that go with them."""
 
-    name: Optional[str] = None  # what kind of posterior this is
     shape: Optional[tuple[int, ...]] = None  # how many chains, and draws of each, if it has them
-    families: Optional[str] = None  # of GP sites, as JSON
-    target = "exact"  # what the draws are towards; of a guide it is known after the first draw
-    joint = False  # whether draws take the covariance of function values
+    joint = True  # whether draws take the covariance of function values
     apart = True  # whether each has features and covariances of its own
     data: list[str]  # names of the observed sites
     sites: dict[str, Any]  # those of the first run; pyro.factor's, which hold no data, among them
     reader: DensityReader
 
-    def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any], **attrs: str) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
+        # Of datasets: what kind of posterior this is, and what its draws are towards, which is known after the first.
+        self.attrs = {"model": getattr(model, "__name__", type(model).__name__), **attrs}
 
     def items(self, num: int) -> dict[str, Tensor]:
         """What draws are made of, ``(S, ...)`` each, for num draws where the source does not have them."""
@@ -98,15 +97,12 @@ class Source(ABC):
 
 
 class GuideSource(Source, Messenger):
-    """Draws from a guide: hyperparameters and coefficients, function values given those; or, if it is ``marginal``,
-    coefficients integrated out, and the moments of the posterior's marginals.
-    """
-
-    name = "variational"
+    """Draws from a guide, of coefficients and values given those; or, if ``marginal``, with coefficients integrated."""
 
     def __init__(self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> None:
-        super().__init__(guide.model, args, kwargs)
         facts = guide.facts
+        families = json.dumps({name: spec["family"] for name, spec in facts.gps.items()})
+        super().__init__(guide.model, args, kwargs, posterior="variational", family=families)
         projected = [f for f, spec in facts.gps.items() if spec["basis"].get("kind") == "projection"]
         if projected and not marginal:
             raise ValueError(
@@ -114,8 +110,7 @@ class GuideSource(Source, Messenger):
                 "use predict(model, guide, x), or predictive_scores(model, guide, x, y)."
             )
         self.guide, self.facts, self.sites = guide, facts, {}
-        self.apart = guide.has_random_latents
-        self.families = json.dumps({name: spec["family"] for name, spec in facts.gps.items()})
+        self.joint, self.apart = False, guide.has_random_latents
         self.data = [name for name, num in facts.rows.items() if num]
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*facts.inner, *(f for f, kind in facts.dependence.items() if kind == COUPLED)}
@@ -127,8 +122,8 @@ class GuideSource(Source, Messenger):
         self.reader = DensityReader(guide.model, args, kwargs, self.read)
 
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
-        draw = self.draw = Draws(sample_stats={"log_q": torch.zeros((), dtype=torch.float64)})
-        self.posteriors: dict[str, SparsePosterior] = {}
+        draw = self.draw = Draws()
+        self.posteriors, self.log_q = dict[str, SparsePosterior](), dict[str, Tensor]()
         # Rows may be held-out ones, and a kernel's variance correction acts on q(w), too: as in predictions.
         try:
             with pyro.validation_enabled(False), poutine.block(), self:
@@ -143,8 +138,7 @@ class GuideSource(Source, Messenger):
         missing = self.facts.rows.keys() - self.sites.keys()
         if missing:
             raise ValueError(
-                f"site {min(missing)!r} was observed in training and is not now: give the training data, "
-                "to_datatree(model, guide, x, y)."
+                f"site {min(missing)!r} was observed in training and is not now: give the training data, (x, y)"
             )
         require_shapes({name: sites[name] for name in self.data})
         draw.posterior_predictive = {name: sites[name]["fn"].sample() for name in self.data if simulates}
@@ -155,18 +149,18 @@ class GuideSource(Source, Messenger):
         draw.posterior = latents | draw.posterior
         for name in latents:
             if priors[name]["fn"] is not posteriors[name]["fn"]:  # else it is drawn from the model
-                prior, log_q = priors[name], log_density_of(posteriors[name])
+                prior, self.log_q[name] = priors[name], log_density_of(posteriors[name])
                 if isinstance(fn := posteriors[name]["fn"], FieldLatent):  # its density is relative to its prior
                     prior = {**prior, "fn": fn.prior}
-                    log_q = log_q + log_density_of(prior)
-                draw.sample_stats["log_q"] = draw.sample_stats["log_q"] + log_q
+                    self.log_q[name] = self.log_q[name] + log_density_of(prior)
                 if name not in self.read:  # those whose densities move with f have their own terms
                     draw.log_prior[name] = log_density_of(prior)
+        draw.sample_stats["log_q"] = sum(self.log_q.values(), torch.zeros((), dtype=torch.float64))
         # The bound's target, or expectation propagation's: a q(w) under a kernel's variance correction is optimal for
         # integrated densities, as expectation propagation's is.
         exact = [n for n, module in self.guide.modules_by_site().items() if isinstance(module, ExactWeightSpaceGP)]
         corrected = any(without_event(priors[name]["fn"])[0].kernel.depends_on_rows for name in exact)
-        self.target = "fitc" if self.guide.by_expectation or corrected else "vfe"
+        self.attrs["target"] = "fitc" if self.guide.by_expectation or corrected else "vfe"
         if new is not None:
             with poutine.block():
                 elsewhere = AtNewInputs(trace, latents, self.guide.warned, self._at_new_inputs)
@@ -186,8 +180,7 @@ class GuideSource(Source, Messenger):
             # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
             log_prior = -0.5 * (whole.double().square() + math.log(2 * math.pi)).sum()
             draw.posterior[f"{name}_w"], draw.log_prior[f"{name}_w"] = whole, log_prior
-            log_q = log_prior + q.coefficients.log_ratio(w).double().sum()
-            draw.sample_stats["log_q"] = draw.sample_stats["log_q"] + log_q
+            self.log_q[name] = log_prior + q.coefficients.log_ratio(w).double().sum()
         if name not in self.drawn:
             draw.moments[name] = values.mean, values.variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
@@ -208,16 +201,12 @@ def _drawn(values: SparsePosterior, joint: bool) -> Tensor:
 
 
 class SampleSource(Source):
-    """Draws from MCMC samples, ``(chain, draw, ...)``; if the arguments ``old`` are those of training, and ``now`` has
-    others, function values are integrated given those there.
-    """
-
-    name, joint = "mcmc", True
+    """Draws from MCMC samples, ``(chain, draw, ...)``; if ``old`` are training's arguments, of values given those."""
 
     def __init__(
         self, model: Callable, samples: Mapping[str, Tensor], diverging: Tensor, now: Call, old: Optional[Call]
     ) -> None:
-        super().__init__(bare_model(model), *now)
+        super().__init__(bare_model(model), *now, posterior="mcmc", target="exact")
         self.old, self.warned, self.shape = old, Warned(), diverging.shape
         self.samples = {name: value.flatten(0, 1) for name, value in {**samples, "": diverging}.items()}
         # Discrete latents are summed out, as they were when the sampler ran.

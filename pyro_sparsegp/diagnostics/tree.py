@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Optional, Union
 
 import numpy as np
 import pyro
 import torch
 import xarray
+from arviz_base import make_attrs
 from pyro import poutine
 from pyro.infer.inspect import get_dependencies
 from torch import Tensor
@@ -21,8 +21,6 @@ from ..predict import Call
 from ..program.traces import as_process, is_observation, sample_sites, unmasked_rows, whole_plates
 from .sources import Draws, Source, as_source, is_factor, require_call, seeded
 
-Arguments = Union[Tensor, tuple, Mapping[str, Any]]
-
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 _DRAWN = ("posterior", "log_prior", "sample_stats", "posterior_predictive", "predictions")
 _OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
@@ -33,7 +31,7 @@ def to_datatree(
     guide: Any,
     *args: Any,
     num_samples: int = 1000,
-    predict: Optional[Arguments] = None,
+    predict: Union[Tensor, tuple, Mapping[str, Any], None] = None,
     include_f: bool = False,
     log_likelihood: bool = True,
     posterior_predictive: bool = True,
@@ -46,29 +44,25 @@ def to_datatree(
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
 
-    Its groups are ``posterior``, ``posterior_predictive``, ``log_likelihood``, ``log_prior``, ``sample_stats``,
-    ``observed_data`` and ``constant_data``. ``predict`` adds ``predictions`` and ``predictions_constant_data``.
-    ``posterior`` holds the hyperparameters, and for each GP site f the coefficients ``f_w`` of its basis, N(0, I) a
-    priori. Draws have dimensions ``(chain, draw, ...)``; a guide is one chain, and ``xarray.concat`` joins trees of
-    several.
+    Its groups are ArviZ's; ``predict`` adds ``predictions`` and ``predictions_constant_data``. ``posterior`` holds the
+    hyperparameters, and for each GP site f the coefficients ``f_w`` of its basis, N(0, I) a priori. Draws have
+    dimensions ``(chain, draw, ...)``; a guide is one chain, and ``xarray.concat`` joins trees of several.
 
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
-    log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Either is times the row's weight (``poutine.scale``): leave-one-out leaves a
-    row out with all of its weight. For MCMC ``sample_stats`` has ``diverging``; for a guide, in float64, ``log_q``, the
-    log density of (θ, w) under q, and ``lp``, that under the target which the guide was trained towards
-    (``tree.sample_stats.attrs["target"]``):
+    log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Either is times the row's weight (``poutine.scale``). For MCMC
+    ``sample_stats`` has ``diverging``; for a guide, in float64, ``log_q``, the log density of (θ, w) under q, and
+    ``lp``, that under the target which the guide was trained towards (``tree.sample_stats.attrs["target"]``):
 
     * "vfe", of the evidence lower bound: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ];
     * "fitc", of expectation propagation: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ.
 
-    The draws are of the posterior that the guide predicts with. :class:`~pyro_sparsegp.families.ExactWeightSpace`
-    predicts with another q(w) if the kernel has a variance correction. Draws are of that one; the target is "fitc".
+    The draws are of the posterior that the guide predicts with: of
+    :class:`~pyro_sparsegp.families.ExactWeightSpace` under a variance correction the one whose target is "fitc".
     :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws
     are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes up to some 150 MB.
 
     :param model: the model.
-    :param guide: a fitted guide, an object that has one (SVI, expectation propagation), an ``MCMC`` that has run, or
-        its samples.
+    :param guide: a fitted guide, an object that has one (SVI), an ``MCMC`` that has run, or its samples.
     :param args: the model's training arguments, all rows, with observations.
     :param num_samples: draws of a guide; MCMC gives one per sample.
     :param predict: the model's arguments at new inputs, observations left out: a tensor, a tuple or a mapping.
@@ -96,7 +90,9 @@ def to_datatree(
                 densities = source.reader(draws.held, draws.moments)
                 groups["log_likelihood"] = {site: densities.weighted[site] for site in source.data}
                 if "log_q" in draws.sample_stats:  # against which weights set log p of the draws and the data
-                    groups["sample_stats"]["lp"] = sum(draws.log_prior.values(), densities.towards[source.target])
+                    groups["sample_stats"]["lp"] = sum(
+                        draws.log_prior.values(), densities.towards[source.attrs["target"]]
+                    )
             table.put(groups, draws.functions)
     if new is not None:
         table.fix_arguments("predictions_constant_data", *new, {})
@@ -116,11 +112,10 @@ def prior_predictive(
     name: Optional[str] = None,
     **kwargs: Any,
 ) -> xarray.DataTree:
-    """Draws from the prior, as an ``xarray.DataTree`` with ``prior``, ``prior_predictive``, ``observed_data`` and
-    ``constant_data``.
+    """Draws from the prior, as an ``xarray.DataTree`` with ``prior``, ``prior_predictive`` and the groups of data.
 
-    Observations among the arguments are kept for comparison, and drawn anew; they may be left out. Function values are
-    exact joint draws, in O(N³); choose some of the rows where N is beyond a few thousand.
+    Observations among the arguments are kept, and drawn anew; they may be left out. Function values are exact joint
+    draws, in O(N³).
 
     :param model: the model.
     :param args: its arguments.
@@ -151,8 +146,6 @@ def prior_predictive(
 class _Prior(Source):
     """Draws from the prior, in which observed sites are drawn anew."""
 
-    joint = True
-
     @torch.no_grad()
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any], observed: Collection[str]) -> None:
         super().__init__(model, args, kwargs)
@@ -179,11 +172,7 @@ class _Prior(Source):
 
 
 class Table:
-    """Arrays by group and variable, a row a draw, in blocks, for so many chains, and draws of each.
-
-    A plate names its dimension, function values have the data plate's, coefficients ``{site}_basis``, and others are
-    ``{variable}_dim_{i}``, but where ``dims`` names all of a variable's but chain and draw.
-    """
+    """Arrays by group and variable, in blocks, a row a draw: so many chains of so many draws."""
 
     def __init__(self, source: Source, shape: tuple[int, ...], dtype: str, dims: Any, coords: Any) -> None:
         if dtype not in ("float16", "float32", "float64"):
@@ -263,18 +252,11 @@ class Table:
 
     def tree(self, name: Optional[str]) -> xarray.DataTree:
         """The groups, and the source's attributes."""
-        source, model = self.source, self.source.model
-        attrs = attributes(
-            model=getattr(model, "__name__", type(model).__name__),
-            posterior=source.name,
-            family=source.families,
-            target=source.target,
-            name=name,
-        )
+        ours = {"creation_library": "pyro_sparsegp", "creation_library_version": __version__}
+        attrs = make_attrs({**ours, **self.source.attrs}, pyro)
         found = {group: self._dataset(group, arrays, [], attrs) for group, arrays in self.fixed.items()}
         for group, variables in self.blocks.items():
-            whole = {n: np.concatenate(blocks) for n, blocks in variables.items()}
-            drawn = {n: array.reshape(*self.shape, *array.shape[1:]) for n, array in whole.items()}
+            drawn = {n: np.concatenate(b).reshape(*self.shape, *b[0].shape[1:]) for n, b in variables.items()}
             found[group] = self._dataset(group, drawn, ["chain", "draw"], attrs)
         return xarray.DataTree.from_dict(found, name=name)
 
@@ -314,15 +296,3 @@ def plate_names(name: str, site: Any) -> list[str]:
     for place in plates.keys() & range(len(batch_shape)):
         names[place] = plates[place] + "_dim" * (plates[place] in _RESERVED)
     return names
-
-
-def attributes(**more: Optional[str]) -> dict[str, str]:
-    """A dataset's attributes: who made it, and what is known besides."""
-    return {
-        "created_at": datetime.now(UTC).isoformat(),
-        "creation_library": "pyro_sparsegp",
-        "creation_library_version": __version__,
-        "inference_library": "pyro-ppl",
-        "inference_library_version": pyro.__version__,
-        **{key: value for key, value in more.items() if value is not None},
-    }

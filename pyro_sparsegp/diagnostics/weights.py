@@ -16,11 +16,10 @@ _FEWEST = 25  # draws that a tail can be fitted to
 class PSIS:
     """Pareto-smoothed importance weights of the draws of a tree.
 
-    If k-hat is low, ``arviz_base.extract(tree, num_samples=1000, weights=np.exp(found.log_weights))`` resamples a
-    posterior's draws to the target.
+    ``arviz_base.extract(tree, num_samples=1000, weights=np.exp(found.log_weights))`` draws from the target.
 
     :param log_weights: ``xarray.DataArray`` ``(chain, draw)``, normalised over all draws.
-    :param khat: k-hat of the weights; −∞ where all are equal. A q that is too narrow may have a low one (:func:`psis`).
+    :param khat: k-hat of the weights (:func:`psis`); −∞ where all are equal.
     :param target: what the draws are weighted towards.
     """
 
@@ -58,17 +57,13 @@ def psis(tree: xarray.DataTree) -> PSIS:
 
     >>> psis(to_datatree(model, guide, x, y, num_samples=5000))  # doctest: +SKIP
 
-    Trust the weights if k-hat is at most min(0.7, 1 − 1/log₁₀ S). k-hat compares q with the target of the tree
-    (:func:`to_datatree`), which the guide was trained towards:
+    Trust the weights if k-hat is at most min(0.7, 1 − 1/log₁₀ S). It compares q with the target that the guide was
+    trained towards (:func:`to_datatree`): errors of the family and the optimiser show, and not that inducing points are
+    too few.
 
-    * "vfe": p(θ) p(w) exp Σₙ E[log p(yₙ | fₙ) | w], of the evidence lower bound. It shows errors of the family and the
-      optimiser. It does not show that inducing points are too few.
-    * "fitc": p(θ) p(w) Πₙ ∫ p(yₙ | fₙ) p(fₙ | w) dfₙ, of expectation propagation.
-
-    k-hat looks only where q has draws. A q that is too narrow can have a low k-hat: in one model mean field had 0.39,
-    its interval of an intercept a tenth as wide as it should be. A low k-hat says that the weights are reliable where
-    q has mass. Simulation-based calibration, or NUTS on part of the data, shows whether q is wide enough. Held-out
-    coverage may not: in predictions f makes up for the intercept.
+    k-hat looks only where q has draws, so that a q which is too narrow can have a low one: in one model mean field had
+    0.39, its interval of an intercept a tenth as wide as it should be. Simulation-based calibration, or NUTS on part of
+    the data, shows whether q is wide enough. Held-out coverage may not: in predictions f makes up for the intercept.
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
 
