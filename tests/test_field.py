@@ -569,7 +569,10 @@ def test_a_mixture_is_a_likelihood_of_a_field(family):
     assert not any("can't be checked" in line for line in guide.check(x, y))
 
 
-@pytest.mark.parametrize("prior", [dist.Uniform(-50.0, 10.0), dist.HalfNormal(10.0), dist.LogNormal(0.0, 10.0)])
+@pytest.mark.parametrize(
+    "prior",
+    [dist.Uniform(-50.0, 10.0), dist.HalfNormal(10.0), dist.LogNormal(0.0, 10.0), dist.Normal(0.0, 1.0).mask(False)],
+)
 def test_f_follows_an_intercept_of_another_prior(prior):
     x, _, y = _data()
     y = 5 + y

@@ -396,6 +396,7 @@ class Broken(kernels.RBF):
 FORGOTTEN = gp.kernels.RBF(2)
 SPARSE = SVGP(5)
 NOTHING = lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0))  # noqa: E731
+LEVEL = lambda: pyro.sample("level", dist.Normal(0.0, 1.0))  # noqa: E731
 PLATE = r"inside pyro.plate\('data'\).*Sample the process before the plate"
 
 
@@ -437,6 +438,10 @@ def numbered(y, value):
         (lambda x, y: guided(in_the_plate)(x, y), "site 'f' stands " + PLATE),
         (lambda x, y: guided(in_the_plate)(x[:20], y[:10], torch.arange(10)), "site 'f' stands " + PLATE),
         (lambda x, y: Predictive(in_the_plate, num_samples=2)(x), "GaussianProcess stands " + PLATE),
+        (
+            lambda x, y: guided(lambda x, y: PLAIN(x, y + poutine.mask(LEVEL, mask=False)()))(x, y),
+            r"'level' is a latent under poutine.mask.*dist.Normal\(0.0, 1.0\).mask\(False\)",
+        ),
         (lambda x, y: guided(doubled)(x, y), "latent site 'c' has a Delta prior.*pyro.deterministic"),
         (lambda x, y: guided(forgets)(x, y), "these parameters would not train"),
         (lambda x, y: begun(changing)[2](x, more="site"), "GP site 'g' was not there"),

@@ -162,7 +162,14 @@ def _require_sites(run: Run) -> None:
         unknown = [] if names is True else [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"{what} names {unknown}; the GP sites are {gps}, the other latents {others}")
-    sites = {n: s for n, s in sample_sites(trace).items() if n not in posteriors}
+    every = sample_sites(trace)
+    masked = [name for name in latents if every[name]["mask"] is False]
+    if masked and any(site["mask"] is not False for site in every.values()):  # not a prediction's mask, of all sites
+        raise ValueError(
+            f"site {masked[0]!r} is a latent under poutine.mask(mask=False), which leaves out the density of its "
+            "posterior, too. For a flat prior mask the distribution: dist.Normal(0.0, 1.0).mask(False)."
+        )
+    sites = {n: s for n, s in every.items() if n not in posteriors}
     for name, site in sites.items() if pyro.settings.get("validate_infer") else ():
         try:
             site["log_prob"] = site["fn"].log_prob(site["value"])

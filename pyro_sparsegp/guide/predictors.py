@@ -18,7 +18,7 @@ from ..numerics.linalg import above_rounding
 from ..program.declared import LINKS, candidates, expectation, is_declared, parameters, rebuilt, rewrapped
 from ..program.handlers import mapped
 from ..program.reader import normal_nodes
-from ..program.traces import bare, is_observation, sample_sites
+from ..program.traces import bare, is_observation, sample_sites, unmasked
 from .field import Layout
 
 Place = tuple[str, str]  # a site, and its parameter
@@ -36,7 +36,7 @@ def find_links(
     run: Callable[..., poutine.Trace], layout: Layout, like: Tensor
 ) -> Optional[tuple[dict[str, dict[str, str]], list[str], list[str]]]:
     """By observed site and parameter, the link under which it is affine in x, the latents that are owned, and the
-    members in which one is affine under no link; ``None`` if a density is not known.
+    members in which one is affine under no link, or whose prior is flat; ``None`` if a density is not known.
 
     It is affine if densities are those of predictors that move from x = 0 with each member as their slopes at a draw of
     x say: products have other slopes there, kinks other values, and comparisons no slope that tells
@@ -87,9 +87,16 @@ def find_links(
             return None
         off, links[name], rows = min(tried, key=lambda each: len(each[0]))
         bent, slopes = bent + off, slopes + rows
+    bent += [n for n, own in layout.rows.items() if _is_flat(here[n], [J[:, own] for J in slopes])]
     several = [name for name, num in layout.numbers.items() if name not in layout.residuals and num > 1]
     owned = [n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in slopes)]
     return links, owned, list(dict.fromkeys(bent))
+
+
+def _is_flat(site: Any, slopes: list[Tensor]) -> bool:
+    """Whether the mask of a prior leaves out values that predictors have slopes by, so that theirs is flat."""
+    seen = unmasked(site["fn"], site["value"], None)
+    return seen is not None and any((each[:, ~seen.reshape(-1)] != 0).any() for each in slopes)
 
 
 def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
