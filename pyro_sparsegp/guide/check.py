@@ -11,10 +11,8 @@ as it raises the bound, says how far q's mean and width are from the best.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, Optional
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -101,8 +99,6 @@ class _Compared:
             few, every = self.nested.at(self.loc), search.at_rows(some, search.num).at(self.loc)
             self.nested.tilt, self.shift = every.slope - few.slope, every.x - few.x
         self.best = self.nested.at(self.loc)
-        # At draws, a + Rε: ε, F, and of all values the means and variances, the approximation's and q's.
-        self.noise, self.found, self.seen = list[Tensor](), list[Optimum](), list[dict[str, tuple[Tensor, ...]]]()
 
     def lines(self, args: tuple, kwargs: dict[str, Any], whole: bool) -> list[str]:
         """All that is told."""
@@ -114,15 +110,14 @@ class _Compared:
         return late + more + self.of_functions(args, kwargs) + self.of_inducing_points()
 
     def at_draws(self, num: int, meets: bool) -> None:
-        """F, and moments of all values, at draws of θ; where F is not finite a draw has no weight."""
+        """At draws of θ, a + Rε, with a density: ε, F, and moments of all values, the approximation's and q's."""
         noise = self.loc.new_zeros(1, 0)
         if self.hyper.size:
             uniform = torch.quasirandom.SobolEngine(self.hyper.size, scramble=True, seed=0).draw(num)
             noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc)
-        for eps in noise:
-            if (found := self.nested.tried(self.loc + self.root @ eps)) is not None:
-                self.noise.append(eps)
-                self.found.append(found)
+        tried = [(eps, self.nested.tried(self.loc + self.root @ eps)) for eps in noise]
+        self.noise = [eps for eps, found in tried if found is not self.nested.none]
+        self.found = [found for _, found in tried if found is not self.nested.none]
         self.seen = [self._moments(found, *self.nested.of_means(found)) for found in self.found if meets]
 
     def _moments(
@@ -254,8 +249,7 @@ class _Compared:
         whole = whole * (noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)  # what Q is a model of
 
         def left(at: Tensor) -> Tensor:  # F − Q
-            found = [self.nested.tried(self.loc + self.root @ eps) for eps in at]
-            density = torch.stack([first.new_tensor(-math.inf) if one is None else one.value for one in found])
+            density = torch.stack([self.nested.tried(self.loc + self.root @ eps).value for eps in at])
             return density - at @ first + 0.5 * (at @ axes).square() @ values
 
         # A part of Newton's step counts if it gains half of what Q, the quadratic model of F, promises: where one draw
@@ -278,10 +272,11 @@ class _Compared:
         nested, draws = self.nested, self.hyper.draws(_STARTS)
         if not self.hyper.size:
             return []
-        ends = [self._end_of(nested.mode, starts) for starts in ([[draw] for draw in draws] if whole else [draws])]
+        starts = [[draw] for draw in draws] if whole else [draws]
+        ends = [nested.mode(map(nested.tried, some)) for some in starts]
         if not nested.is_informed(self.best):
-            ends.append(self._end_of(nested.beyond, self.best))
-        if not self._far(ends, self.loc) or (here := self._end_of(nested.mode, [self.loc])) is None:
+            ends.append(nested.beyond(self.best))
+        if not self._far(ends, self.loc) or (here := nested.mode([nested.tried(self.loc)])) is nested.none:
             return []
         there = max(self._far(ends, here.theta), key=lambda end: float(end.value), default=here)
         higher = float(there.value - here.value)
@@ -297,16 +292,10 @@ class _Compared:
             ]
         return [f"there is a second mode, {-higher:.1f} nats lower, at {place}. Intervals are about one of them."]
 
-    def _end_of(self, search: Callable[..., Optimum], start: Any) -> Optional[Optimum]:
-        """F at the mode that a search ends at."""
-        with suppress(ValueError):  # no density there
-            return search(start)
-        return None
-
-    def _far(self, ends: list[Optional[Optimum]], here: Tensor) -> list[Optimum]:
+    def _far(self, ends: list[Optimum], here: Tensor) -> list[Optimum]:
         """Ends that are apart from here."""
-        inverse = torch.linalg.inv(self.root)
-        return [end for end in ends if end is not None and (inverse @ (end.theta - here)).norm() > _APART]
+        far = [torch.linalg.solve_triangular(self.root, (end.theta - here)[:, None], upper=False) for end in ends]
+        return [end for end, move in zip(ends, far) if end is not self.nested.none and move.norm() > _APART]
 
 
 def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:

@@ -84,13 +84,7 @@ class OfPrior(TorchDistribution):
 
 
 class _Part(OfPrior):
-    """A latent's posterior in a run: some entries z of a draw, each given those before it, under a transform.
-
-    :param drawn: of all entries.
-    :param rows: which.
-    :param shape: of z.
-    :param name: of the site; ``prior`` is its prior.
-    """
+    """A latent's posterior in a run: some rows z of a draw, each given those before it, under a transform."""
 
     has_rsample = True
 
@@ -126,11 +120,8 @@ class _Part(OfPrior):
             z, density = self.draw[0], self.drawn.densities[self.rows]
         else:
             z, density = self.transform.inv(value), self.drawn.densities_of(self.noise_of(value), self.rows)
-        return self.summed(density) - self.transform.log_abs_det_jacobian(z, value)
-
-    def summed(self, densities: Tensor) -> Tensor:
-        """Those of entries, ``(n,)``, added up for each value."""
-        return sum_rightmost(densities.reshape(self.sizes), self.transform.domain.event_dim)
+        total = sum_rightmost(density.reshape(self.sizes), self.transform.domain.event_dim)
+        return total - self.transform.log_abs_det_jacobian(z, value)
 
 
 def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:
@@ -142,10 +133,7 @@ def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:
 
 
 def couple(guide: KnownGuide, loc: Tensor, root: Tensor) -> None:
-    """Make q(θ) of ``facts.coupled``, in the place of those of each alone.
-
-    :param loc: a, ``(D,)``; ``root``: R.
-    """
+    """Make q(θ) = N(loc, root rootᵀ) of ``facts.coupled``, in the place of those of each alone."""
     drop_latents(guide, guide.facts.coupled)
     guide.together = DrawnGaussian(loc, root)
 

@@ -16,7 +16,7 @@ of q(x | θ) and W = −E[∇²ℓ].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -79,9 +79,11 @@ class Nested:
         tell: Callable[[], Any] = lambda: None,
     ) -> None:
         self.guide, self.layout, self.links, self.hyper, self._run, self._tell = guide, layout, links, hyper, run, tell
-        # x̂ and the root of P of the last θ
-        self.last = self._nowhere = guide.like.new_zeros(layout.num), torch.eye(layout.num).to(guide.like)
-        self.weight, self.tilt = 1.0, torch.zeros(hyper.size).to(guide.like)  # of rows that stand for more; and of θ
+        x, theta = (torch.zeros(num).to(guide.like) for num in (layout.num, hyper.size))
+        # where the program has no density
+        self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, torch.eye(len(x)).to(x), {})
+        self.last = x, self.none.root  # x̂ and the root of P of the last θ
+        self.weight, self.tilt = 1.0, theta  # of rows that stand for more; and of θ
         self.is_smooth: Optional[bool] = None  # whether densities have curvatures
 
     def run(self, theta: Tensor, x: Tensor, given: Mapping[str, Tensor] = {}) -> tuple[dict[str, Any], Standardised]:
@@ -186,13 +188,12 @@ class Nested:
             curvatures[one, other] = curvatures[other, one] = -part.detach() * (2 if one == other else 1)
         return total, dict(zip(eta, slopes)), curvatures
 
-    def mode(self, starts: list[Tensor], preferred: Callable[[Optimum], bool] = lambda found: True) -> Optimum:
-        """F at θ̂, by L-BFGS from the best of some starts, of those that are preferred if there are any."""
-        tried = [found for start in starts if (found := self.tried(start)) is not None]
-        if not tried:
-            raise ValueError("no start has a finite density")
-        best = max(tried, key=lambda found: (preferred(found), float(found.value)))
-        t, nowhere = (best.theta / self.hyper.units).requires_grad_(), 1e4 - best.value
+    def mode(self, starts: Iterable[Optimum]) -> Optimum:
+        """F at θ̂, by L-BFGS from the best of some starts."""
+        best = max(starts, key=_value, default=self.none)
+        if best is self.none:
+            return best
+        t, lowest = (best.theta / self.hyper.units).requires_grad_(), float(best.value) - 1e4
         ahead = [best]  # what L-BFGS asks first
         optimiser = torch.optim.LBFGS(
             [t],
@@ -206,32 +207,31 @@ class Nested:
         def loss() -> Tensor:
             nonlocal best
             found = ahead.pop() if ahead else self.tried(self.hyper.units * t)
-            if found is None:  # a step went to where the program has no density
-                t.grad = torch.zeros_like(t)
-                return nowhere
-            best = max(best, found, key=lambda one: float(one.value))
+            best = max(best, found, key=_value)
             t.grad = -found.slope * self.hyper.units
-            return -found.value
+            return -found.value.nan_to_num(neginf=lowest)
 
         optimiser.step(loss)
         return best
 
-    def tried(self, theta: Tensor) -> Optional[Optimum]:
-        """As :meth:`at`; ``None`` where the program has no density."""
+    def tried(self, theta: Tensor) -> Optimum:
+        """As :meth:`at`; ``none``, whose F is −∞, where the program has no density."""
         for _ in range(2):
             try:
                 found = self.at(theta)
-                return found if found.value.isfinite() and found.slope.isfinite().all() else None
+                return found if found.value.isfinite() and found.slope.isfinite().all() else self.none
             except (ValueError, RuntimeError):  # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
-                self.last = self._nowhere
-        return None
+                self.last = self.none.x, self.none.root
+        return self.none
 
-    def follow(self, best: Optimum) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    def follow(
+        self, best: Optimum, theta: Tensor, found: Predictors
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """By θ, ``(D, num)``, ∂(Jᵀ∇ℓ) where J and x stay; and by hyperparameter the moves m of x, ``(V, num)``, that do
         the same as its value does, and as θ: (P − I)m = −∂(Jᵀ∇ℓ).
+
+        :param found: the linear predictors at ``theta``, with their graph.
         """
-        theta = best.theta.clone().requires_grad_()
-        found, _ = self.predictors(theta)
         still = found.detached()
         still.eta = found.eta
         _, slope, _ = self._local(still, best.x, best.root)
@@ -252,12 +252,15 @@ class Nested:
         """The mode beyond a plateau, if F is higher there: from θ with one positive hyperparameter times a factor that
         its prior allows. Where the others stay F is no higher: test_a_length_far_from_the_data_is_no_plateau.
         """
-        priors, starts = self.hyper.priors, [best.theta]
+        priors, starts = self.hyper.priors, [best]
         values = {n: biject_to(priors[n].support)(part) for n, part in self.hyper.parts(best.theta).items()}
         for name, value in values.items():
             moved = [value * factor for factor in _FACTORS if (value > 0).all()]
-            starts += [self.hyper.of({**values, name: v}) for v in moved if priors[name].support.check(v).all()]
-        return max(best, self.mode(starts, self.is_informed), key=lambda found: float(found.value))
+            starts += [
+                self.tried(self.hyper.of({**values, name: v})) for v in moved if priors[name].support.check(v).all()
+            ]
+        start = max(starts, key=lambda found: (self.is_informed(found), _value(found)))
+        return best if start is best else max(best, self.mode([start]), key=_value)
 
     def covariance(self, mode: Optimum) -> Tensor:
         """H⁻¹ at the mode, by differences of gradients."""
@@ -268,6 +271,10 @@ class Nested:
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         axes = units[:, None] * axes
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
+
+
+def _value(found: Optimum) -> float:
+    return float(found.value)
 
 
 def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:

@@ -96,25 +96,25 @@ def _find(search: Search) -> None:
     if nested is None:
         return
     if search.guide.search and search.hyper.size:
-        best = nested.mode([theta, *search.hyper.draws(_DRAWS)])
+        best = nested.mode(map(nested.tried, [theta, *search.hyper.draws(_DRAWS)]))
         best = best if nested.is_informed(best) else nested.beyond(best)
         some, nested = nested, search.at_rows(nested, search.most[1])
-        best = best if nested is some else nested.mode([best.theta])
+        best = best if nested is some else nested.mode([nested.tried(best.theta)])
     else:
         nested = search.at_rows(nested, search.most[1])
         best = nested.at(theta)
+    if not best.value.isfinite():
+        raise ValueError("no start has a finite density")
     _Mode(search, nested, best).start()
 
 
 class Search:
-    """What is known of a program before θ goes to its mode.
+    """What is known of a program before θ goes to its mode: which latents are in the field, ``normal``, and which are
+    hyperparameters, ``hyper``.
 
     :param first: a run that met all sites.
     :param fixed: latents that stay where they are in that run, unless they are normal.
     :param tell: called at each evaluation of F.
-
-    Some latents are in the field, ``normal``, and all others hyperparameters, ``hyper``; ``priors`` and ``held`` are
-    the latents' in that run.
     """
 
     def __init__(
@@ -180,6 +180,8 @@ class Search:
         """
         guide = self.guide
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
+        if not normal and self.rows == self.num:
+            return normal  # a run of the program less: test_a_first_step_from_the_mode_has_met_the_data
         x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
         handler = Standardised(guide, x, {name: guide.like.new_zeros(1) for name in self.gps})
         try:
@@ -239,10 +241,7 @@ class Search:
 
 
 class _Mode:
-    """A program at the mode of F, of which q starts.
-
-    :param best: F there.
-    """
+    """A program at the mode of F, of which q starts."""
 
     def __init__(self, search: Search, nested: Nested, best: Optimum) -> None:
         self.search, self.nested, self.best, self.layout = search, nested, best, nested.layout
@@ -281,12 +280,15 @@ class _Mode:
     def _set_others(self, joint: Collection[str]) -> None:
         """Start independent posteriors at the mode, with the variances given all other latents."""
         hyper, best, normal = self.search.hyper, self.best, self.search.normal
+        others = _without(self.facts.latents, joint)
+        if not others:
+            return
         _, there = self.nested.run(best.theta, self.layout.extend(best.x))
         loc = hyper.parts(best.theta) | {name: there.values[name] for name in normal}
         alone = hyper.parts(1 / torch.linalg.inv(self.covariance).diagonal())
         given = 1 / best.root.square().sum(-1)  # in units of the field
         alone |= {n: there.priors[n].variance.reshape(-1).to(given) * given[self.layout.rows[n]] for n in normal}
-        for name, latent in _without(self.facts.latents, joint).items():
+        for name, latent in others.items():
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], alone[name].sqrt()))
             self.guide.set_latent(name, mean, latent["event_dim"], scale.to(mean))
 
@@ -353,7 +355,7 @@ class _Mode:
         nested, best, facts, moves = self.nested, self.best, self.facts, dict[str, Tensor]()
         if not facts.coupled:
             return moves
-        pull, here = nested.follow(best)
+        pull, here = nested.follow(best, self.theta, self.found)
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
         shifts = (self.covariance @ pull * torch.cholesky_solve(pull.mT, best.root).mT).sum(-1)
         for name in facts.coupled:
@@ -361,7 +363,9 @@ class _Mode:
             if shifts[rows].sum() <= _SHIFT**2:
                 continue
             away[rows] += self.covariance.diagonal().sqrt()[rows]
-            _, there = nested.follow(nested.tried(away) or best)
+            other, there = nested.tried(away.requires_grad_()), here
+            if other is not nested.none:
+                _, there = nested.follow(other, away, nested.predictors(away)[0])
             by_value, by_theta = ((a - b).norm() / a.norm() for a, b in zip(here[name], there[name]))
             facts.unconstrained += [name] * bool(by_theta < by_value)
             moves[name] = here[name][int(by_theta < by_value)].mT

@@ -73,9 +73,8 @@ def bound_of_field(
         eta, covariance = _moments(whole.q, layout, found)
     first = guide_trace.nodes[next(iter(facts.field))]
     total = found.expected(eta, covariance, num_nodes) - weighted_sum(whole.q.kl(), {**first, "mask": None})
-    below = [
-        name for name in data if name in guide_trace.nodes
-    ]  # latents, whose E log p(c | f) takes log p(c | f)'s place
+    # Of latents below f, E log p(c | f) takes log p(c | f)'s place.
+    below = [name for name in data if name in guide_trace.nodes]
     total = total - sum(weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below)
     total = total + log_density_minus_kl(model_trace, guide_trace, {*facts.field, *data} - {*below})
     return total if torch.is_grad_enabled() else total.detach()
@@ -84,20 +83,18 @@ def bound_of_field(
 def _moments(q: Any, layout: Layout, found: Predictors) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:
     """The means of the linear predictors of a run with the field at its mean, and covariances of pairs."""
     eta: dict[Place, Tensor] = {}
-    rows: dict[Place, Any] = {}  # their marginals, as they are recorded
+    marginals: dict[Place, Any] = {}  # as they are recorded
     covariance: dict[Pair, Tensor] = {}
     blocks = {place: list(features.split(layout.sizes, -1)) for place, features in found.rows.items()}
     for place, features in found.rows.items():
         mean, change = q.moments(blocks[place])
-        rows[place] = q.row
+        marginals[place] = q.row
         # η at m, whose derivative by m is that of the features' mean.
         eta[place] = found.eta[place] - features @ found.x[: layout.num].detach() + mean
-        covariance[place, place] = change
-    for one, other in found.pairs:
-        if one != other:
-            covariance[one, other] = q.cross_change(blocks[one], blocks[other], (rows[one], rows[other]))
-        residual, its = found.residuals[one], found.residuals[other]
-        prior = (found.rows[one] * found.rows[other]).sum(-1) + (residual * its).sum(-1)
-        changed = prior + covariance[one, other]
-        covariance[one, other] = above_rounding(changed, prior) if one == other else changed
+        prior = features.square().sum(-1) + found.residuals[place].square().sum(-1)
+        covariance[place, place] = above_rounding(prior + change, prior)
+    for one, other in [pair for pair in found.pairs if pair not in covariance]:
+        prior = (found.rows[one] * found.rows[other]).sum(-1) + (found.residuals[one] * found.residuals[other]).sum(-1)
+        change = q.cross_change(blocks[one], blocks[other], (marginals[one], marginals[other]))
+        covariance[one, other] = prior + change
     return eta, covariance
