@@ -118,8 +118,8 @@ level-not-of-training: test_deep_basis.py::test_level_of_prediction_is_over_the_
 - return squares.clamp(min=squares.amax(-1, keepdim=True) if self.level is None else self.level)
 + return squares.clamp(min=squares.amax(-1, keepdim=True))
 anova-mean: test_anova.py
-- value = self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
-+ value = self.base(x, z) - left[..., :, None] * right[..., None, :]
+- return self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
++ return self.base(x, z) - left[..., :, None] * right[..., None, :]
 affine-of-the-prior: test_affine.py::test_the_bound_and_its_gradients_are_those_of_whole_covariances
 - total = total + above_rounding(prior + change, prior)
 + total = total + above_rounding(prior, prior)

@@ -210,7 +210,7 @@ def test_memory_is_bounded(monkeypatch, bounded):
         (((28,), (5, 5)), r"image_shape must be \(H, W\) or \(C, H, W\)"),
         (((28, 28), (5,)), r"patch_shape must be \(h, w\)"),
         (((28, 28), (5, 29)), r"patch_shape \(5, 29\) is larger than the images, \(28, 28\)"),
-        (((28, 28), (5, 5), None, 0), "stride must be a whole number, of at least 1, got"),
+        (((28, 28), (5, 5), None, 0), "stride must be a whole number of at least 1, got"),
         (((28, 28), (5, 5), torch.ones(3)), r"weights must be None or a tensor \(..., 576\).*24 x 24 pa.*got \(3,\)"),
     ],
 )

@@ -17,7 +17,6 @@ from ..gaussians.base import Gaussian
 from ..gaussians.product import weighted_gram
 from ..gaussians.seats import AtRows
 from ..gaussians.sites import Sites
-from ..kernels.base import Explicit
 from ..numerics.functions import by_rows, dropping, is_long, pieces
 from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features
@@ -62,9 +61,9 @@ class KernelFeatures(Features):
     def __init__(self, kernel: Any, sizes: tuple[int, ...], rows: Optional[Tensor] = None) -> None:
         super().__init__(kernel, sizes)
         self.size, self.rows = sum(sizes), rows
-        self._known: Optional[tuple[Tensor, Explicit]] = None  # at the last inputs
+        self._known: Any = None  # the last inputs, and what explicit gave there
 
-    def explicit(self, x: Tensor) -> Explicit:
+    def explicit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Φ and the kernel's diagonal at x; kept for the next call at the same x.
 
         :raises ValueError: if the kernel's features are not what they were when the guide was initialised.
@@ -73,10 +72,10 @@ class KernelFeatures(Features):
             self._known = x, self._explicit(self.kernel, x)
         return self._known[1]
 
-    def _explicit(self, kernel: Any, x: Tensor) -> Explicit:
+    def _explicit(self, kernel: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         found = kernel.explicit(x)
-        if found is None or found.features.shape[-1] != self.size:
-            have = "no" if found is None else found.features.shape[-1]
+        if found is None or found[0].shape[-1] != self.size:
+            have = "no" if found is None else found[0].shape[-1]
             raise ValueError(
                 f"the kernel {self.kernel!r} has {have} features now, {self.size} when the guide was initialised; "
                 "a kernel's structure must not change between calls."
@@ -84,20 +83,20 @@ class KernelFeatures(Features):
         return found
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        return [self.explicit(x).features] if self.size else []
+        return [self.explicit(x)[0]] if self.size else []
 
     @functools.cached_property
     def anchor(self) -> Optional[AtRows]:  # type: ignore[override]
         if self.rows is None:
             return None
         # by blocks of rows, as all that a network makes: test_blocks_change_nothing
-        phi = by_rows(lambda rows: (self._explicit(self.kernel, rows).features.mT,), self.rows)[0].mT
+        phi = by_rows(lambda rows: (self._explicit(self.kernel, rows)[0].mT,), self.rows)[0].mT
         return AtRows([phi], spans=False)
 
     @functools.cached_property
     def trains(self) -> bool:
         """Whether the features are of parameters or latents with a gradient, as one row's show."""
-        return self.rows is not None and self._explicit(self.kernel, self.rows[..., :1, :]).features.requires_grad
+        return self.rows is not None and self._explicit(self.kernel, self.rows[..., :1, :])[0].requires_grad
 
     def gram(self, sites: Sites, absorb: bool = False) -> tuple[Tensor, Tensor]:
         """ΦᵀΛΦ, ``(..., R, R)``, and Φᵀλ(z − μ), ``(..., R)``, of sites.
@@ -106,11 +105,11 @@ class KernelFeatures(Features):
             and Xie, 2025, eq. 12).
         """
 
-        def sums(found: Explicit, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
-            phi = found.features
+        def sums(found: tuple[Tensor, Tensor], precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+            phi, diagonal = found
             if absorb:
                 # 1/(1/λ + c) = λ/(1 + λc) with c = k(x, x) − ‖φ‖² (eq. 12)
-                residual = (found.diagonal - row_squares(phi)).clamp(min=0)
+                residual = (diagonal - row_squares(phi)).clamp(min=0)
                 shrunk = 1 / (1 + precision * residual)
                 precision, linear = precision * shrunk, linear * shrunk
             # ΦᵀΛΦ and Φᵀλ(z − μ)
@@ -138,11 +137,10 @@ class KernelFeatures(Features):
         settled = self.kernel.relative_to(x) if is_long(x) else self.kernel
 
         def moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            found = self.explicit(x) if rows is x else self._explicit(settled, rows)
-            return (*coefficients.moments([found.features]), found.diagonal)
+            phi, diagonal = self.explicit(x) if rows is x else self._explicit(settled, rows)
+            return (*coefficients.moments([phi]), diagonal)
 
-        mean, change, diagonal = by_rows(moments, x)
-        return mean, change, diagonal
+        return by_rows(moments, x)  # type: ignore[return-value]
 
     def components(self) -> list[Component]:
         blocks, terms = tuple(range(len(self.sizes))), self.kernel.terms

@@ -16,12 +16,10 @@ A layer is a GP over all patches of all images, its outputs the channels of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..kernels.patches import patch_grid, patches
+from ..kernels.patches import Shape, patch_grid, patches
 from .initial import k_means, some_distinct
 
 
@@ -42,12 +40,7 @@ def as_images(values: Tensor, num: int) -> Tensor:
 
 @torch.no_grad()
 def inducing_patches(
-    images: Tensor,
-    num: int,
-    image_shape: Sequence[int],
-    patch_shape: Sequence[int],
-    stride: int = 1,
-    locations: bool = False,
+    images: Tensor, num: int, image_shape: Shape, patch_shape: Shape, stride: int = 1, locations: bool = False
 ) -> Tensor:
     """``num`` inducing patches, ``(num, C·h·w)``: centres of k-means on 100·``num`` patches of 1000 random images.
 
@@ -76,7 +69,7 @@ def inducing_patches(
 
 @torch.no_grad()
 def random_convolution(
-    images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[int], channels: int, stride: int = 1
+    images: Tensor, image_shape: Shape, patch_shape: Shape, channels: int, stride: int = 1
 ) -> Tensor:
     """Images ``(N, C'·H'·W')`` from random filters (Glorot uniform) with C' ``channels``.
 

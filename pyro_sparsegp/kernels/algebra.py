@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import side_by_side
-from .base import CovarianceFunction, Explicit, PriorFunctions, Scalar, as_tensor, describe, positive
+from .base import CovarianceFunction, PriorFunctions, Scalar, as_tensor, describe, positive
 
 _NUMBERS = (int, float, numbers.Real, Tensor)  # NumPy's scalars are numbers.Real
 
@@ -120,15 +120,15 @@ class Compound(Kernel):
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         found = self.explicit(x)
-        return None if found is None else found.features
+        return None if found is None else found[0]
 
-    def explicit(self, x: Tensor) -> Optional[Explicit]:
+    def explicit(self, x: Tensor) -> Optional[tuple[Tensor, Tensor]]:
         x = self.own_columns(x)
-        known = [found for part in self.parts if (found := part.explicit(x)) is not None]
-        if len(known) < len(self.parts):
+        found = [part.explicit(x) for part in self.parts]
+        if None in found:
             return None
-        features = self.combine_features([part.features for part in known])
-        return Explicit(features, self.combine([part.diagonal for part in known], 1))
+        features, diagonals = zip(*found)
+        return self.combine_features(features), self.combine(diagonals, 1)
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
@@ -192,23 +192,25 @@ class Product(Compound):
 class _Modified(Compound):
     """A kernel made of one other, k₀, whose name and source it has."""
 
+    def __init__(self, kernel: Any, what: str) -> None:
+        super().__init__([kernel], what)
+        self.name = self.kernel.name
+
     @property
     def kernel(self) -> Any:
         """k₀."""
         return self.parts[0]
 
     @property
-    def name(self) -> Optional[str]:
-        return self._name or self.kernel.name
-
-    @property
     def source(self) -> Optional[Any]:
         return self.kernel.source
 
     def source_inputs(self, x: Tensor) -> Tensor:
+        """The inputs of g that f reads at x, ``(..., N, P, d)``."""
         return self.kernel.source_inputs(self.own_columns(x))
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
+        """cov(f(xₙ), g(zₘ)), ``(..., N, M)``."""
         return self.combine([self.kernel.from_source(self.own_columns(x), z)], 2)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
@@ -225,7 +227,7 @@ class Scaled(_Modified):
     event_dims = (("variance", 0),)
 
     def __init__(self, kernel: Kernel, variance: Scalar) -> None:
-        super().__init__([kernel], "Scaled's kernel")
+        super().__init__(kernel, "Scaled's kernel")
         self.variance = positive(variance, "the variance that scales a kernel")
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
@@ -257,37 +259,27 @@ class Select(_Modified):
     """
 
     def __init__(self, kernel: Kernel, dims: Union[int, slice, Sequence[int]]) -> None:
-        super().__init__([kernel], "Select's kernel")
+        super().__init__(kernel, "Select's kernel")
         if isinstance(dims, slice) and dims.stop is not None and min(dims.stop, dims.start or 0) >= 0:
-            dims = range(dims.stop)[dims]
+            dims = range(dims.stop)[
+                dims
+            ]  # inputs of fewer columns are refused; a slice would read those that are there
         if not isinstance(dims, slice):
             dims = tuple(map(int, [dims] if isinstance(dims, (int, numbers.Integral)) else dims))
-        self._dims: Union[slice, tuple[int, ...]] = dims
-
-    @property
-    def dims(self) -> Any:
-        """The columns' numbers, a tuple; ``None`` where they are not known before the inputs are."""
-        return None if isinstance(self._dims, slice) or min(self._dims, default=0) < 0 else self._dims
+        self.dims: Any = dims
 
     def _numbers(self, num: int) -> tuple[int, ...]:
         # The numbers of the columns, of num.
-        dims = self._dims
+        dims = self.dims
         found = tuple(range(num)[dims]) if isinstance(dims, slice) else tuple(d + num * (d < 0) for d in dims)
         if not 0 < len(found) == len({*found} & {*range(num)}):
-            raise ValueError(f"k[{self._written}] needs distinct columns of the inputs' {num}, it reads {found}")
+            raise ValueError(f"{self!r} needs distinct columns of the inputs' {num}, it reads {found}")
         return found
-
-    @property
-    def _written(self) -> str:
-        dims = self._dims
-        if not isinstance(dims, slice):
-            return ", ".join(map(str, dims))
-        return f"{dims.start}:{dims.stop}:{dims.step}".replace("None", "").removesuffix(":")
 
     def on_columns(self, num: int) -> Kernel:
         dims = self._numbers(num)
-        new = self if dims == self._dims else copy.copy(self)
-        new._dims = dims
+        new = self if dims == self.dims else copy.copy(self)
+        new.dims = dims
         return new.with_parts([self.kernel.on_columns(len(dims))])
 
     def code_columns(self, num: int) -> frozenset[int]:
@@ -303,7 +295,9 @@ class Select(_Modified):
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
         dims, inner = self.dims, self.kernel.columns
-        return None if dims is None else tuple(sorted(dims if inner is None else (dims[i] for i in inner)))
+        if isinstance(dims, slice) or min(dims, default=0) < 0:
+            return None
+        return tuple(sorted(dims if inner is None else (dims[i] for i in inner)))
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         omega = super().frequencies(shape, x)
@@ -314,7 +308,12 @@ class Select(_Modified):
         return full
 
     def __repr__(self) -> str:
-        return f"{_bracketed(self.kernel, (Sum, Product, Scaled))}[{self._written}]"
+        dims: Any = self.dims
+        if isinstance(dims, slice):
+            written = f"{dims.start}:{dims.stop}:{dims.step}".replace("None", "").removesuffix(":")
+        else:
+            written = ", ".join(map(str, dims))
+        return f"{_bracketed(self.kernel, (Sum, Product, Scaled))}[{written}]"
 
 
 class Level(Kernel):

@@ -132,7 +132,12 @@ class Anova(Kernel):
     :raises ValueError: for an empty interval, or a base that reads other columns than its first.
     """
 
-    event_dims = (("variance", 0), ("low", 0), ("high", 0))
+    event_dims = (("low", 0), ("high", 0))
+
+    def __new__(cls, base: Any = None, low: Scalar = 0.0, high: Scalar = 1.0) -> Any:
+        if isinstance(base, Scaled):  # whose functions are √v f, and √v f₀ less their means
+            return Scaled(cls(base.kernel, low, high), base.variance)
+        return super().__new__(cls)
 
     def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0) -> None:
         base = as_kernel(base, "Anova's base")
@@ -147,14 +152,11 @@ class Anova(Kernel):
         bounds = [bound for bound in (low, high) if not isinstance(bound, Tensor)]
         if sorted(set(bounds)) != bounds or not all(map(math.isfinite, bounds)):
             raise ValueError(f"Anova needs finite bounds, low < high, got {low} and {high}")
-        self.variance: Scalar = 1.0
-        while isinstance(base, Scaled):
-            self.variance, base = self.variance * base.variance, base.kernel
         self.parts, self.low, self.high = (base,), low, high
 
     @property
     def base(self) -> Kernel:
-        """k, without its variance."""
+        """k."""
         return self.parts[0]
 
     @property
@@ -162,18 +164,13 @@ class Anova(Kernel):
         """Whether its integrals are."""
         return type(self.base) in _PROFILES
 
-    def _times_variance(self, value: Tensor, dims: int) -> Tensor:
-        # Of value the last dims dimensions are no batch.
-        return as_tensor(self.variance, value)[(..., *[None] * dims)] * value
-
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         require_one(x, *_ONE)
         other = x if z is None else z
         if not self.in_closed_form:
             left, inverse = self._means(x)
             right = left if z is None else self._means(z)[0]
-            value = self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
-            return self._times_variance(value, 2)
+            return self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
         ends, left = self._ends(x), self._deficits(x)
         right = left if z is None else self._deficits(other)
         # Distances are differences from a point near all: those of sums far from the origin would lose digits.
@@ -183,7 +180,7 @@ class Anova(Kernel):
         less = ProfileOfDistance.apply(at[..., None], None if z is None else others[..., None], self._profile)[0]
         # (rest − c(xᵢ)) − (1 + c(xᵢ)/v)c(zⱼ): of rank 2
         ends_share = torch.stack([rest - left, -1 - left / v], -1) @ torch.stack([torch.ones_like(right), right], -2)
-        return self._times_variance(less + ends_share, 2)
+        return less + ends_share
 
     def diag(self, x: Tensor) -> Tensor:
         require_one(x, *_ONE)
@@ -193,7 +190,7 @@ class Anova(Kernel):
         else:
             mean, inverse = self._means(x)
             value = self.base.diag(x) - mean.square() * inverse[..., None]
-        return self._times_variance(value.clamp(min=0), 1)  # near 0 where x says most about the mean
+        return value.clamp(min=0)  # near 0 where x says most about the mean
 
     @property
     def _profile(self) -> _Profile:
@@ -237,18 +234,12 @@ class Anova(Kernel):
         """
         super().check_inputs(x)
         nodes, least = self._nodes(x.detach())[0], 100 * torch.finfo(x.dtype).eps
-        if (
-            not self.in_closed_form
-            and (self.diag(nodes) <= least * self._times_variance(self.base.diag(nodes), 1)).all()
-        ):
+        if not self.in_closed_form and (self.diag(nodes) <= least * self.base.diag(nodes)).all():
             raise ValueError(
                 f"{self!r} is identically 0: of the functions of {self.base!r}, none but 0 has mean zero over "
                 f"[{describe(self.low)}, {describe(self.high)}]. For a linear effect write Anova(Polynomial(1), low, "
                 "high), whose functions have an intercept, too; leave a constant outside of Anova."
             )
-
-    def __repr__(self) -> str:
-        return f"{describe(self.variance)} * {super().__repr__()}".removeprefix("1.0 * ")
 
 
 def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:

@@ -13,7 +13,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any, ClassVar, NamedTuple, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from torch import Tensor
@@ -56,17 +56,6 @@ def require_one(x: Tensor, reads: str, selected: str) -> None:
         raise ValueError(f"{reads}, the inputs have {x.shape[-1]}: select one, {selected}")
 
 
-class Explicit(NamedTuple):
-    """What a kernel with finite features is at inputs, in one evaluation of these.
-
-    :param features: Φ, ``(..., N, R)``.
-    :param diagonal: of k(x), ``(..., N)``: ‖φ‖² and any diagonal term.
-    """
-
-    features: Tensor
-    diagonal: Tensor
-
-
 class CovarianceFunction(Documented, ABC):
     """A covariance function k(x, x').
 
@@ -83,12 +72,7 @@ class CovarianceFunction(Documented, ABC):
     def diag(self, x: Tensor) -> Tensor:
         """The diagonal k(xₙ, xₙ), ``(..., N)``, at inputs ``(N, D)``."""
 
-    _name: Optional[str] = None
-
-    @property
-    def name(self) -> Optional[str]:
-        """What :meth:`named` gave it, or ``None``."""
-        return self._name
+    name: Optional[str] = None  # what named() gave it, or the kernel that it modifies
 
     def named(self, name: str) -> Any:
         """The same kernel under a name. Posteriors list the terms of a sum by name.
@@ -100,7 +84,7 @@ class CovarianceFunction(Documented, ABC):
         if len(self.terms) > 1:
             raise ValueError(f"a sum has no name of its own; name its terms one by one: {list(self.terms)}")
         new = copy.copy(self)
-        new._name = str(name)
+        new.name = str(name)
         return new
 
     event_dims: EventDims = ()  # of each hyperparameter, how many last dimensions are its own
@@ -153,10 +137,10 @@ class CovarianceFunction(Documented, ABC):
         """Φ, ``(..., N, R)``, with k(x, z) = φ(x)ᵀφ(z) off the diagonal, or ``None`` if there is no finite Φ."""
         return None
 
-    def explicit(self, x: Tensor) -> Optional[Explicit]:
-        """:meth:`features` and :meth:`diag` together, or ``None`` if there is no finite Φ."""
+    def explicit(self, x: Tensor) -> Optional[tuple[Tensor, Tensor]]:
+        """:meth:`features` and :meth:`diag`, in one evaluation of a network, or ``None`` if there is no finite Φ."""
         phi = self.features(x)
-        return None if phi is None else Explicit(phi, self.diag(x))
+        return None if phi is None else (phi, self.diag(x))
 
     def check_inputs(self, x: Tensor) -> None:
         """Raise an error for inputs that the kernel does not take. A guide calls it once, at its first call.

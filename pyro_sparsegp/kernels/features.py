@@ -28,7 +28,9 @@ from ..numerics.arguments import require_codes, require_count
 from ..numerics.functions import broadcast_shapes, by_rows, shape_of
 from ..numerics.linalg import row_squares, side_by_side
 from .algebra import Kernel, Level
-from .base import Explicit, Scalar, as_tensor, per_column, positive, require_one
+from .base import Scalar, as_tensor, per_column, positive, require_one
+
+_UNREPEATABLE = "Dropout", "BatchNorm"  # in the names of torch's classes, whatever their number of dimensions
 
 
 class FeatureKernel(Kernel):
@@ -44,9 +46,9 @@ class FeatureKernel(Kernel):
     def diag(self, x: Tensor) -> Tensor:
         return self.features(x).square().sum(-1)
 
-    def explicit(self, x: Tensor) -> Explicit:
+    def explicit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         phi = self.features(x)
-        return Explicit(phi, row_squares(phi) if type(self).diag is FeatureKernel.diag else self.diag(x))
+        return phi, row_squares(phi) if type(self).diag is FeatureKernel.diag else self.diag(x)
 
 
 class Linear(FeatureKernel):
@@ -144,9 +146,6 @@ class RandomFourier(FeatureKernel):
         angle = (x / length) @ self.omega.to(x).mT
         return torch.cat([angle.cos(), angle.sin()], -1) / math.sqrt(self.omega.shape[0])
 
-    def diag(self, x: Tensor) -> Tensor:
-        return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
-
 
 class White(Level):
     """White noise: k(x, z) = 0 and k(x) = s·I, independent at every row.
@@ -205,8 +204,18 @@ class DeepBasis(FeatureKernel):
     def __init__(self, network: Callable[[Tensor], Tensor], variance_correction: bool = True) -> None:
         if not callable(network) or isinstance(network, type):
             raise ValueError(f"DeepBasis's network must be a module or a callable (N, D) -> (N, r), got {network!r}")
-        if isinstance(network, nn.Module):
-            _require_repeatable(network)
+        for name, part in network.named_modules() if isinstance(network, nn.Module) else ():
+            kinds = [cls.__name__ for cls in type(part).__mro__]
+            if part.training and any(word in kind for word in _UNREPEATABLE for kind in kinds):
+                raise ValueError(
+                    f"DeepBasis's network has a {type(part).__name__} in training mode at {name or 'its top'!r}, whose "
+                    "output differs from call to call; call network.eval(), or use LayerNorm and weight decay."
+                )
+            if isinstance(part, PyroModule) and part._pyro_samples:
+                raise ValueError(
+                    f"DeepBasis's network draws {sorted(part._pyro_samples)} anew at each call, and a kernel calls it "
+                    "several times. Draw the weights by pyro.sample in the model and give DeepBasis a function of them."
+                )
         self.network, self.variance_correction = network, bool(variance_correction)
         # maxₙ ‖φ(xₙ)‖², None where it is of the rows given; nothing is below 0.
         self.level: Any = None if variance_correction else 0.0
@@ -221,9 +230,9 @@ class DeepBasis(FeatureKernel):
             )
         return phi
 
-    def explicit(self, x: Tensor) -> Explicit:
+    def explicit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         phi = self.features(x)
-        return Explicit(phi, self._diagonal(row_squares(phi)))
+        return phi, self._diagonal(row_squares(phi))
 
     def _diagonal(self, squares: Tensor) -> Tensor:
         return squares.clamp(min=squares.amax(-1, keepdim=True) if self.level is None else self.level)
@@ -232,12 +241,11 @@ class DeepBasis(FeatureKernel):
         return by_rows(lambda rows: (row_squares(self.features(rows)),), x)[0]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        phi = self.features(x)
         if z is not None:
-            return phi @ self.features(z).mT
-        squares = row_squares(phi)
+            return super().__call__(x, z)
+        phi, diagonal = self.explicit(x)
         # ΦΦᵀ + diag(max ‖φ‖² − ‖φ(xₙ)‖²) (section 3.3)
-        return phi @ phi.mT + torch.diag_embed(self._diagonal(squares) - squares)
+        return phi @ phi.mT + torch.diag_embed(diagonal - row_squares(phi))
 
     def diag(self, x: Tensor) -> Tensor:
         return self._diagonal(self._squares(x))
@@ -260,24 +268,6 @@ class DeepBasis(FeatureKernel):
         # The largest row alone is evaluated with its gradient.
         kernel.level = row_squares(self.features(rows.index_select(0, largest)))[0]
         return kernel
-
-
-_UNREPEATABLE = "Dropout", "BatchNorm"  # in the names of torch's classes, whatever their number of dimensions
-
-
-def _require_repeatable(network: nn.Module) -> None:
-    for name, part in network.named_modules():
-        kinds = [cls.__name__ for cls in type(part).__mro__]
-        if part.training and any(word in kind for word in _UNREPEATABLE for kind in kinds):
-            raise ValueError(
-                f"DeepBasis's network has a {type(part).__name__} in training mode at {name or 'its top'!r}, whose "
-                "output differs from call to call; call network.eval(), or use LayerNorm and weight decay."
-            )
-        if isinstance(part, PyroModule) and part._pyro_samples:
-            raise ValueError(
-                f"DeepBasis's network draws {sorted(part._pyro_samples)} anew at each call, and a kernel calls it "
-                "several times. Draw the weights by pyro.sample in the model and give DeepBasis a function of them."
-            )
 
 
 # Of a column of codes: levels of a factor, a random effect for each; outputs, and how they go together.

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from ..numerics.arguments import require_count
 from ..numerics.functions import broadcast_shapes, in_pieces, shape_of
 from .algebra import Kernel, Product, Select, as_kernel
 from .base import as_tensor
 
+Shape = Sequence[int]
 _SPLITS = 4  # of a square of pairs of patches, of which the part above the diagonal is evaluated
 
 
-def patch_grid(image_shape: Sequence[int], patch_shape: Sequence[int], stride: int = 1) -> tuple[int, int]:
+def patch_grid(image_shape: Shape, patch_shape: Shape, stride: int = 1) -> tuple[int, int]:
     """H' and W': how many patches an image has from top to bottom and from left to right.
 
     :param image_shape: (H, W) or (C, H, W).
@@ -23,15 +26,15 @@ def patch_grid(image_shape: Sequence[int], patch_shape: Sequence[int], stride: i
     :param stride: pixels from a patch to the next.
     :raises ValueError: if these are no such numbers, or a patch is larger than the image.
     """
-    _, height, width = _whole(image_shape, "image_shape", (2, 3))
-    h, w = _whole(patch_shape, "patch_shape", (2,))[-2:]
-    (stride,) = _whole([stride], "stride", (1,))[-1:]
+    _, height, width = _with_channels(image_shape, "image_shape", "(H, W) or (C, H, W)", 2, 3)
+    _, h, w = _with_channels(patch_shape, "patch_shape", "(h, w)", 2)
+    require_count(stride, "stride")
     if h > height or w > width:
         raise ValueError(f"patch_shape {(h, w)} is larger than the images, {(height, width)}")
     return (height - h) // stride + 1, (width - w) // stride + 1
 
 
-def patches(images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[int], stride: int = 1) -> Tensor:
+def patches(images: Tensor, image_shape: Shape, patch_shape: Shape, stride: int = 1) -> Tensor:
     """The patches of images, ``(..., N, P, C·h·w)``, row by row.
 
     >>> patches(torch.rand(5, 3 * 28 * 28), (3, 28, 28), (5, 5), stride=2).shape
@@ -44,7 +47,7 @@ def patches(images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[in
     :raises ValueError: if images or patches do not fit image_shape.
     """
     patch_grid(image_shape, patch_shape, stride)
-    channels, height, width = _whole(image_shape, "image_shape", (2, 3))
+    channels, height, width = (1, *image_shape)[-3:]
     if images.shape[-1] != channels * height * width:
         raise ValueError(
             f"images have {images.shape[-1]} columns, image_shape {tuple(image_shape)} makes "
@@ -55,13 +58,12 @@ def patches(images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[in
     return x.movedim(-5, -3).flatten(-3).flatten(-3, -2)
 
 
-def _whole(value: Sequence[int], name: str, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    # value as three whole numbers, a missing number of channels 1.
-    numbers = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
-    if len(numbers) not in lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
-        wanted = {2: "(h, w)", 3: "(H, W) or (C, H, W)", 1: "a whole number"}[max(lengths)]
-        raise ValueError(f"{name} must be {wanted}, of at least 1, got {value!r}")
-    return (1,) * (3 - len(numbers)) + numbers
+def _with_channels(shape: Shape, name: str, wanted: str, *lengths: int) -> tuple[int, ...]:
+    if not isinstance(shape, (tuple, list)) or len(shape) not in lengths:
+        raise ValueError(f"{name} must be {wanted}, got {shape!r}")
+    for number in shape:
+        require_count(number, f"each of {name}")
+    return (1, *shape)[-3:]
 
 
 class Convolutional(Kernel):
@@ -91,12 +93,7 @@ class Convolutional(Kernel):
     event_dims = (("weights", 1),)
 
     def __init__(
-        self,
-        base: Any,
-        image_shape: Sequence[int],
-        patch_shape: Sequence[int],
-        weights: Optional[Tensor] = None,
-        stride: int = 1,
+        self, base: Any, image_shape: Shape, patch_shape: Shape, weights: Optional[Tensor] = None, stride: int = 1
     ) -> None:
         self.base = as_kernel(base, f"{type(self).__name__}'s base")
         if self.base.depends_on_rows:
@@ -119,13 +116,12 @@ class Convolutional(Kernel):
     def batch_shape(self) -> torch.Size:
         return broadcast_shapes(self.base.batch_shape, super().batch_shape)
 
-    # What f is made of.
-
     @property
     def source(self) -> Any:
         return self.base
 
     def source_inputs(self, x: Tensor) -> Tensor:
+        """The patches, ``(..., N, P, C·h·w)``."""
         return self._patches(x)
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -150,6 +146,7 @@ class Convolutional(Kernel):
         return w[..., :, None] * w[..., None, :]
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
+        """cov(f(xₙ), g(zₘ)), ``(..., N, M)``."""
         p, own, a = self._patches(x), self._of_patch(z), self._towards(z)
         batch = broadcast_shapes(self.batch_shape, p.shape[:-3], z.shape[:-2])
 
@@ -161,8 +158,6 @@ class Convolutional(Kernel):
 
         found = in_pieces(covariance, p.shape[-3], batch.numel() * self.num_patches * z.shape[-2], x, -2)
         return found.expand(*batch, *found.shape[-2:])
-
-    # Images with images.
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         p, q = self._patches(x), self._patches(x if z is None else z)
@@ -224,15 +219,14 @@ class TICK(Convolutional):
         self,
         base: Any,
         location: Any,
-        image_shape: Sequence[int],
-        patch_shape: Sequence[int],
+        image_shape: Shape,
+        patch_shape: Shape,
         weights: Optional[Tensor] = None,
         stride: int = 1,
     ) -> None:
         super().__init__(base, image_shape, patch_shape, weights, stride)
         self.location = as_kernel(location, "TICK's location")
-        channels = self.image_shape[0] if len(self.image_shape) == 3 else 1
-        self.patch_size = channels * self.patch_shape[0] * self.patch_shape[1]
+        self.patch_size = math.prod(self.image_shape[:-2]) * math.prod(self.patch_shape)
 
     @property
     def batch_shape(self) -> torch.Size:

@@ -23,12 +23,9 @@ def structure(kernel: Any) -> Optional[tuple[Any, ...]]:
     known = type(kernel) in _STACKED and None not in parts
     if not known or (isinstance(kernel, Anova) and not kernel.in_closed_form):
         return None
-    return (type(kernel), *(_width(getattr(kernel, name), dims) for name, dims in kernel.event_dims), *parts)
-
-
-def _width(value: Scalar, dims: int) -> int:
-    # How many numbers a hyperparameter has by itself.
-    return value.shape[-1] if isinstance(value, Tensor) and dims and value.dim() else 1
+    numbers = [(getattr(kernel, name), dims) for name, dims in kernel.event_dims]
+    widths = [value.shape[-1] if isinstance(value, Tensor) and dims and value.dim() else 1 for value, dims in numbers]
+    return (type(kernel), *widths, *parts)
 
 
 def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
@@ -87,7 +84,7 @@ class _Selections(Select):
     _last: Optional[tuple[Tensor, Tensor]] = None
 
     def __init__(self, kernels: Sequence[Select], kernel: Kernel) -> None:
-        self.parts, self._dims, self.selections = (kernel,), (), kernels
+        self.parts, self.dims, self.selections = (kernel,), (), kernels
 
     def own_columns(self, x: Tensor) -> Tensor:
         if self._last is None or self._last[0] is not x:
