@@ -12,7 +12,7 @@ from .outputs import mix_outputs
 from .posterior.sparse_posterior import SparsePosterior
 from .predict import Whitening, WhitenReparam, predict
 from .process import GaussianProcess
-from .program.enumeration import class_probabilities
+from .program.handlers import class_probabilities
 
 __all__ = [
     "AutoSparseGP",

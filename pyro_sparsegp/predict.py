@@ -23,6 +23,7 @@ from .numerics.arguments import require_count
 from .numerics.linalg import NumericalWarning, solve_lower
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
+from .program.enumeration import Enumeration
 from .program.handlers import Draw, Held, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned
@@ -67,7 +68,8 @@ def predict(
         result.prepare(*args, **kwargs)
         samples: Samples = {"": torch.arange(num_samples or 100)}
         one: Callable[[Draw], Draw] = partial(_of_guide, model, result, joint, args, kwargs)
-        apart = result.has_random_latents
+        apart, facts = result.has_random_latents, result.facts
+        rows = sum(facts.rows.values()) if facts.classes else 0  # whose values classes are drawn given
     else:
         chains, old, diverging = sampled(result, None if data is None else (tuple(data), {}))
         model, warned = bare_model(model), Warned()
@@ -105,7 +107,7 @@ def _of_guide(model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kw
     if model is guide.model:
         require_own_rows(nodes)
         return values
-    names = (*guide.facts.latents, *guide.facts.gps)
+    names = (*guide.facts.latents, *guide.facts.gps, *guide.facts.classes)
     with whole_plates(), Held({name: values[name] for name in names if name in values}):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     sites = sample_sites(trace)
@@ -177,6 +179,11 @@ def bare_model(model: Callable) -> Callable:
     return model
 
 
+def data_plates(trace: poutine.Trace) -> set[str]:
+    """The plates of observed sites."""
+    return {plate for site in sample_sites(trace).values() if is_observation(site) for plate in plate_sizes(site)}
+
+
 class AtNewInputs(Messenger):
     """Gives the sites of a run at other inputs what is known: latents of all rows their values, and GP sites the answer
     of ``function``. Latents in plates that hold data in the run ``before`` are drawn from the model.
@@ -186,8 +193,7 @@ class AtNewInputs(Messenger):
         super().__init__()
         self.values, self.warned, self.function = values, warned, function
         plates = {name: plate_sizes(site) for name, site in sample_sites(before).items()}
-        data = set().union(*(plates[name] for name, site in sample_sites(before).items() if is_observation(site)))
-        self.local = {name for name in plates if data & plates[name].keys()}
+        self.local = {name for name in plates if data_plates(before) & plates[name].keys()}
         self.groups = {name: plates[name] for name in grouped(before)}
 
     def run(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
@@ -218,8 +224,10 @@ class Trained(Messenger):
         self.model, self.sample, self.warned = model, sample, warned
         self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # inputs, values and prior means of GP sites there
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}  # of GP sites in the last run elsewhere
+        summed = Enumeration(sample)
         with self:
-            self.trace = poutine.trace(model).get_trace(*args, **kwargs)
+            self.trace = poutine.trace(summed(model)).get_trace(*args, **kwargs)
+        self.values = {**sample, **summed.draw_of(summed.groups(data_plates(self.trace)))}
 
     def _pyro_sample(self, msg: Any) -> None:
         name, sample, process = msg["name"], self.sample, as_process(msg["fn"])[0]
@@ -235,7 +243,9 @@ class Trained(Messenger):
             self.known[name] = process.x, msg["value"], process.mean
 
     def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
-        """A run at other inputs, with function values drawn independently of each other if it is ``marginal``."""
+        """A run at other inputs; if it is ``marginal``, function values are drawn independently of each other, and
+        discrete latents of the rows are summed out.
+        """
 
         def function(msg: Any, process: GaussianProcess) -> None:
             given: Any = process.given(*self.known[msg["name"]])
@@ -244,7 +254,8 @@ class Trained(Messenger):
                 mean, variance = self.moments[msg["name"]] = given.mean, given.variance.clamp(min=0)
                 msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
 
-        return AtNewInputs(self.trace, self.sample, self.warned, function).run(self.model, args, kwargs)
+        model = Enumeration(self.values)(self.model) if marginal else self.model
+        return AtNewInputs(self.trace, self.values, self.warned, function).run(model, args, kwargs)
 
 
 # Whitening, so that NUTS mixes over function values.

@@ -20,7 +20,7 @@ from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, SparseEP
 from pyro_sparsegp.program.handlers import held_trace
 from pyro_sparsegp.program.traces import log_densities
 
-from .models import observed, prepared, refused, train
+from .models import observed, prepared, refused, restored, train
 from .test_enumeration import PARALLEL, assert_same, bound
 
 KERNEL = kernels.RBF(0.5)
@@ -200,7 +200,7 @@ def test_mini_batches_of_groups():
 
 
 def test_what_is_known_of_classes():
-    """Given a draw of all else exactly; new groups' are drawn from the model."""
+    """Given a draw of all else exactly."""
     x, y = data()
     y = SLOPES[torch.tensor([1, 0, 2, 1])][GROUP] * torch.sin(5 * x[:, 0])
     share = {"share": SHARES}
@@ -232,6 +232,39 @@ def test_what_is_known_of_classes():
     assert abs(away.std() - 0.3) < 0.04
     guide.eval()
     assert class_probabilities(indexed, guide(x, GROUP, y), x, GROUP, y)["z"].shape == (G, 3)
+
+
+def levels(x, group, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    whole = pyro.sample("whole", dist.Bernoulli(0.3), infer=PARALLEL)
+    with pyro.plate("groups", G):
+        z = pyro.sample("z", dist.Bernoulli(0.2 + 0.5 * whole), infer=PARALLEL)
+    observed(dist.Normal((1 + z[group]) * f, 1.0), y)
+
+
+def test_predictions_have_the_classes_of_known_groups():
+    """Given the rows of training, of MCMC's samples and of a guide, which says so where it does not have these."""
+    x, y = data()
+    rows, f, num = (x[:3], GROUP[:3]), torch.sin(5 * x[:, 0]), 400
+    draws = predict(levels, {"f": f.expand(num, -1)}, *rows, data=(x, GROUP, y))
+    exact = class_probabilities(levels, {"f": f}, x, GROUP, y)
+    for whole in (0.0, 1.0):  # which goes with its groups' classes
+        held = pyro.condition(levels, {"whole": torch.tensor(whole)})
+        both = class_probabilities(held, {"f": f}, x, GROUP, y)["z"][:, 1] * exact["whole"][int(whole)]
+        found = (draws["z"] * (draws["whole"] == whole)[:, None]).mean(0)
+        assert ((found - both).abs() < 4 * (0.25 / num) ** 0.5).all()
+    assert (exact["z"][:, 1] - 0.35).abs().max() > 8 * (0.25 / num) ** 0.5
+
+    guide = AutoSparseGP(levels, SVGP(8))
+    train(levels, guide, x, GROUP, y, steps=3, lr=0.05, loss=TraceQuadrature_ELBO(2))
+    guide.eval()
+    exact = [class_probabilities(levels, guide(x, GROUP, y), x, GROUP, y)["z"] for _ in range(100)]
+    for one in (guide, restored(guide, levels, SVGP(8))):
+        found = predict(levels, one, *rows, num_samples=num)["z"].mean(0)
+        assert ((found - sum(exact)[:, 1] / 100).abs() < 5 * (0.25 / num) ** 0.5).all()
+    guide.forget_data()
+    with pytest.warns(UserWarning, match="drawn from its prior, not as the rows of its groups say"):
+        guide.draw(*rows)
 
 
 def test_pointwise_densities_add_up_by_group():

@@ -163,7 +163,8 @@ class GuideSource(Source, Messenger):
         self.attrs["target"] = "fitc" if self.guide.by_expectation or corrected else "vfe"
         if new is not None:
             with poutine.block():
-                elsewhere = AtNewInputs(trace, latents, self.guide.warned, self._at_new_inputs)
+                known = latents | (run.enumeration.draw_of(self.facts.classes) if run.enumeration else {})
+                elsewhere = AtNewInputs(trace, known, self.guide.warned, self._at_new_inputs)
                 draw.predictions = predictions(elsewhere.run(self.model, *new), latents)
         return draw
 
@@ -227,7 +228,7 @@ class SampleSource(Source):
         sample = {name: value for name, value in item.items() if name}
         draw, here = Draws(sample_stats={"diverging": item[""]}), (self.args, self.kwargs)
         with poutine.block(), whole_plates():
-            trained = Trained(Enumeration()(self.model), sample, *(self.old or here), self.warned)
+            trained = Trained(self.model, sample, *(self.old or here), self.warned)
             trace = trained.at(*here, marginal=True) if self.old else trained.trace
         sites, free = sample_sites(trace), free_values(trace)
         draw.posterior_predictive = {name: sites[name]["fn"].sample() for name in self.data if simulates}
@@ -248,7 +249,6 @@ class SampleSource(Source):
                 variance = 1 / precision.diagonal(dim1=-2, dim2=-1)
                 draw.moments[name] = f - (precision @ (f - process.mean)[..., None])[..., 0] * variance, variance
         if new is not None:
-            trained.model = self.model  # discrete latents are drawn there, and not summed out
             with poutine.block():
                 draw.predictions = predictions(trained.at(*new), sample)
         return draw

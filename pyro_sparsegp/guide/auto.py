@@ -21,7 +21,7 @@ from ..program.handlers import in_blocks, observes, unrecorded
 from ..program.traces import repeatable, whole_plates
 from .absorb import absorb
 from .check import check
-from .conditions import condition, conditions_now
+from .conditions import condition, conditions_now, with_classes
 from .first_call import check_parameters, initialise
 from .known import Families
 from .latents import init_to_centre
@@ -50,8 +50,9 @@ class AutoSparseGP(SiteMessenger):
     :meth:`get_posterior` for a posterior of your own.
 
     ``state_dict`` is all that makes the guide: a new one of the same model is this one after ``load_state_dict``. With
-    a family on sites, or latents under the data plate, it holds the training data, unless the arguments are more than
-    tensors, numbers, strings and lists, tuples and dictionaries of them: then call the loaded guide with the data once.
+    a family on sites, latents under the data plate or classes of groups, it holds the training data, unless the
+    arguments are more than tensors, numbers, strings and lists, tuples and dictionaries of them: then call the loaded
+    guide with the data once.
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
@@ -119,7 +120,8 @@ class AutoSparseGP(SiteMessenger):
         has_data = not asks or observes(self.model, self.facts.rows, self.like, args, kwargs)
         require_refined(self.modules_by_site(), not has_data)
         joint_up_to = (LARGEST_JOINT if rows.relation.fewer else 0) if self.training else torch.inf
-        rows = rows if has_data else replace(rows, same=False, new=True)
+        if not has_data:
+            rows, conditions = replace(rows, same=False, new=True), with_classes(self, conditions)
         run = Posteriors(self, conditions, rows, sums_out=has_data, joint_up_to=joint_up_to)
         self._perform(run, args, kwargs)
         return run.values
@@ -230,7 +232,7 @@ class AutoSparseGP(SiteMessenger):
         require_count(num_draws, "num_draws")
 
         def one(_: Any) -> dict[Any, Tensor]:
-            values = self.draw(*args, joint=False, **kwargs)
+            values = self.run_at(args, kwargs, joint_up_to=0, draws_data=False).values
             return {name: values[name] for name in (*self.facts.latents, *self.facts.gps) if name in values}
 
         # 128 features a value.
@@ -253,11 +255,15 @@ class AutoSparseGP(SiteMessenger):
     def run_at(self, args: tuple, kwargs: dict[str, Any], **asked: Any) -> Posteriors:
         """A run at new rows; latents of rows are known at training's data."""
         self._ready(args, kwargs)
-        inputs = bool(self.core.facts.local_latents) and self.relation(args, kwargs).same
-        rows = Rows(same=False, inputs=inputs, new=True)
-        conditions = conditions_now(self, asked.get("at_medians", False), rows.inputs)
+        facts, asked = self.facts, {"sums_out": False} | asked
+        same = bool(facts.local_latents or facts.classes) and self.relation(args, kwargs).same
+        rows = Rows(same=False, inputs=same, new=True)
+        conditions = conditions_now(self, asked.get("at_medians", False), same)
+        # At the rows of training the sum over classes knows what these say.
+        if asked.get("draws_data", True) and not (same and asked["sums_out"]):
+            conditions = with_classes(self, conditions)
         with unrecorded(same=False, learns=False), whole_plates(), held(PRECISE, True):
-            run = Posteriors(self, conditions, rows, **{"sums_out": False} | asked).perform(args, kwargs)
+            run = Posteriors(self, conditions, rows, **asked).perform(args, kwargs)
         note_rows(run)
         return run
 

@@ -198,6 +198,7 @@ def _describe(run: Run) -> Structure:
         elif is_observation(site):
             found.rows[name] = int(site["value"].numel())
             found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
+    found.classes = run.enumeration.groups(found.data_plates)  # type: ignore[union-attr]
     return found
 
 

@@ -201,7 +201,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def is_about_rows(self) -> bool:
         """Whether what it knows belongs to single rows of the training data."""
-        return self.on_sites or bool(self.core.facts.local_latents)
+        return self.on_sites or bool(self.core.facts.local_latents or self.core.facts.classes)
 
     def is_given(self, name: str, site: Any) -> bool:
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""

@@ -39,6 +39,9 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[s
     """The posterior of a latent, given its prior under the values drawn upstream; ``own`` gives that of it alone."""
     facts = guide.core.facts
     if facts.gps and (name not in facts.latents or (facts.latents[name]["plates"] and _is_new(guide, name, facts))):
+        known = guide.run.conditions.values.get(name)  # the classes of groups
+        if known is not None and known.shape != prior.shape():
+            raise _of_other_groups(name, tuple(known.shape), tuple(prior.shape()))
         return prior
     _require_latent(guide, name, prior)
     if name in facts.field:
@@ -99,11 +102,15 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
         return new
     # Values of other groups would be taken: test_known_groups.py.
     if differ:
-        raise ValueError(
-            f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}. Give plates of those "
-            "sizes; or put the data into the latent's own plate, so that new groups' values come from the model."
-        )
+        raise _of_other_groups(name, plates, sizes)
     return False
+
+
+def _of_other_groups(name: str, learned: Any, here: Any) -> ValueError:
+    return ValueError(
+        f"latent site {name!r} was learned in plates of the sizes {learned}, here {here}. Give plates of those sizes; "
+        "or put the data into the latent's own plate, so that new groups' values come from the model."
+    )
 
 
 def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:

@@ -86,7 +86,7 @@ class Run(ABC):
         before = {"run": guide.run, "_computing_median": guide._computing_median}
         state.update(run=self, _computing_median=self.at_medians)
         if self.sums_out and (core.facts.enumerated or not core.facts.gps):
-            self.enumeration = Enumeration()
+            self.enumeration = Enumeration(held.values)
         try:
             with Held(held.values) if held.values else nullcontext():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
@@ -257,6 +257,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
         )
     if not run.rows.same:
         _refuse_other_data(run, next(iter(observed)))
+        core.data = None if facts.classes else core.data  # classes are given the rows of the last step
     core.data = core.data or TrainingData(guide.model, args, kwargs)
     # After guide.forget_data() the numbers are 0: test_data.py::test_other_data_after_the_first_are_forgotten.
     if 0 in facts.rows.values():

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
-from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
@@ -30,7 +29,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .declared import rewrapped
-from .traces import as_process, bare, filled, sample_sites, unmasked_rows
+from .traces import as_process, bare, filled, unmasked_rows
 
 PLATES = 4  # dimensions from the right that are left to plates
 Plates = Mapping[str, Any]  # Pyro's frames by name; none of a plate that is iterated over, whose sites are single ones
@@ -41,7 +40,7 @@ class Latent(NamedTuple):
 
     name: str
     plates: Plates
-    size: int  # how many values
+    support: Tensor  # its values, (K, ...)
     scale: Any
 
 
@@ -56,8 +55,9 @@ class Factor(NamedTuple):
 class Enumeration(Messenger):
     """Sums discrete latents out of a run: the innermost handler around a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Collection[str] = ()) -> None:
         super().__init__()
+        self.known = known  # names of sites that another handler gives their values
         self.latents: dict[int, Latent] = {}  # by dimension
         self.numbers: dict[str, list[Tensor]] = {}  # by plate, of rows that pick: z[group]
         self.terms: list[SummedOut] = []  # the densities of all sites that depend on latents
@@ -70,7 +70,7 @@ class Enumeration(Messenger):
     def meet(self, msg: Any) -> None:
         """At a sample site: give an enumerated one all its values, and sum them out of others' distributions."""
         infer = msg["infer"] or {}
-        wanted = infer.get("enumerate") == "parallel"
+        wanted = infer.get("enumerate") == "parallel" and msg["name"] not in self.known
         # A run without such sites costs nothing; before the first of them no site depends on one.
         if site_is_subsample(msg) or infer.get("_deterministic") or not (self.latents or wanted):
             return
@@ -94,10 +94,11 @@ class Enumeration(Messenger):
             )
         # Left of all plates, as in poutine.enum: the i-th site has dimension −(5 + i).
         dim = PLATES + 1 + len(self.latents)
-        values = fn.enumerate_support(expand=False)
-        values = values.reshape(len(values), *[1] * (dim - 1), *fn.event_shape)
+        support = fn.enumerate_support(expand=False)
+        support = support.reshape(len(support), *fn.event_shape)
+        values = support.reshape(len(support), *[1] * (dim - 1), *fn.event_shape)
         self._require_alike(msg, latents, plates)
-        self.latents[dim] = Latent(name, plates, len(values), msg["scale"])
+        self.latents[dim] = Latent(name, plates, support, msg["scale"])
         self.terms.append(SummedOut(msg | {"value": values}, latents | {dim}, plates, self))
         # No other handler is to see it: it is no latent of this run.
         # Values that know by which numbers rows pick them: test_group_classes.py::test_groups.
@@ -113,7 +114,7 @@ class Enumeration(Messenger):
         found = [dim for dim in range(PLATES + 1, len(shape) + 1) if shape[-dim] != 1]
         # test_enumeration.py::test_what_cannot_be_summed_out
         of_gp = as_process(fn)[0] is not None and any(size > 1 for size in (*shape, *fn.event_shape)[:-PLATES])
-        known = {dim: latent.size for dim, latent in self.latents.items()}
+        known = {dim: len(latent.support) for dim, latent in self.latents.items()}
         if of_gp or any(shape[-dim] != known.get(dim) for dim in found):
             raise ValueError(
                 f"site {msg['name']!r} has a distribution of shape {tuple(fn.shape())} where {self.names} are "
@@ -172,11 +173,13 @@ class Enumeration(Messenger):
         ]
         return dict(reversed(pairs))  # the first of each
 
-    def contract(self, factors: Sequence[Factor]) -> list[Factor]:
+    def contract(self, factors: Sequence[Factor], totals: Optional[dict[int, Factor]] = None) -> list[Factor]:
         """The factors that are left when all latents are summed out, from the innermost plates outwards (Obermeyer et
         al., 2019, algorithm 1); raise if there is no order of summing.
+
+        :param totals: gets the product that each latent was summed out of, by its dimension, in this order.
         """
-        left, names = list(factors), list[str]()
+        left, names, totals = list(factors), list[str](), {} if totals is None else totals
         while dims := frozenset().union(*(factor.latents for factor in left)):
             names = names or [self.latents[dim].name for dim in sorted(dims)]
             free = (dim for dim in dims if all(self._can_be_reduced(f, dim) for f in left if dim in f.latents))
@@ -188,10 +191,40 @@ class Enumeration(Messenger):
             # Of latents in plates b inside of a, Σ_z ∏_b = ∏_b Σ_z: summed out after the product over what factors have
             # beyond its plates.
             total = self.product([factor for factor in left if dim in factor.latents], self.latents[dim].plates)
+            totals[dim] = total
             # log Σ_z exp Σᵢ log φᵢ(z), in one logsumexp of the sum: test_group_classes.py::test_groups.
             summed = total._replace(latents=total.latents - {dim}, value=total.value.logsumexp(-dim, keepdim=True))
             left = [*(factor for factor in left if dim not in factor.latents), summed]
         return left
+
+    def draw(self, terms: Sequence[SummedOut]) -> dict[int, Tensor]:
+        """A draw of the latents of some terms given these, by dimension: the numbers of their values."""
+        totals, drawn = dict[int, Factor](), dict[int, Tensor]()
+        self.contract([term.factor(True) for term in terms], totals)
+        # p(z₁, z₂, ...) = p(z₁) p(z₂ | z₁) ..., with z₁ the last that was summed out: of a latent's product the latents
+        # that were summed out later are left.
+        for dim, total in reversed(totals.items()):
+            logits = self.chosen(total.value, total.latents - {dim}, drawn, total.plates).movedim(-dim, -1)
+            drawn[dim] = torch.distributions.Categorical(logits=logits).sample().reshape(sizes(total.plates))
+        return drawn
+
+    def chosen(self, value: Tensor, dims: Iterable[int], drawn: Mapping[int, Tensor], plates: Plates) -> Tensor:
+        """What a tensor ``(..., *plates)`` with dimensions of latents has where these are as drawn."""
+        for dim in dims:
+            index = self.at_rows(drawn[dim], plates, self.latents[dim].plates)
+            value = value.gather(-dim, index.expand(*value.shape[:-dim], 1, *value.shape[1 - dim :]))
+        return value
+
+    def groups(self, data_plates: Collection[str]) -> list[str]:
+        """The sites in none of these plates: those of known groups, whichever rows a prediction is at."""
+        return [latent.name for latent in self.latents.values() if not latent.plates.keys() & {*data_plates}]
+
+    @torch.no_grad()
+    def draw_of(self, names: Collection[str]) -> dict[str, Tensor]:
+        """A draw of some sites given all that the run met."""
+        drawn = self.draw(self.terms) if names else {}
+        latents = [(latent, drawn[dim]) for dim, latent in self.latents.items() if latent.name in names]
+        return {name: support[n.reshape(sizes(plates, trim=True))] for (name, plates, support, _), n in latents}
 
     def _can_be_reduced(self, factor: Factor, dim: int) -> bool:
         """Whether a factor's product over all plates but a latent's own is of latents that stand outside of these."""
@@ -338,60 +371,13 @@ class SummedOut(TorchDistribution):
 
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """A draw of y, z drawn with it: in the plates that they share."""
-        run, rows = self.run, sizes(self.plates)
-        dims = frozenset().union(*(term.latents for term in self.before))
-        shared, *others = (run.latents[dim].plates for dim in dims)
-        if tuple(sample_shape) or any(plates.keys() != shared.keys() for plates in others):
-            raise NotImplementedError("one draw, and none where discrete latents stand in several sets of plates")
-        # z ~ p(z | y₁, ..., yᵢ₋₁), all latents at once, and then y ~ p(y | z).
-        joint = run.product([term.factor(True) for term in self.before], shared).value
-        lead = torch.broadcast_shapes(joint.shape[:-PLATES], self.given_discrete.batch_shape[:-PLATES])
-        joint = joint.expand(*lead, *joint.shape[-PLATES:]).flatten(0, len(lead) - 1)
-        chosen = torch.distributions.Categorical(logits=joint.movedim(0, -1)).sample()
-        index = run.at_rows(chosen, self.plates, shared).flatten()
-        values = self.given_discrete.expand((*lead, *rows)).sample().reshape(len(joint), len(index), *self.event_shape)
-        return values[index, torch.arange(len(index), device=index.device)].reshape(self.shape())
-
-
-def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """The exact probabilities p(z | values, data) of each enumerated discrete site z, given a draw of all others.
-
-    p(z = k | ·) = ∂ log Σ_z p(z) p(data | z, ·) / ∂ log p(z = k), because the derivative of a log sum by the log of
-    a term is that term's share. Average over a guide's joint draws at the training rows to get the posterior's: after
-    ``guide.eval()``, ``class_probabilities(model, guide(x, y), x, y)``.
-
-    :param model: the model.
-    :param values: the values of all other latents, including GP sites at the training rows; other names are ignored.
-    :param args: the model's arguments, the data among them.
-    :param kwargs: its keyword arguments.
-    :returns: by site, ``(..., K)``: a probability for each value, in the order of the distribution's
-        ``enumerate_support()``, for each element of its plates ``(...)``.
-    :raises ValueError: naming a latent whose value is not given.
-    """
-    enumeration = Enumeration()
-    held = poutine.condition(enumeration(model), data=dict(values))
-    with poutine.block(), torch.no_grad():
-        trace = poutine.trace(held).get_trace(*args, **kwargs)
-    for name, site in sample_sites(trace).items():
-        shape, wanted = site["value"].shape, site["fn"].shape()
-        if not site["is_observed"] or (name in values and shape != wanted):
-            what = f"shape {tuple(shape)}, its distribution {tuple(wanted)}" if site["is_observed"] else "no value"
-            raise ValueError(
-                f"class_probabilities: site {name!r} has {what}: give one draw of each latent that is not enumerated, "
-                "at these rows, such as guide(x, y) after guide.eval()."
-            )
-    factors, moves = [term.factor(True) for term in enumeration.terms], list[Tensor]()
-    for dim, latent in enumeration.latents.items():
-        # A factor of 1 for each value and element: its gradient is that of p(z).
-        shape = latent.size, *[1] * (dim - 1 - PLATES), *sizes(latent.plates)
-        moves.append(factors[0].value.new_zeros(shape).requires_grad_())
-        factors.append(Factor(frozenset([dim]), latent.plates, moves[-1]))
-    if not moves:
-        return {}
-    with torch.enable_grad():
-        total = torch.stack([factor.value.sum() for factor in enumeration.contract(factors)]).sum()
-    return {
-        name: share.reshape(len(share), *sizes(plates, trim=True)).movedim(0, -1)
-        for (name, plates, *_), share in zip(enumeration.latents.values(), torch.autograd.grad(total, moves))
-    }
+        """A draw of y, z drawn with it: given the data before; or, where several rows share a z, given all."""
+        if tuple(sample_shape):
+            raise NotImplementedError("a site that depends on a discrete latent has one draw at a time")
+        run, fn = self.run, self.given_discrete
+        alone = all(run.latents[dim].plates.keys() == self.plates.keys() for dim in self.latents)
+        known = self.before if alone else run.meeting(self.latents)
+        drawn = run.draw([term for term in known if term.site["value"] is not None])
+        values = fn.expand((*fn.batch_shape[:-PLATES], *sizes(self.plates))).sample()
+        values = values.reshape(*values.shape[: len(fn.batch_shape)], -1).movedim(-1, 0)
+        return run.chosen(values, self.latents, drawn, self.plates).movedim(0, -1).reshape(self.shape())

@@ -185,6 +185,7 @@ class Structure:
     quadratic: list[str] = _field(default_factory=list)  # GP sites on sites in whose values densities are quadratic
     columns: dict[str, int] = _field(default_factory=dict)  # of each GP site's inputs
     enumerated: list[str] = _field(default_factory=list)  # discrete latents, which are summed out
+    classes: list[str] = _field(default_factory=list)  # of these the ones of groups, in no plate of the data
     coupled: list[str] = _field(default_factory=list)  # latents that have one posterior, of hyperparameters
     field: dict[str, list[int]] = _field(default_factory=dict)  # its members, in order: sizes of blocks of coefficients
     # Of each likelihood of a field, by parameter, the link under which it is affine in it.

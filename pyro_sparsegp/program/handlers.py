@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from ..numerics.linalg import MAPPED, flags_kept
 from .data import map_tensors, tensors
-from .enumeration import Enumeration
+from .enumeration import PLATES, Enumeration, Factor, sizes
 from .traces import all_sites, as_process, fill_masked, is_observation, repeatable, sample_sites
 
 NO_RUN = poutine.Trace()  # which has met no site
@@ -69,7 +69,7 @@ def held_trace(
     :raises ValueError: naming a site that would be drawn.
     """
     free = {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
-    trace = trace_like(like, lambda: Enumeration()(model)(*args, **kwargs), _Holding(values, free))
+    trace = trace_like(like, lambda: Enumeration({**values, **free})(model)(*args, **kwargs), _Holding(values, free))
     for name, site in sample_sites(trace).items():
         if not site["is_observed"]:
             raise ValueError(
@@ -101,6 +101,49 @@ Rerun = Callable[[Mapping[str, Tensor]], poutine.Trace]
 def held_runs(model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Rerun:
     """Runs of a program with the values given, all else as it was in a run."""
     return lambda moved: held_trace(model, moved, args, kwargs, trace)
+
+
+def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """The exact probabilities p(z | values, data) of each enumerated discrete site z, given a draw of all others.
+
+    p(z = k | ·) = ∂ log Σ_z p(z) p(data | z, ·) / ∂ log p(z = k), because the derivative of a log sum by the log of
+    a term is that term's share. Average over a guide's joint draws at the training rows to get the posterior's: after
+    ``guide.eval()``, ``class_probabilities(model, guide(x, y), x, y)``.
+
+    :param model: the model.
+    :param values: the values of all other latents, including GP sites at the training rows; other names are ignored.
+    :param args: the model's arguments, the data among them.
+    :param kwargs: its keyword arguments.
+    :returns: by site, ``(..., K)``: a probability for each value, in the order of the distribution's
+        ``enumerate_support()``, for each element of its plates ``(...)``.
+    :raises ValueError: naming a latent whose value is not given.
+    """
+    enumeration = Enumeration()
+    held = poutine.condition(enumeration(model), data=dict(values))
+    with poutine.block(), torch.no_grad():
+        trace = poutine.trace(held).get_trace(*args, **kwargs)
+    for name, site in sample_sites(trace).items():
+        shape, wanted = site["value"].shape, site["fn"].shape()
+        if not site["is_observed"] or (name in values and shape != wanted):
+            what = f"shape {tuple(shape)}, its distribution {tuple(wanted)}" if site["is_observed"] else "no value"
+            raise ValueError(
+                f"class_probabilities: site {name!r} has {what}: give one draw of each latent that is not enumerated, "
+                "at these rows, such as guide(x, y) after guide.eval()."
+            )
+    factors, moves = [term.factor(True) for term in enumeration.terms], list[Tensor]()
+    for dim, latent in enumeration.latents.items():
+        # A factor of 1 for each value and element: its gradient is that of p(z).
+        shape = len(latent.support), *[1] * (dim - 1 - PLATES), *sizes(latent.plates)
+        moves.append(factors[0].value.new_zeros(shape).requires_grad_())
+        factors.append(Factor(frozenset([dim]), latent.plates, moves[-1]))
+    if not moves:
+        return {}
+    with torch.enable_grad():
+        total = torch.stack([factor.value.sum() for factor in enumeration.contract(factors)]).sum()
+    return {
+        name: share.reshape(len(share), *sizes(plates, trim=True)).movedim(0, -1)
+        for (name, plates, *_), share in zip(enumeration.latents.values(), torch.autograd.grad(total, moves))
+    }
 
 
 def unrecorded(same: bool, learns: bool) -> Any:
