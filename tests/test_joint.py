@@ -244,6 +244,18 @@ def test_separate_posteriors_of_a_sum_are_told_of(meet, family, is_sum):
     assert [bool(re.match(TOLD, str(warning.message))) for warning in caught] == [True] * is_sum
 
 
+def test_a_mean_made_of_another_sites_values_is_told_of():
+    """Its sd is 0.2 to 0.4 of the exact one, which f + d, d ~ GP(0, k), has; layers' inputs are another matter."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
+        g = pyro.sample("g", GaussianProcess(KF, x[:, :1], mean=2 * f))
+        return observed(dist.Normal(g, 0.2), y)
+
+    with pytest.warns(UserWarning, match="the prior mean of GP site 'g' is made of values of GP site 'f'"):
+        AutoSparseGP(model, families.SVGP(4))(*_data())
+
+
 def test_a_sum_inside_indices():
     """f0 at each place and a deviation of each group there: told of where posteriors are separate, dense in one."""
     row, noise = torch.arange(20), 0.2

@@ -259,7 +259,15 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
         coefficients = getattr(module, "coefficients", None)
         if isinstance(coefficients, NaturalGaussian) and guide.kind_of_draws(name) is ExpectedSite:
             coefficients.hold_by_draws()
-    summed = ", ".join(repr(name) for name in facts.gps if any(name in pair for pair in facts.summed))
+    for below, above in [pair for pair in facts.summed if pair[0] in facts.inner]:
+        warnings.warn(
+            f"the prior mean of GP site {above!r} is made of values of GP site {below!r}, and q takes what each adds "
+            f"to be independent: the intervals of both are too narrow. In the place of {above!r} write that mean plus "
+            "the values of a GP site of mean 0.",
+            stacklevel=5,
+        )
+    pairs = [pair for pair in facts.summed if pair[0] not in facts.inner]
+    summed = ", ".join(repr(name) for name in facts.gps if any(name in pair for pair in pairs))
     if summed:
         warnings.warn(
             f"GP sites {summed} enter densities by their sum, weighted or not, and have independent posteriors: the "

@@ -70,7 +70,8 @@ def explore(
             coupled.append(name)
             found.dependence[name] = COUPLED
     found.downstream = [site for _, site in terms if program.touching(site, names)]
-    found.summed = _summed(found, program)
+    means = [[f, g] for f in found.inner for g in above[f] if owners[f][_REST, g].kind == NONE]
+    found.summed = _summed(found, program) + means
     closed = [site for site in program.kinds if program.is_closed(site, outer)]
     for site in program.kinds.keys() - closed:
         fn = program.kinds[site]
@@ -157,7 +158,8 @@ class Program:
             process: Any = as_process(sites[name]["fn"])[0]
             # The kernel at inputs that stay: what it is made of.
             made_of = process.kernel(self.rows[name]).sum()
-            shown[_LAYER, name] = process.x.sum(-1) + process.mean + process.variance + made_of
+            rest = shown[_REST, name] = process.x.sum(-1) + process.variance + made_of
+            shown[_LAYER, name] = process.mean + rest
         return shown
 
     def touching(self, site: str, names: Iterable[str]) -> list[str]:

@@ -179,7 +179,7 @@ class Structure:
     # make a group, and that layer.
     groups: dict[str, tuple[int, str]] = _field(default_factory=dict)
     interactions: list[list[str]] = _field(default_factory=list)  # pairs of GP sites that meet in a term of a density
-    # Pairs of GP sites that enter densities by a sum of them alone, f + cg.
+    # Pairs of GP sites that enter densities by a sum of them alone, f + cg; or of f and g ~ GP(μ(f), k).
     summed: list[list[str]] = _field(default_factory=list)
     downstream: list[str] = _field(default_factory=list)  # sites whose densities move with a GP site's values
     quadratic: list[str] = _field(default_factory=list)  # GP sites on sites in whose values densities are quadratic
