@@ -21,12 +21,12 @@ from ..program.handlers import in_blocks, observes, unrecorded
 from ..program.traces import repeatable, whole_plates
 from .absorb import absorb
 from .check import check
-from .conditions import condition, conditions_now, with_classes
+from .conditions import condition, conditions_now
 from .first_call import check_parameters, initialise
 from .known import Families
 from .latents import init_to_centre
 from .messenger import SiteMessenger
-from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Rows, Run, note_rows, note_step, rows_of
+from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Rows, Run, note_rows, note_step, rows_of, with_classes
 
 
 class AutoSparseGP(SiteMessenger):

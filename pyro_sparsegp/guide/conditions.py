@@ -21,10 +21,10 @@ from ..program.data import TrainingData
 from ..program.explore import explore
 from ..program.handlers import held_runs, unrecorded
 from ..program.reader import Expectation, Marginal, Reader, total_after
-from ..program.traces import free_values, repeatable, whole_plates
+from ..program.traces import free_values, repeatable
 from ..warned import warn_once
 from .known import KnownGuide
-from .runs import Conditions, Posteriors, Priors, Rows
+from .runs import Conditions, Priors, Rows
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
@@ -65,34 +65,6 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     # Sites that are kept must serve training, too: no tensors of inference mode.
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
         return condition(guide, Rows(same=known), data.args, data.kwargs, median)
-
-
-@torch.no_grad()
-def with_classes(guide: KnownGuide, conditions: Conditions) -> Conditions:
-    """Conditions with a draw of the classes of groups, given the rows of training and a draw of all else there."""
-    data, facts = guide.core.data, guide.core.facts
-    if not facts.classes:
-        return conditions
-    run = Posteriors(guide, conditions)
-    if data is not None:
-        with unrecorded(same=False, learns=False), whole_plates():
-            run.perform(data.args, data.kwargs)
-    if data is None or holds_part(run.trace):
-        warn_once(
-            guide.warned,
-            "classes",
-            facts.classes[0],
-            f"discrete site {facts.classes[0]!r} is drawn from its prior, not as the rows of its groups say: the guide "
-            "does not hold the training data, or a part of them. Call it once with all, guide(x, y), not under "
-            "torch.no_grad().",
-            stacklevel=4,
-        )
-        return conditions
-    # Those of hyperparameters and classes go together. f there and here are apart, as q has no draw of both.
-    kept = facts.latents.keys() - {*facts.field, *facts.local_latents}
-    values = {name: run.values[name] for name in kept if name in run.values}
-    classes = run.enumeration.draw_of(facts.classes)  # type: ignore[union-attr]
-    return replace(conditions, values=conditions.values | values | classes, drawn=run.drawn)
 
 
 @dataclass(eq=False)

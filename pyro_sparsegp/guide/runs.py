@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Optional, Self, Union
 
 import pyro
+import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoNormalMessenger
 from torch import Tensor
@@ -21,11 +22,20 @@ from ..gaussians.product import Whole
 from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import require_full_batch
+from ..program.checks import holds_part, require_full_batch
 from ..program.data import NoRelation, TrainingData
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held, unrecorded
-from ..program.traces import as_process, free_values, is_free, is_observation, repeatable, sample_sites, share_of
+from ..program.traces import (
+    as_process,
+    free_values,
+    is_free,
+    is_observation,
+    repeatable,
+    sample_sites,
+    share_of,
+    whole_plates,
+)
 from ..warned import warn_once
 from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
 from .known import KnownGuide
@@ -215,6 +225,34 @@ class Posteriors(Run):
         if name in nodes:
             return posterior.at_node(nodes[name])
         return posterior.mean if self.at_medians else posterior
+
+
+@torch.no_grad()
+def with_classes(guide: KnownGuide, conditions: Conditions) -> Conditions:
+    """Conditions with a draw of the classes of groups, given the rows of training and a draw of all else there."""
+    data, facts = guide.core.data, guide.core.facts
+    if not facts.classes:
+        return conditions
+    run = Posteriors(guide, conditions)
+    if data is not None:
+        with unrecorded(same=False, learns=False), whole_plates():
+            run.perform(data.args, data.kwargs)
+    if data is None or not run.data or holds_part(run.trace):
+        warn_once(
+            guide.warned,
+            "classes",
+            facts.classes[0],
+            f"discrete site {facts.classes[0]!r} is drawn from its prior, not as the rows of its groups say: the guide "
+            "does not hold the training data, or a part of them. Call it once with all, guide(x, y), not under "
+            "torch.no_grad().",
+            stacklevel=4,
+        )
+        return conditions
+    # Those of hyperparameters and classes go together. f there and here are apart, as q has no draw of both.
+    kept = facts.latents.keys() - {*facts.field, *facts.local_latents}
+    values = {name: run.values[name] for name in kept if name in run.values}
+    classes = run.enumeration.draw_of(facts.classes)  # type: ignore[union-attr]
+    return replace(conditions, values=conditions.values | values | classes, drawn=run.drawn)
 
 
 def probed(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
