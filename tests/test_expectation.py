@@ -402,7 +402,7 @@ class TestMiniBatches:
     def test_errors(self):
         x, y = classes(60)
         _, ep = start(probit, x)
-        refused("does not say which", ep.step, x[:10], y[:10], size=60)
+        refused("keeps a site for each datum", ep.step, x[:10], y[:10], size=60)
         twice = torch.zeros(10, dtype=torch.long)
         refused("distinct row numbers from 0 to 59", ep.step, x[:10], y[:10], size=60, indices=twice)
         refused("must be 10 distinct row numbers", ep.step, x[:10], y[:10], size=60, indices=torch.arange(9))

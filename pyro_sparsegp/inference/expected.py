@@ -34,6 +34,7 @@ from ..program.checks import graph_of
 from ..program.declared import expectation, over_scale, parameter_of, parameters, rebuilt
 from ..program.facts import COUPLED, ClosedForms
 from ..program.handlers import Rerun, held_trace, mapped
+from ..program.reader import normal_nodes
 from ..program.traces import RandomState, bare, free_values, sample_sites, without_event
 
 
@@ -226,9 +227,9 @@ class Grid:
 
         return at
 
-    def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace, nodes: Tensor) -> Tensor:
-        """The bound's terms at all nodes, ``(K,) * num_axes``, off the graph of a run with GP sites at their means;
-        raise where it does not show what densities make of single function values.
+    def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace, num_nodes: int) -> Tensor:
+        """The bound's terms at all nodes, off the graph of a run with GP sites at their means; raise where it does not
+        show what densities make of single function values.
         """
         sites: Any = model_trace.nodes
         names = [name for name in self.closed.rest.downstream if name not in self.closed.sites]
@@ -239,7 +240,9 @@ class Grid:
             is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.dependence.keys()
         )
         found = {name: _functions(sites[name], made, self.closed.moving.get(name, ())) for name in names}
-        along = [nodes.reshape(-1, *[1] * (self.closed.num_axes - 1 - axis)) for axis in range(self.closed.num_axes)]
+        # Each axis is a dimension of its own: a function's values are those at K nodes, whatever the grid has.
+        nodes, num_axes = normal_nodes(1, self.guide.like, num_nodes)[0], self.closed.num_axes
+        along = [nodes.reshape(-1, *[1] * (num_axes - 1 - axis)) for axis in range(num_axes)]
         values: dict[str, Tensor] = {}
         total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
         for name, functions in found.items():
@@ -260,7 +263,7 @@ class Grid:
                 }
                 each = rebuilt(fn, changed).log_prob(value)
             total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
-        return total.expand([len(nodes)] * self.closed.num_axes)
+        return total.expand([num_nodes] * num_axes).flatten()
 
     def _moved(self, guide_trace: poutine.Trace, node: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """The GP sites' values at a node."""
@@ -296,16 +299,6 @@ def _functions(site: Any, made: Mapping[Any, str], moving: Collection[str]) -> d
     # What .detach() or a comparison hides from the graph moves all the same: test_what_the_graph_hides_is_mapped.
     require_shown(bool(found) and not made.keys() & graph_of(rest) and found.keys() >= {*moving})
     return found
-
-
-def on_grid(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
-    """A function's values at all nodes of a product grid, in one call."""
-    for axis in range(num_axes):
-        # The last axis is mapped first: it is the innermost, and the last dimension of what comes out.
-        in_dims = tuple(0 if i == num_axes - 1 - axis else None for i in range(num_axes))
-        total = torch.func.vmap(total, in_dims=in_dims, randomness="same")
-    with pyro.validation_enabled(False):
-        return total(*[nodes] * num_axes)
 
 
 def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace, skip: Collection[str] = ()) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Any, Optional, cast
 from weakref import WeakKeyDictionary
 
+import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
@@ -31,7 +31,7 @@ from ..program.facts import MAX_AXES
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
-from .expected import Grid, Ran, log_density_minus_kl, on_grid, require_shown, sum_of_expectations
+from .expected import Grid, Ran, log_density_minus_kl, require_shown, sum_of_expectations
 from .field import bound_of_field
 
 _PASSES = 5  # at most, of posteriors that have met no data
@@ -284,38 +284,36 @@ class TraceQuadrature_ELBO(ELBO):
         """The bound's terms summed over the product grid; the run with GP sites at their means may have been made."""
         if not grid.closed.num_axes:
             return grid.once() if ran is None else grid.held(*ran)()
-        # Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ), one axis after the other; weights add up to 1, so that what has no nodes stays.
-        nodes, weights = normal_nodes(1, grid.guide.like, self.num_nodes)
-        values = self._at_all_nodes(grid, ran, nodes[:, 0])
-        for _ in range(grid.closed.num_axes):
-            values = values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
-        return values
+        # Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ); weights add up to 1, so that what has no nodes stays.
+        nodes, weights = normal_nodes(grid.closed.num_axes, grid.guide.like, self.num_nodes)
+        values = self._at_all_nodes(grid, ran, nodes)
+        return values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
 
     def _at_all_nodes(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Tensor:
-        """The bound's terms on the product grid, ``(K,) * num_axes``."""
+        """The bound's terms at the product grid's nodes, ``(K ** num_axes, num_axes)``."""
         # A step's graph may show all, by Grid.direct. Else the program runs once, mapped. torch.func.vmap refuses some:
         # where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with all
         # that does not depend on nodes held; where after f, they run once for each node.
-        guide, num_axes = grid.guide, grid.closed.num_axes
+        guide = grid.guide
         known = self._known.setdefault(guide, _Known())
 
         def direct() -> Tensor:
             require_shown(torch.is_grad_enabled())
             with nullcontext() if known.way is None else dist.validation_enabled(False):
-                return grid.direct(*(ran or grid.run())[:2], nodes)
+                return grid.direct(*(ran or grid.run())[:2], self.num_nodes)
+
+        def at_once(terms: Callable[..., Tensor]) -> Tensor:
+            with pyro.validation_enabled(False):
+                return torch.func.vmap(terms, randomness="same")(*nodes.T)
 
         def held(one_by_one: bool = False) -> Tensor:
             terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)
-            if one_by_one:
-                each = torch.stack([terms(*node) for node in itertools.product(nodes, repeat=num_axes)])
-                values = each.reshape([len(nodes)] * num_axes)
-            else:
-                values = on_grid(terms, nodes, num_axes)
+            values = torch.stack([terms(*node) for node in nodes]) if one_by_one else at_once(terms)
             if state.has_moved:  # test_a_program_that_takes_rows_by_itself_runs_once_a_step
                 raise ValueError("with all values held, the model drew random numbers by itself, others than before")
             return values
 
-        once = [] if ran else [lambda: on_grid(grid.once, nodes, num_axes)]
+        once = [] if ran else [partial(at_once, grid.once)]
         ways: list[Callable[[], Tensor]] = [direct, *once, held, partial(held, one_by_one=True)]
         for way in range(min(known.way or 0, len(ways) - 1), len(ways)):
             state = RandomState(guide.like)
@@ -334,7 +332,7 @@ class TraceQuadrature_ELBO(ELBO):
                 "vmap refused",
                 ", ".join(guide.facts.gps),
                 "torch.func.vmap refuses what this model does with function values, or a distribution in it: it runs "
-                f"once per node, {self.num_nodes**num_axes} times a step, which is right and slower. Pyro's "
+                f"once per node, {len(nodes)} times a step, which is right and slower. Pyro's "
                 "OrderedLogistic writes in place; of your own code, write it without .item() and if.",
                 stacklevel=5,
             )

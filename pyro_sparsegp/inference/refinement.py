@@ -1,4 +1,4 @@
-"""One GP site in a call of expectation propagation, and how its sites are refined from their cavities.
+"""One GP site in a call of expectation propagation: its sites, their cavities, and how those refine these.
 
 Equations are those of Hernández-Lobato and Hernández-Lobato, 2016, with w = L⁻¹u for the inducing values u.
 """
@@ -18,15 +18,24 @@ from torch import Tensor
 from ..approximations.on_sites import ExpectationGP
 from ..gaussians.sites import Sites, update
 from ..guide import AutoSparseGP
-from ..numerics.linalg import NumericalWarning, over_upper, plus_one, row_squares, side_by_side, variance_floor
+from ..numerics.linalg import (
+    NumericalWarning,
+    over_lower,
+    over_upper,
+    plus_one,
+    row_squares,
+    side_by_side,
+    solve_lower,
+    variance_floor,
+)
 from ..numerics.tilted import log_normaliser, tilted
 from ..process import GaussianProcess
 from ..program.facts import NONE
 from ..program.reader import Terms
 from ..warned import warn_once
-from .cavities import cavity_of, is_valid, turned
 
 _SLOWEST = 1 / 64
+_WIDEST = 4.0  # a cavity's variance, over the prior's
 _NEAR = 1.0  # standard deviations by which sites near their fixed point move at most
 _NEAR_IF_EXACT = 0.05  # the same where one sweep ends there
 
@@ -45,6 +54,72 @@ class Progress:
     pace: float = 1.0  # a share of the damping, which falls where updates go astray
     start: Any = None  # the precisions and pulls of the sites from which the last sweep started
     seen: int = 0  # data that came since the running sums were made anew
+
+
+@dataclass
+class Cavity:
+    """Marginals of φᵀw under the cavities, (..., B), and what they are made of."""
+
+    mean: Tensor
+    variance: Tensor
+    log_ratio: Tensor  # G(cavity) − G(q)
+    valid: Tensor  # whether the variance is positive
+    loc: Tensor  # the cavities' means of w, (..., B, M)
+    cov: Tensor  # their covariances of w and φᵀw, (..., B, M)
+    marginal: tuple[Tensor, Tensor]  # q's mean and variance
+
+
+def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: Tensor, factor: Tensor) -> Cavity:
+    """Marginals of φᵀw under q(w) without one site each, exp(−½ν(φ̂ᵀw)² + bφ̂ᵀw) with rows φ̂.
+
+    With S = P⁻¹ and e = 1 − νφ̂ᵀSφ̂, V⁻ = S + νSφ̂φ̂ᵀS/e, μ⁻ = V⁻(Pm − bφ̂) and G(cavity) − G(q) =
+    ½(−log e + (ν(φ̂ᵀm)² − 2bφ̂ᵀm + b²φ̂ᵀSφ̂)/e).
+
+    :param precision: ν, ``(..., N)``; under a power α, αν.
+    :param linear: b, ``(..., N)``, likewise.
+    :param loc: m, ``(..., M)``.
+    :param factor: the lower Cholesky factor of P.
+    """
+    # Eq. 14 and 15 in w, where υ is φ̂ and Σ is S.
+    solved = over_lower(over_upper(rows, factor), factor)  # Sφ̂
+    spread, centre = (solved * rows).sum(-1), (rows @ loc[..., None])[..., 0]
+    left = 1 - precision * spread
+    valid = is_valid(left, spread, rows)
+    left = torch.where(valid, left, 1.0)
+    cov = over_lower(over_upper(phi, factor), factor)
+    across, spread_here, centre_here = (solved * phi).sum(-1), (cov * phi).sum(-1), (phi @ loc[..., None])[..., 0]
+    # μ⁻ = m + (ν(φ̂ᵀm − bφ̂ᵀSφ̂)/e − b)Sφ̂
+    shift = precision * (centre - linear * spread) / left - linear
+    # Eq. 29
+    quadratic = precision * centre.square() - 2 * linear * centre + linear.square() * spread
+    return Cavity(
+        mean=centre_here + shift * across,
+        variance=spread_here + precision * across.square() / left,
+        log_ratio=0.5 * (quadratic / left - left.log()),
+        valid=valid,
+        loc=loc[..., None, :] + shift[..., None] * solved,
+        cov=cov + (precision * across / left)[..., None] * solved,
+        marginal=(centre_here, spread_here),
+    )
+
+
+def is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
+    """Whether cavities, of variance φ̂ᵀSφ̂/e, have one that is positive and not far above the prior's."""
+    # It exceeds the prior's only by negative sites of other data; without bounds it goes to infinity.
+    rounding = 1000 * torch.finfo(left.dtype).eps
+    return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
+
+
+def turned(anchor: Tensor, loc: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """T = L⁻¹L₀ of an L that moves from L₀, with w = Tw₀ for the same u, where q(w₀) is held; and 0, with the gradient
+    by T of E_q log p(u).
+    """
+    turn = solve_lower(anchor, anchor.detach())
+    # E log N(u | 0, TTᵀ) is log|T| − ½(|Tm|² + tr TSTᵀ) + a constant: eq. 6's terms of the prior.
+    inverse = solve_lower(factor, torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device))
+    squares = (turn @ loc[..., None]).square().sum((-2, -1)) + (turn @ inverse.mT).square().sum((-2, -1))
+    value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares
+    return turn, value - value.detach()
 
 
 class SiteRun:
@@ -156,7 +231,7 @@ class SiteRun:
         """q's mean, the factor of its precision and its log normaliser."""
         gram, pull = self._sums(self.sites)
         self.factor, info = torch.linalg.cholesky_ex(plus_one(gram))
-        if self._any(info):
+        if self.method.workers.largest(info.any().float()):  # of any process
             # Without the negative sites q exists: test_negative_precisions_that_outweigh_the_rest_are_cut.
             self.progress.cut += 1
             warn_once(
@@ -187,10 +262,6 @@ class SiteRun:
         module = self.module
         sums = module.sums(module.features_of(module.rows), module.precision, module.linear)
         module.gram, module.pull = self.method.workers.sum(*sums)
-
-    def _any(self, flag: Tensor) -> bool:
-        """Whether a flag is true in any process."""
-        return bool(self.method.workers.largest(flag.any().float()))
 
     # Refined sites.
 
@@ -258,7 +329,7 @@ class SiteRun:
             factor, info = torch.linalg.cholesky_ex(plus_one(self._sums(found)[0]))
             spread = row_squares(over_upper(found.inputs, factor))
             valid = is_valid(1 - self.method.power * found.precision * spread, spread, found.inputs).all()
-            if not self._any((info != 0).any() | ~valid):
+            if not self.method.workers.largest(((info != 0).any() | ~valid).float()):
                 break
         return found
 
@@ -326,21 +397,15 @@ def _rows(
             "value stand in its row of that plate alone: a site needs all of them at once. Sample the process at the "
             "inputs of those rows, or give all data in each step."
         )
-    rows: Any = indices
-    if indices is not None:
-        why = (
-            f"indices must be {size} distinct row numbers from 0 to {full - 1}, as many as the data given, got "
-            f"{indices.dtype} of shape {tuple(indices.shape)}"
-        )
-    else:
-        rows = trace.nodes[plate]["value"] if plate in trace.nodes else torch.empty(0)
-        why = (
-            f"plate {plate!r} holds {size} of {full} rows and does not say which: expectation propagation "
-            "keeps a site for each datum. Give their numbers, ep.step(..., indices=rows), or write "
-            "plate = pyro.plate('data', N, subsample_size=B) and index the data by plate.indices."
-        )
-    # Of a plate with subsample=x the value is x.
+    # Of a plate with subsample_size= the value is the rows' numbers, of one with subsample=x it is x.
+    drawn: Any = trace.nodes[plate]["value"] if plate in trace.nodes else torch.empty(0)
+    rows = drawn if indices is None else indices
     are_numbers = rows.shape == (size,) and not rows.is_floating_point() and rows.dtype != torch.bool
     if not are_numbers or len(rows.unique()) < size or not ((rows >= 0) & (rows < full)).all():
-        raise ValueError(why)
+        raise ValueError(
+            f"plate {plate!r} holds {size} of {full} rows, and expectation propagation keeps a site for each datum: "
+            f"indices must be {size} distinct row numbers from 0 to {full - 1}, ep.step(..., indices=rows), got "
+            f"{rows.dtype} of shape {tuple(rows.shape)}; or write plate = pyro.plate('data', N, subsample_size=B) and "
+            "index the data by plate.indices."
+        )
     return rows.to(process.x.device), full
