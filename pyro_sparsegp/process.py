@@ -14,7 +14,7 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import constraints
 
-from .kernels.algebra import Kernel, as_kernel
+from .kernels.algebra import Foreign, as_kernel
 from .kernels.base import hyperparameters
 from .numerics.functions import broadcast_shapes
 from .numerics.linalg import cholesky, solve_lower, times
@@ -166,12 +166,23 @@ class GaussianProcess(TorchDistribution):
         factor = cholesky(kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
         white = solve_lower(factor, (f - (self.mean_at(x) if mean is None else mean))[..., None])
 
-        def conditional_mean(inputs: Tensor) -> Tensor:
-            phi = solve_lower(factor, kernel(x, inputs))
-            return self.mean_at(inputs) + (phi.mT @ white)[..., 0]
+        def known(inputs: Tensor) -> Tensor:
+            return solve_lower(factor, kernel(x, inputs))
 
-        conditioned = GaussianProcess(_Conditioned(kernel, x, factor), self.x, conditional_mean, self.jitter)
-        return conditioned.expand(broadcast_shapes(self.batch_shape, conditioned.batch_shape, f.shape[:-1]))
+        def conditional_mean(inputs: Tensor) -> Tensor:
+            return self.mean_at(inputs) + (known(inputs).mT @ white)[..., 0]
+
+        def covariance(left: Tensor, right: Optional[Tensor] = None) -> Tensor:
+            phi = known(left)
+            return kernel(left, right) - phi.mT @ (phi if right is None else known(right))
+
+        def variance(inputs: Tensor) -> Tensor:
+            # 0 at the known inputs, but for rounding of either sign.
+            return (kernel.diag(inputs) - known(inputs).square().sum(-2)).clamp(min=0)
+
+        left = Foreign(covariance, variance, kernel)
+        conditioned = GaussianProcess(left, self.x, conditional_mean, self.jitter)
+        return conditioned.expand(broadcast_shapes(self.batch_shape, white.shape[:-2]))
 
     def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
         """Independent copies with the given batch shape."""
@@ -206,30 +217,6 @@ class GaussianProcess(TorchDistribution):
         return f"GaussianProcess({self.kernel!r}, x: {tuple(self.x.shape)}, batch_shape: {tuple(self.batch_shape)})"
 
 
-class _Conditioned(Kernel):
-    """The kernel of a process given its values at x."""
-
-    def __init__(self, kernel: Any, x: Tensor, factor: Tensor) -> None:
-        self.kernel, self.x, self.factor = kernel, x, factor
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.factor.shape[:-2]
-
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        left = solve_lower(self.factor, self.kernel(self.x, x))
-        right = left if z is None else solve_lower(self.factor, self.kernel(self.x, z))
-        return self.kernel(x, z) - left.mT @ right
-
-    def diag(self, x: Tensor) -> Tensor:
-        left = solve_lower(self.factor, self.kernel(self.x, x))
-        # 0 at the known inputs, but for rounding of either sign.
-        return (self.kernel.diag(x) - left.square().sum(-2)).clamp(min=0)
-
-    def __repr__(self) -> str:
-        return f"{self.kernel!r} given {self.x.shape[-2]} values"
-
-
 def _require_inputs(x: Any) -> None:
     """Raise if the inputs of a process are no matrix of floating point numbers."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -238,14 +225,11 @@ def _require_inputs(x: Any) -> None:
             f"GaussianProcess's x must be a floating point tensor (N, D), got {kind}; make it one with "
             "torch.as_tensor(x).double()"
         )
-    shape = tuple(x.shape)
-    faults = {
-        f"must have shape (N, D), got {shape}; for one column write x[:, None].": x.dim() < 2,
-        f"must have at least one row and one column, got {shape}": 0 in shape[-2:],
-    }
-    for why, wrong in faults.items():
-        if wrong:
-            raise ValueError(f"GaussianProcess's x {why}")
+    if x.dim() < 2 or not x.shape[-1] or not x.shape[-2]:
+        raise ValueError(
+            f"GaussianProcess's x must have shape (N, D), got {tuple(x.shape)}: at least one row and one column; one "
+            "column of N rows is x[:, None]."
+        )
 
 
 def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -> None:

@@ -10,7 +10,7 @@ The only place with the marginal formula: with a basis f = μ + φᵀw + r, r �
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Optional
 
 import pyro.distributions as dist
@@ -39,18 +39,6 @@ from ..process import GaussianProcess
 from .components import Components
 
 
-class kept(property):
-    """A property that is found once, for a posterior and its copies in traces, which share what is kept."""
-
-    def __get__(self, posterior: Any, owner: Any = None) -> Any:
-        if posterior is None:
-            return self
-        name, found = self.fget.__name__, posterior._cache  # type: ignore[union-attr]
-        if name not in found:
-            found[name] = self.fget(posterior)  # type: ignore[misc]
-        return found[name]
-
-
 class SparsePosterior(TorchDistribution):
     """The posterior of a Gaussian process under a finite basis and a Gaussian over its coefficients.
 
@@ -70,6 +58,7 @@ class SparsePosterior(TorchDistribution):
     arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
     support = constraints.real_vector
+    _draw: tuple[Any, Any] = (None, None)  # the last one, and its coefficients
 
     def __init__(
         self,
@@ -82,19 +71,24 @@ class SparsePosterior(TorchDistribution):
     ) -> None:
         self.process, self.basis, self.coefficients, self.name = process, basis, coefficients, name
         self.sites = sites
-        self._cache: dict[str, Any] = {} if features is None else {"features": features}
+        if features is not None:
+            self.features = features
         batch_shape = broadcast_shapes(process.batch_shape, coefficients.batch_shape)
         super().__init__(batch_shape, process.event_shape, validate_args=False)
 
-    @kept
+    @cached_property
     def features(self) -> list[Tensor]:
         """Φ at the inputs, a block ``(..., N, M_b)`` for each block of coefficients."""
         return self.basis(self.process.x)
 
-    @kept
+    @property
+    def _known_features(self) -> Optional[list[Tensor]]:
+        return vars(self).get("features")
+
+    @cached_property
     def _moments(self) -> tuple[Tensor, ...]:
         """Φm, diag(Φ(S − I)Φᵀ) and the kernel's diagonal, ``(..., N)`` each."""
-        x, known = self.process.x, self._cache.get("features")
+        x, known = self.process.x, self._known_features
         at = partial(self.basis.marginals, coefficients=self.coefficients, known=known)
         # Without a graph the features of many rows are never in memory at once. A diagonal that depends on the rows
         # is that in the company of all of them.
@@ -102,12 +96,12 @@ class SparsePosterior(TorchDistribution):
         found = at(x) if whole else by_rows(at, x)
         return tuple([part.expand(self._batch_shape + self._event_shape) for part in found])
 
-    @kept
+    @cached_property
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
         return self.process.mean_at(self.process.x) + self._moments[0]
 
-    @kept
+    @cached_property
     def variance(self) -> Tensor:
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error; given coefficients it may be 0."""
         _, change, prior = self._moments
@@ -135,7 +129,7 @@ class SparsePosterior(TorchDistribution):
         """Independent normals with this posterior's mean and variance, batch shape ``(..., N)``."""
         return dist.Normal(self.mean, self.stddev, validate_args=False)
 
-    @kept
+    @cached_property
     @torch.no_grad()
     def mathematical_variance(self) -> Tensor:
         """The variance, ``(..., N)``, that the exact posterior given the same Gaussian sites would have.
@@ -167,21 +161,15 @@ class SparsePosterior(TorchDistribution):
         """
         return (self.variance - self.mathematical_variance).detach()
 
-    @kept
+    @cached_property
     def kl(self) -> Tensor:
         """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
         return self.coefficients.kl().expand(self._batch_shape)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> SparsePosterior:
         """Independent copies with the given batch shape."""
-        return type(self)(
-            self.process.expand(batch_shape),
-            self.basis,
-            self.coefficients,
-            self.name,
-            self.sites,
-            self._cache.get("features"),
-        )
+        process, known = self.process.expand(batch_shape), self._known_features
+        return type(self)(process, self.basis, self.coefficients, self.name, self.sites, known)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Joint draws of the values, ``(*sample_shape, ..., N)``, in O(N³); their coefficients are kept."""
@@ -191,7 +179,7 @@ class SparsePosterior(TorchDistribution):
         noise = torch.randn(shape + self._event_shape, dtype=value.dtype, device=value.device)
         # f = μ + Φw + Rε with RRᵀ = ρ
         value = value + times(self.residual_tril, noise)
-        self._cache["draw"] = value, w
+        self._draw = value, w
         return value
 
     def given(self, w: Sequence[Tensor]) -> SparsePosterior:
@@ -199,10 +187,9 @@ class SparsePosterior(TorchDistribution):
 
         :param w: a block ``(..., M_b)`` for each block of coefficients.
         """
-        known = self._cache.get("features")
-        return SparsePosterior(self.process, self.basis, Given(w), self.name, self.sites, known)
+        return SparsePosterior(self.process, self.basis, Given(w), self.name, self.sites, self._known_features)
 
-    @kept
+    @cached_property
     def residual_tril(self) -> Tensor:
         """Cholesky factor of ρ, the residual's covariance at the inputs, ``(..., N, N)``."""
         prior, what = self.process.kernel(self.process.x), f"the residual covariance of site {self.name!r}"
@@ -218,7 +205,7 @@ class SparsePosterior(TorchDistribution):
 
         :raises ValueError: for any other value, whose coefficients are not known.
         """
-        drawn, w = self._cache.get("draw", (None, None))
+        drawn, w = self._draw
         if drawn is not value:
             raise ValueError(
                 f"log_prob of the sparse posterior of site {self.name!r} is log q(w) − log p(w) at the coefficients w "
@@ -227,7 +214,7 @@ class SparsePosterior(TorchDistribution):
         centred = value - self.process.mean_at(self.process.x)
         return self.coefficients.log_ratio(w, centred).expand(value.shape[:-1])
 
-    @kept
+    @cached_property
     def components(self) -> Components:
         """The posterior of each summand of the kernel, in the order of ``kernel.terms``, without the mean μ."""
         return Components(self)
