@@ -54,10 +54,7 @@ class Actions(ABC):
 
 
 class BlockActions(Actions):
-    """Each row of S has one number other than zero (eq. 14): S = ΛT, with T's numbers free.
-
-    :param values: T's numbers, ``(..., N)``, in the order of the blocks, of which the larger ones come first.
-    """
+    """Each row of S has one number other than zero (eq. 14): S = ΛT, with T's numbers free, block after block."""
 
     def __init__(self, sites: Sites, values: Tensor, order: Tensor, sizes: Sequence[int]) -> None:
         self.order, self.sizes = order, list(sizes)
@@ -220,16 +217,13 @@ class Policy(AbstractModule):
 
 
 class BlockPolicy(Policy):
-    """Learned block-sparse actions, CaGP-Opt (eq. 14): one number a datum.
-
-    Blocks are of neighbours (:func:`local_blocks`) and start as averages of their data, weighted by precision. Later
-    calls have as many rows as the first, in the same order.
-    """
+    """Learned block-sparse actions, CaGP-Opt (eq. 14): one number for each datum of the first call."""
 
     def __init__(self, inputs: Tensor, num: int, batch_shape: Sequence[int]) -> None:
         super().__init__(num)
         self.rows = inputs.shape[-2]
         self.register_buffer("order", local_blocks(inputs, num))
+        # T = 1, so S = Λ: an action starts as the average of its block's data, weighted by precision
         self.values: Any = PyroParam(inputs.new_ones(*batch_shape, self.rows))
 
     def actions(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
@@ -237,12 +231,10 @@ class BlockPolicy(Policy):
 
 
 class KrylovPolicy(Policy):
-    """Residual actions, those of conjugate gradients (CaGP-CG; algorithm S1, section S3.1).
+    """Residual actions, those of conjugate gradients (CaGP-CG; algorithm S1, section S3.1)."""
 
-    Lanczos with full reorthogonalisation on I + Λ^½KΛ^½ from Λ^½(z − μ): the span of the residuals, which for
-    equal λ is that of conjugate gradients on K̂. It stops once the residual is below ``tolerance`` times the
-    first; one number in eight iterations is read back from the device for that.
-    """
+    # Lanczos with full reorthogonalisation on I + Λ^½KΛ^½ from Λ^½(z − μ): the span of the residuals, which for equal λ
+    # is that of conjugate gradients on K̂.
 
     def __init__(self, num: int, tolerance: float) -> None:
         super().__init__(num)
@@ -275,17 +267,14 @@ class KrylovPolicy(Policy):
             beta = product.norm(dim=-1, keepdim=True)
             residual = -beta * zeta
             live = live & (residual.abs() > self.tolerance * first)
-            if j % _LOOK == _LOOK - 1 and not live.any():
+            if j % _LOOK == _LOOK - 1 and not live.any():  # a device waits for this look
                 break
             q = product / beta.clamp(min=tiny)
         return chosen
 
 
 class EigenPolicy(Policy):
-    """The top eigenvectors of Λ^½KΛ^½, the actions of least posterior entropy (lemma S5).
-
-    Exact up to 3,000 rows; above, six passes of subspace iteration, which are nearly so for decaying spectra.
-    """
+    """The top eigenvectors of Λ^½KΛ^½, the actions of least posterior entropy (lemma S5)."""
 
     def directions(self, kernel: Any, sites: Sites) -> Tensor:
         multiply = _whitened(kernel, sites)
@@ -298,7 +287,7 @@ class EigenPolicy(Policy):
         generator = torch.Generator().manual_seed(0)
         wide = min(num + 8, rows)
         basis = torch.randn(rows, wide, generator=generator).to(sites.inputs)
-        # Q ← qr(AQ): each pass favours an eigenvector by its eigenvalue
+        # Q ← qr(AQ): each pass favours an eigenvector by its eigenvalue; of a decaying spectrum six are nearly exact
         for _ in range(6):
             basis = torch.linalg.qr(multiply(basis))[0]
         image = multiply(basis)
@@ -371,11 +360,7 @@ def _sizes(rows: int, num: int) -> list[int]:
 
 
 def local_blocks(x: Tensor, num: int) -> Tensor:
-    """An order of the rows of x, ``(N, D)``, whose ``num`` consecutive blocks hold neighbours.
-
-    The rows are halved along the column of the widest spread, and so on, as in a k-d tree: blocks for 2·num are
-    halves of those for num where the sizes allow.
-    """
+    """An order of the rows of x, ``(N, D)``, whose ``num`` consecutive blocks hold neighbours, as in a k-d tree."""
     x = x.detach()
     scaled = (x - x.mean(0)) / x.std(0, correction=0).clamp(min=torch.finfo(x.dtype).eps)
     return _halved(scaled.cpu(), torch.arange(len(x)), _sizes(len(x), num)).to(x.device)

@@ -29,15 +29,11 @@ _FLOOR = 1e-8  # of κ, in nats: where a = 0 the coefficient of the mean has no 
 
 
 class DecoupledFeatures(CrossFeatures):
-    """φ of Z, and ψ(x) = c(x, O)a/√κ with c = k − φφᵀ and κ = aᵀC_OO a: the direction of one further coefficient.
+    """φ of Z, and ψ(x) = c(x, O)a/√κ with c = k − φφᵀ and κ = aᵀC_OO a: the direction of one further coefficient."""
 
-    With t = aᵀf⊥(O)/√κ, N(0, 1) under the prior, the posterior N(√κ, 1) of t moves f by c(x, O)a, changes no variance
-    and costs κ/2 nats. Neither K_OO nor C_OO is factorised: c(x, O)a = k(x, O)a − φ(x)ᵀL⁻¹(k(Z, O)a) and
-    κ = aᵀK_OO a − ‖L⁻¹k(Z, O)a‖² are products, linear in the number M₂ of points O where only some columns of K_OO are
-    taken.
-
-    :param inducing: the features of Z; ``means`` is O, ``weights`` a, ``(..., M₂)``.
-    """
+    # With t = aᵀf⊥(O)/√κ, N(0, 1) under the prior, the posterior N(√κ, 1) of t moves f by c(x, O)a, changes no variance
+    # and costs κ/2 nats (Salimbeni et al., 2018). Neither K_OO nor C_OO is factorised: all is products, linear in the
+    # number M₂ of points O where only some columns of K_OO are taken.
 
     def __init__(self, inducing: InducingFeatures, means: Variables, weights: Tensor, num_columns: int) -> None:
         super().__init__(inducing.kernel, (*inducing.sizes, 1))
@@ -101,12 +97,9 @@ class DecoupledFeatures(CrossFeatures):
 
 
 class ConditionalFeatures(CrossFeatures):
-    """φ(x) of w, and R⁻¹Bᵀc(X, x) of s = Bᵀr(X), with RRᵀ = BᵀC_XX B: all that the posterior's density depends on.
+    """φ(x) of w, and R⁻¹Bᵀc(X, x) of s = Bᵀr(X), with RRᵀ = BᵀC_XX B: all that the posterior's density depends on."""
 
-    r is the residual, with covariance c = k − φφᵀ, independent of w under the prior. N²M operations for R.
-
-    :param inducing: the features of w; ``inputs`` are X, ``weights`` B, ``(..., N, M)``, and ``phi`` is Φ at X.
-    """
+    # r is the residual, of covariance c = k − φφᵀ, independent of w under the prior; ``inputs`` are X, ``weights`` B.
 
     def __init__(self, inducing: InducingFeatures, inputs: Tensor, weights: Tensor, phi: Tensor, name: str) -> None:
         num = phi.shape[-1]
@@ -123,12 +116,10 @@ class ConditionalFeatures(CrossFeatures):
         self.known = self._both(phi, across)
 
     def _across(self, x: Tensor, phi: Tensor) -> Tensor:
-        # c(x, X)B, (..., n, M).
-
-        def product(rows: slice) -> Tensor:
-            return self.cross(x[..., rows, :], self.inputs) @ self.weights
-
-        return in_pieces(product, x.shape[-2], self.inputs.shape[-2], x, -2) - phi @ self.gram
+        # c(x, X)B = k(x, X)B − φ(x)ᵀΦᵀB, (..., n, M); N²M operations at X
+        z = self.inputs
+        direct = in_pieces(lambda r: self.cross(x[..., r, :], z) @ self.weights, x.shape[-2], z.shape[-2], x, -2)
+        return direct - phi @ self.gram
 
     def _both(self, phi: Tensor, across: Tensor) -> list[Tensor]:
         # c(x, X)B R⁻ᵀ
@@ -141,10 +132,7 @@ class ConditionalFeatures(CrossFeatures):
 
 
 class AdditiveFeatures(Features):
-    """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c.
-
-    :param groups: numbers of summands, and their features: of one under k_c, or of several stacked ones.
-    """
+    """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c, in groups: numbers of summands, and the features of one or of several stacked."""
 
     def __init__(self, kernel: Any, bases: Sequence[Any], groups: Sequence[tuple[Sequence[int], Any]]) -> None:
         super().__init__(kernel, tuple(size for basis in bases for size in basis.sizes))

@@ -25,12 +25,9 @@ _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, and 
 
 
 class ExplicitFeatures(Basis):
-    """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise.
+    """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise."""
 
-    :param rows: inputs ``(K, D)``; f's values there keep their meaning while features move. ``None`` for none.
-    """
-
-    rows: Optional[Tensor]
+    rows: Optional[Tensor]  # inputs (K, D); f's values there keep their meaning while features move
 
     def __init__(self, size: int, rows: Optional[Tensor] = None) -> None:
         super().__init__()
@@ -64,10 +61,7 @@ class KernelFeatures(Features):
         self._known: Any = None  # the last inputs, and what explicit gave there
 
     def explicit(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Φ and the kernel's diagonal at x; kept for the next call at the same x.
-
-        :raises ValueError: if the kernel's features are not what they were when the guide was initialised.
-        """
+        """Φ and the kernel's diagonal at x; kept for the next call at the same x."""
         if self._known is None or self._known[0] is not x:
             self._known = x, self._explicit(self.kernel, x)
         return self._known[1]
@@ -99,16 +93,12 @@ class KernelFeatures(Features):
         return self.rows is not None and self._explicit(self.kernel, self.rows[..., :1, :])[0].requires_grad
 
     def gram(self, sites: Sites, absorb: bool = False) -> tuple[Tensor, Tensor]:
-        """ΦᵀΛΦ, ``(..., R, R)``, and Φᵀλ(z − μ), ``(..., R)``, of sites.
-
-        :param absorb: take the residual as further noise of the sites, 1/λ + k(x, x) − ‖φ‖² (Zhu, Yuchi
-            and Xie, 2025, eq. 12).
-        """
+        """ΦᵀΛΦ, ``(..., R, R)``, and Φᵀλ(z − μ), ``(..., R)``, of sites, which may ``absorb`` the residual as noise."""
 
         def sums(found: tuple[Tensor, Tensor], precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
             phi, diagonal = found
             if absorb:
-                # 1/(1/λ + c) = λ/(1 + λc) with c = k(x, x) − ‖φ‖² (eq. 12)
+                # 1/(1/λ + c) = λ/(1 + λc) with c = k(x, x) − ‖φ‖² (Zhu, Yuchi and Xie, 2025, eq. 12)
                 residual = (diagonal - row_squares(phi)).clamp(min=0)
                 shrunk = 1 / (1 + precision * residual)
                 precision, linear = precision * shrunk, linear * shrunk

@@ -78,28 +78,20 @@ class InducingFeatures(CrossFeatures):
 
 
 class InducingPoints(Basis):
-    """A basis of one or several sets of inducing variables: values of f, of its source, or a user's own.
-
-    :param sets: inducing inputs, ``(M_b, D)`` each, or ``(M_b, d)`` in the ``columns`` that the kernel reads, or in the
-        domain of the kernel's ``source``; or :class:`InducingVariables`.
-    :param width: D.
-    :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
-    :param codes: columns, of D, in which trainable inputs stay as they are: they name something.
-    :param units: of the D columns, in which inputs are held; ``None`` is 1. An optimiser moves a parameter by some
-        rate a step, whatever the range of x.
-    :param jitter: relative jitter of K_uu where the process has none of its own; ``None`` is that of the dtype, 1e-8 in
-        float64 and 1e-6 in float32. It stays when the dtype changes, since it is part of what w means: L depends on it.
-    """
+    """A basis of one or several sets of inducing variables: values of f, of its source, or a user's own."""
 
     def __init__(
         self,
-        sets: Sequence[Union[Tensor, InducingVariables]],
+        sets: Sequence[Union[Tensor, InducingVariables]],  # inputs are (M_b, D), or as the next arguments tell
         trainable: bool = True,
-        columns: Optional[list[int]] = None,
-        width: Optional[int] = None,
-        of_source: Optional[list[bool]] = None,
+        columns: Optional[list[int]] = None,  # of D, those that the kernel reads, where inputs have no others
+        width: Optional[int] = None,  # D
+        of_source: Optional[list[bool]] = None,  # for each set, whether its inputs are those of the kernel's source
+        # Relative, of K_uu, where the process has none of its own. It stays when the dtype changes, since it is part of
+        # what w means: L depends on it.
         jitter: Optional[float] = None,
-        codes: Collection[int] = (),
+        codes: Collection[int] = (),  # columns, of D, in which trainable inputs stay as they are: they name something
+        # Of the D columns: an optimiser moves a parameter by some rate a step, whatever the range of x.
         units: Optional[list[float]] = None,
     ) -> None:
         super().__init__()
@@ -169,9 +161,8 @@ class InducingPoints(Basis):
 
     @torch.no_grad()
     def ordered(self, kernel: Any) -> InducingPoints:
-        """This basis with the inputs of each set in the order :func:`coarse_to_fine`: natural steps keep what q says
-        about Lw where L moves.
-        """
+        """This basis with the inputs of each set in the order :func:`coarse_to_fine`."""
+        # natural steps keep what q says about Lw where L moves
         for i, part in enumerate(self.variables()):
             if isinstance(part, Values):
                 kept = getattr(self, f"inputs_{i}")

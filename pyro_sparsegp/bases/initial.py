@@ -18,14 +18,10 @@ Initialiser = Callable[[Any, Tensor, int], Tensor]
 
 @torch.no_grad()
 def pivots(kernel: Any, x: Tensor, num: int, at_random: bool = False) -> Tensor:
-    """``num`` rows of x, ``(N, D)``, each where the variance given the earlier ones is largest, or drawn by it.
-
-    A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk, 2020,
-    section 7), or a randomly pivoted one (Chen, Epperly, Tropp and Webber, 2025), in O(N·num²) on at most
-    max(4096, 4·num) random rows. Where points are too few for the data, the largest variances are those of rows far
-    from all others; draws follow the density of the rows as well. Once the variance is used up, and beyond 2048
-    points, the rest are random rows.
-    """
+    """``num`` rows of x, ``(N, D)``, each where the variance given the earlier ones is largest, or drawn by it."""
+    # A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk, 2020,
+    # section 7), or a randomly pivoted one (Chen, Epperly, Tropp and Webber, 2025), in O(N·num²). Where points are too
+    # few for the data, the largest variances are those of rows far from all others; draws follow their density, too.
     x = x[torch.randperm(x.shape[0], device=x.device)]
     rest = max(num - _PIVOTS, 0)  # rows that the choice does not see: none is taken twice
     few = num - rest
@@ -44,6 +40,7 @@ def pivots(kernel: Any, x: Tensor, num: int, at_random: bool = False) -> Tensor:
         rows[m] = unexplained[0] / remaining[i].sqrt()
         chosen = torch.cat([chosen, i])
         remaining = (remaining - rows[m].square()).clamp(min=0).index_fill(0, chosen, 0.0)
+    # once the variance is used up, and beyond so many points, the rest are random rows
     others = noise.index_fill(0, chosen, -1.0).topk(few - len(chosen)).indices
     return torch.cat([some[chosen], some[others], x[:rest]])
 
@@ -77,13 +74,7 @@ def _flat_mean(value: Tensor, event_dim: int) -> Tensor:
 
 @torch.no_grad()
 def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
-    """At most ``num`` points of a regular grid over the range of the one or two columns that the kernel reads.
-
-    A column with few distinct values has these as its axis, and leaves more points to the other axis of a pair. In
-    columns that the kernel does not read, the points have the values of x's first row.
-
-    :raises ValueError: for a kernel that reads more columns.
-    """
+    """At most ``num`` points of a regular grid over the range of the one or two columns that the kernel reads."""
     read = kernel.columns
     columns = range(x.shape[-1]) if read is None else read
     if len(columns) not in (1, 2):
@@ -91,6 +82,7 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
             f'init="grid" is for kernels of one or two columns, {kernel!r} reads {len(columns)}: give the inputs, or '
             'take "pivots" or "kmeans".'
         )
+    # A column with few distinct values has these as its axis, and leaves more points to the other axis of a pair.
     distinct = sorted(((column, x[:, column].unique()) for column in columns), key=lambda pair: len(pair[1]))
     axes: dict[int, Tensor] = {}
     for i, (column, values) in enumerate(distinct):
@@ -99,19 +91,16 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
         axes[column] = values if len(values) <= size else values[0] + (values[-1] - values[0]) * regular
         num //= len(axes[column])
     grid = torch.cartesian_prod(*[axes[column] for column in columns]).reshape(-1, len(columns))
-    full = x[:1].repeat(len(grid), 1)
+    full = x[:1].repeat(len(grid), 1)  # the kernel does not read what stands in other columns
     full[:, list(columns)] = grid
     return full
 
 
 @torch.no_grad()
 def coarse_to_fine(covariance: Tensor) -> Tensor:
-    """An order of inducing variables, ``(M,)``: each the farthest from those before it, d² = Var[uᵢ − uⱼ].
-
-    The factor L of K_uu, ``(..., M, M)``, then has its small pivots at its end, and below them nothing that is larger.
-    In the order of a line they stand among the first, of neighbours, and values far off are sums of what is magnified
-    there. In O(M²).
-    """
+    """An order of inducing variables, ``(M,)``: each the farthest from those before it, d² = Var[uᵢ − uⱼ]."""
+    # The factor L of K_uu then has its small pivots at its end, and below them nothing that is larger. In the order of
+    # a line they stand among the first, of neighbours, and values far off are sums of what is magnified there.
     k = _flat_mean(covariance, 2)
     size = k.diagonal()
     far = (size[:, None] + size - 2 * k).nan_to_num()
@@ -141,10 +130,8 @@ def choose_inputs(
     name: str,
     columns: Optional[Sequence[int]] = None,
 ) -> Sequence[Tensor]:
-    """Sets of so many inducing inputs each, chosen together among x, ``(..., N, D)``.
-
-    :param columns: the ones that the kernel reads: a set has at most one point for each row that is distinct in them.
-    :raises ValueError: naming the site, if there are fewer distinct inputs than points, or shapes do not fit.
+    """Sets of so many inducing inputs each, chosen together among x, ``(..., N, D)``: of rows that are distinct in the
+    ``columns`` that the kernel reads.
     """
     rows = x.detach().flatten(0, -2)
     init = init or ("pivots" if rows.shape[0] > _MANY else "greedy")

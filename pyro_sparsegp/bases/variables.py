@@ -64,10 +64,7 @@ class InducingVariables(AbstractModule):
 
 
 class Values:
-    """u = f(Z).
-
-    :param z: Z, ``(M, D)``.
-    """
+    """u = f(Z), for inputs Z, ``(M, D)``."""
 
     def __init__(self, z: Tensor) -> None:
         self.z, self.size = z, z.shape[-2]
@@ -80,10 +77,7 @@ class Values:
 
 
 class SourceValues(Values):
-    """u = g(Z), where f(x) = Σ_p w_p g(x_p), such as the response to image patches.
-
-    :param z: Z, ``(M, d)``, inputs of g.
-    """
+    """u = g(Z), for inputs of g, ``(M, d)``, where f(x) = Σ_p w_p g(x_p), such as the response to image patches."""
 
     def covariance(self, kernel: Any) -> Tensor:
         return kernel.source(self.z)
@@ -106,10 +100,7 @@ def widened(kernel: Any, variables: list[Any]) -> list[Any]:
 
 
 def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:
-    """``value`` if it is ``(..., rows, M)``.
-
-    :raises ValueError: naming the class and method that gave it.
-    """
+    """``value`` if it is ``(..., rows, M)``; refused, with the class and method that gave it, if not."""
     if value.dim() < 2 or value.shape[-2:] != (rows, part.size):
         raise ValueError(
             f"{type(part).__name__}.{method} returned the shape {tuple(value.shape)}, expected (..., {rows}, "

@@ -48,12 +48,7 @@ class Kernel(CovarianceFunction):
 
 
 class Foreign(Kernel):
-    """Functions of tensors as a kernel, of something that is no kernel of this library's.
-
-    :param function: k(x, z), or k(x) where z is ``None``.
-    :param variance: its diagonal, a function of x.
-    :param of: what they are of; it may declare ``batch_shape``.
-    """
+    """Functions of tensors, k(x, z) and its diagonal, as a kernel ``of`` something that may declare a batch shape."""
 
     any_dtype = False
 
@@ -75,10 +70,7 @@ class Foreign(Kernel):
 
 
 def as_kernel(value: Any, name: str) -> Kernel:
-    """``value`` if it is a kernel; a callable with a method ``diag`` as one.
-
-    :raises ValueError: naming the argument, for anything else.
-    """
+    """``value`` if it is a kernel; a callable with a method ``diag`` as one; refused by name, if it is neither."""
     if isinstance(value, Kernel):
         return value
     if not callable(value) or not callable(getattr(value, "diag", None)):
@@ -90,10 +82,7 @@ def as_kernel(value: Any, name: str) -> Kernel:
 
 
 class Compound(Kernel):
-    """A kernel made of others, :attr:`parts`, by one rule for their matrices and diagonals and one for their features.
-
-    :param parts: the kernels, which are given the columns that :meth:`own_columns` takes.
-    """
+    """A kernel made of others, :attr:`parts`, by a rule for their matrices and diagonals and one for their features."""
 
     join: Any = staticmethod(torch.add)  # of two matrices or diagonals
 

@@ -23,14 +23,10 @@ _ROOT = math.sqrt(math.pi / 2)
 
 
 class _Profile(NamedTuple):
-    """A stationary kernel g of the scaled distance a ≥ 0, and g integrated once and twice from 0.
+    """A stationary kernel g of the scaled distance a ≥ 0, and g integrated once and twice from 0."""
 
-    :param root: a is this many times the distance in length scales.
-    :param value_and_slope: g − 1 and dg/ds, of s = a².
-    """
-
-    root: float
-    value_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
+    root: float  # a is this many times the distance in length scales
+    value_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]  # g − 1, near 0 without loss of digits, and dg/ds
     once: Callable[[Tensor], Tensor]
     twice: Callable[[Tensor], Tensor]
 
@@ -243,14 +239,12 @@ class Anova(Kernel):
 
 
 def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
-    """The intervals, by column, over which all functions of a kernel have mean zero along each column.
-
-    Empty for a constant; ``None`` where the kernel is no product of :class:`Anova` kernels on different columns.
-    """
+    """The intervals, by column, over which all functions of a kernel have mean zero along each column."""
     if isinstance(kernel, Anova):
         return {0: (kernel.low, kernel.high)}
     if not isinstance(kernel, (Scaled, Select, Product)):
         return {} if isinstance(kernel, Constant) else None
+    # None, too, for a product of two factors of one column: f₀g₀ has a mean
     found: dict[int, tuple[Scalar, Scalar]] = {}
     for inner in map(centred_on, kernel.parts):
         if inner is None or found.keys() & inner.keys():

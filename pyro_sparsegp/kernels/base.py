@@ -48,10 +48,7 @@ def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
 
 
 def require_one(x: Tensor, reads: str, selected: str) -> None:
-    """Refuse inputs of several columns for a kernel of one.
-
-    :param reads: what the kernel reads, for the error, and how one is ``selected``.
-    """
+    """Refuse inputs of several columns for what ``reads`` one, with how one is ``selected``."""
     if x.shape[-1] != 1:
         raise ValueError(f"{reads}, the inputs have {x.shape[-1]}: select one, {selected}")
 

@@ -274,13 +274,10 @@ class DeepBasis(FeatureKernel):
 
 
 class CodeKernel(FeatureKernel):
-    """A kernel of one column of codes 0, …, C − 1, which inducing inputs keep as they are.
+    """A kernel of one column of codes 0, …, C − 1, which inducing inputs keep as they are."""
 
-    :param codes: what they are, for errors; ``remedy`` is for data that have others.
-    """
-
-    codes: ClassVar[str]
-    remedy: ClassVar[str]
+    codes: ClassVar[str]  # what they are, for errors
+    remedy: ClassVar[str]  # for data that have others
     num_codes: int
 
     def indicators(self, x: Tensor) -> Tensor:

@@ -29,12 +29,7 @@ def structure(kernel: Any) -> Optional[tuple[Any, ...]]:
 
 
 def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
-    """C kernels of the same :func:`structure` as one, with their number as the last dimension of its batch.
-
-    It takes inputs ``(N, D)`` of all of them, or ``(C, N, D)``, each one's own.
-
-    :param like: a tensor of the dtype and device of numbers.
-    """
+    """C kernels of one :func:`structure` as one, of batch shape ``(..., C)``; it takes ``(N, D)``, or ``(C, N, D)``."""
     first = kernels[0]
     parts = [stacked(alike, like) for alike in zip(*(kernel.parts for kernel in kernels))]
     if isinstance(first, Select):

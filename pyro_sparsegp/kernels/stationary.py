@@ -53,15 +53,12 @@ def _clean(x: Tensor, z: Optional[Tensor]) -> Tensor:
 
 
 class ProfileOfDistance(Function):
-    """g(‖xₙ − zₘ‖²), ``(..., N, M)``, and dg/ds there; without z it is x, so the diagonal is s = 0.
-
-    The profile has ``value_and_slope(s)``, g(s) and dg/ds, as a :class:`Stationary` class has.
-    """
+    """g(s) and dg/ds of a profile's ``value_and_slope`` at s = ‖xₙ − zₘ‖², ``(..., N, M)``; without z it is x."""
 
     @staticmethod
     def forward(x: Tensor, z: Optional[Tensor], profile: Any) -> tuple[Tensor, Tensor]:
         s = squared_distance(x, x if z is None else z).clamp_(min=0)
-        if z is None:
+        if z is None:  # no rounding error stands between a row and itself
             s.diagonal(dim1=-2, dim2=-1).zero_()
         return profile.value_and_slope(s)
 

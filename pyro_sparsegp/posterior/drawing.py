@@ -15,12 +15,10 @@ OTHER_LATENTS = "for another posterior of a latent override get_posterior(name, 
 
 
 class Site(SparsePosterior):
-    """A posterior as the guide's answer at a site: joint draws.
+    """A posterior as the guide's answer at a site: joint draws."""
 
-    The draw's density is relative to the prior process, the model's is 1 in the guide's own pair of traces only:
-    anyone else, who sets it against the model's exact density, is refused.
-    """
-
+    # The draw's density is relative to the prior process, the model's is 1 in the guide's own pair of traces only:
+    # anyone else, who sets it against the model's exact density, is refused.
     in_pair = False
 
     def paired(self) -> Site:
@@ -30,10 +28,7 @@ class Site(SparsePosterior):
         return new
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """log dq/dp at a draw, in nats.
-
-        :raises ValueError: outside the guide's pair of traces.
-        """
+        """log dq/dp at a draw, in nats; refused outside the guide's pair of traces."""
         self._require_pair()
         return super().log_prob(value)
 
@@ -92,11 +87,9 @@ class FunctionSite(ExpectedSite):
 
 
 class GroupedSite(ExpectedSite):
-    """A site's posterior in training where densities couple function values within groups of inputs, such as the
-    patches of an image: draws that are joint within a group and independent between groups, log_prob = KL.
-    """
+    """A site's posterior in training where densities couple values within groups of inputs: draws that are, too."""
 
-    group = 1  # so many consecutive inputs
+    group = 1  # so many consecutive inputs, such as the patches of an image
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of each group's values, ``(*sample_shape, ..., N)``, in O(NG²) for groups of G."""
@@ -135,9 +128,6 @@ class NodeSite(ExpectedSite):
         return self.mean if self.node is None else self.mean + self.stddev * self.node
 
     def at_node(self, node: Optional[Tensor]) -> NodeSite:
-        """This site at a node.
-
-        :param node: standardised, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean.
-        """
+        """This site at a standardised node, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean."""
         self.node = node[..., None] if node is not None and node.dim() else node
         return self

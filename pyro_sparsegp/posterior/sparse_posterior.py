@@ -287,11 +287,7 @@ def _kl_sparse_posterior(q: SparsePosterior, p: GaussianProcess) -> Tensor:
 
 
 class _Sequential:
-    """f = μ + φᵀw + r with w fixed and r drawn given all values of r drawn before.
-
-    An input that was asked for before, or stands twice in x, has one value: a diagonal term, which is drawn anew at
-    every row, would otherwise give it several.
-    """
+    """f = μ + φᵀw + r with w fixed and r drawn given all values of r drawn before."""
 
     def __init__(self, posterior: Any, num: int, w: list[Tensor]) -> None:
         self.posterior, self.w = posterior, w
@@ -304,6 +300,8 @@ class _Sequential:
 
     def __call__(self, x: Tensor) -> Tensor:
         known, mean = self.x.shape[-2], self.posterior.process.at(x).mean
+        # An input that was asked for before, or stands twice in x, has one value: a diagonal term, which is drawn anew
+        # at every row, would otherwise give it several.
         first = _first_of_equal(torch.cat([self.x, x], -2))
         fresh = first[known:] == torch.arange(known, len(first), device=x.device)
         if fresh.any():
