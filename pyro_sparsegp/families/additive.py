@@ -126,7 +126,7 @@ class CoupledPrecision(AdditiveFamily):
     def new_coefficients(self) -> NewCoefficients:
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)
 
-    couples = can_step = True
+    can_step = True
 
     def in_natural_steps(self) -> NewCoefficients:
         return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.rate)

@@ -62,7 +62,8 @@ class Family(Documented, ABC):
         return self._rebuild(spec, like, name)
 
 
-_NOT_DECLARED = ("init", "trainable", "start", "rate", "updates", "tolerance", "batches")  # they change no shape
+# They change no shape; whether q is natural is told where it is.
+_NOT_DECLARED = ("init", "trainable", "start", "natural", "rate", "updates", "tolerance", "batches")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,9 +143,8 @@ class FreeFormFamily(BasisFamily):
         """The class or function that makes the posterior of w from block sizes, a batch shape and a tensor like it."""
 
     def declared(self) -> dict[str, Any]:
-        found = {key: value for key, value in super().declared().items() if key != "natural"}
         # States from before there was a choice have none.
-        return found | {"natural": True} if self.is_natural else found
+        return super().declared() | ({"natural": True} if self.is_natural else {})
 
     def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
         """As :meth:`Family.rebuild`; q is learned on as the saved one was, by natural gradients or others."""

@@ -177,8 +177,6 @@ class OrthogonallyDecoupled(OrthogonalInducing):
                 f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
             )
 
-    couples = False
-
     @property
     def can_step(self) -> bool:
         return self.num_columns is None

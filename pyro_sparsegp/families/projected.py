@@ -68,13 +68,13 @@ class ComputationAware(SiteFamily):
         return self._module(x, spec["batch_shape"])
 
     def _module(self, x: Tensor, batch_shape: Sequence[int]) -> ProjectedGP:
-        policy = _POLICIES.get(self.actions, _by_user)(self, x, batch_shape)  # type: ignore[arg-type]
+        policy: Policy
+        if callable(self.actions):
+            policy = UserPolicy(self.actions, self.num_actions)
+        else:
+            policy = _POLICIES[self.actions](self, x, batch_shape)
         how = self.rate, self.updates
         return ProjectedGP(policy, x, batch_shape, self.declared(), *how, batches=self.batches)
-
-
-def _by_user(family: ComputationAware, x: Tensor, batch_shape: Sequence[int]) -> Policy:
-    return UserPolicy(family.actions, family.num_actions)  # type: ignore[arg-type]
 
 
 _POLICIES: dict[str, Callable[[ComputationAware, Tensor, Sequence[int]], Policy]] = {

@@ -99,7 +99,7 @@ class AtRows(Seat):
         with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
             # a = m + (AᵀA + εI)⁻¹Aᵀ(A₀ − A)m, near T⁻¹m
             columns = loc[..., None].split([b.shape[-1] for _, b in pairs], -2)
-            moves = [towards(b, times((a - b).to(m), m), self.least) for (a, b), m in zip(pairs, columns)]
+            moves = [towards(b, _each([(a - b).to(m)], m), self.least) for (a, b), m in zip(pairs, columns)]
             near = (loc + torch.cat(moves, -2)[..., 0]).to(kept)
         # Tᵀ(I + G)m − (I + TᵀGT)a, by differences that are small
         along = loc[..., None] + wide @ (loc[..., None] - _each(turns, near.to(loc)[..., None]))
@@ -207,15 +207,10 @@ def nearest(before: Tensor, now: Tensor, least: float) -> Tensor:
     return now.to(wider(now)) / before if now.dim() == 1 else plus_one(towards(before, now - before, least))
 
 
-def times(block: Tensor, x: Tensor) -> Tensor:
-    """AX, ``(..., K, n)``, of A or a diagonal."""
-    return block[:, None] * x if block.dim() == 1 else block @ x
-
-
 def _each(turns: Sequence[Tensor], x: Tensor, transposed: bool = False) -> Tensor:
-    """blockdiag(T)X, ``(..., ΣM, n)``, or with Tᵀ."""
-    parts = x.split([turn.shape[-1] for turn in turns], -2)
-    return torch.cat([times(t.mT if transposed and t.dim() > 1 else t, part) for t, part in zip(turns, parts)], -2)
+    """blockdiag(T)X, ``(..., ΣM, n)``, or with Tᵀ, of matrices and diagonals."""
+    pairs = zip(turns, x.split([turn.shape[-1] for turn in turns], -2))
+    return torch.cat([t[:, None] * p if t.dim() == 1 else (t.mT if transposed else t) @ p for t, p in pairs], -2)
 
 
 def towards(block: Tensor, right: Tensor, least: float) -> Tensor:

@@ -238,8 +238,8 @@ class Natural(Coefficients):
         """ρ of a step by these passes."""
         # One draw shows a curvature with all its noise, which has to be averaged out:
         # test_single_draws_of_an_inner_layer_do_not_throw_it_away
-        by_draws = max(0.02, 1 / (10 + self.steps / 8))
-        limits = [by_draws for one in passes if one.draws] + [_BY_MARGINALS for one in passes if one.by_draws]
+        of_draws = max(0.02, 1 / (10 + self.steps / 8))
+        limits = [of_draws if one.draws else _BY_MARGINALS for one in passes if one.draws or one.by_draws]
         return min([self.next_rate(share), *limits])
 
     def take(self, passes: list[Pass], share: float) -> None:

@@ -92,7 +92,7 @@ def residual_cholesky(
         # Rounding adds up along rows of the factor and columns of Φ:
         # test_float32.py::test_draws_at_many_inputs_need_no_warning
         terms = max(prior.shape[-1], sum(phi.shape[-1] for phi in features))
-        jitter = max(default_jitter(prior.dtype), 0.5 * terms * torch.finfo(prior.dtype).eps)
+        jitter = max(default_jitter(prior.dtype), terms * torch.finfo(prior.dtype).eps)
     scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1) if scale is None else scale
     left = prior
     for phi in features:
