@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .guide import AutoSparseGP
 from .numerics.arguments import require_count
-from .numerics.linalg import NumericalWarning, solve_lower
+from .numerics.linalg import NumericalWarning, solve_lower, times
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
 from .program.enumeration import Enumeration
@@ -236,7 +236,7 @@ class Trained(Messenger):
         if name in sample:
             msg["value"] = sample[name]
         elif process is not None and f"{name}_whitened" in sample:
-            msg["value"] = unwhiten(process, sample[f"{name}_whitened"])
+            msg["value"] = process.mean + times(process.scale_tril, sample[f"{name}_whitened"])
         if process is not None:
             if msg["value"] is None:
                 raise ValueError(f"the samples hold no draws of GP site {name!r}, nor of {name}_whitened: {[*sample]}")
@@ -282,13 +282,8 @@ class WhitenReparam(Reparam):
         white = dist.Normal(process.x.new_zeros(shape), 1.0).to_event(fn.event_dim)
         noise = pyro.sample(f"{name}_whitened", white, obs=noise, infer={"is_observed": msg["is_observed"]})
         if value is None:
-            value = unwhiten(process, noise)
+            value = process.mean + times(process.scale_tril, noise)
         return {"fn": dist.Delta(value, event_dim=fn.event_dim).mask(False), "value": value, "is_observed": True}
-
-
-def unwhiten(process: GaussianProcess, noise: Any) -> Any:
-    """μ + Lε, ``(..., N)``."""
-    return process.mean + (process.scale_tril @ noise[..., None])[..., 0]
 
 
 class Whitening(Strategy):

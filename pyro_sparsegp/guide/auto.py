@@ -134,7 +134,7 @@ class AutoSparseGP(SiteMessenger):
         run.perform(args, kwargs)
         require_sizes(run.sites)
         note_rows(run)
-        if self.is_training:
+        if torch.is_grad_enabled():
             self.row_share = note_step(run, args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -213,7 +213,7 @@ class AutoSparseGP(SiteMessenger):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
         args, kwargs = self._or_of_training("median", args, kwargs)
-        found = super().median(*args, **kwargs)
+        found = self.run_at(args, kwargs, at_medians=True, draws_data=False).values
         return {name: value for name, value in found.items() if name not in self.facts.rows}
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Optional
 
 import pyro
 import torch
@@ -75,7 +75,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             with torch.enable_grad(), poutine.block(), whole_plates():
                 note_rows(Priors(guide, at_medians=True).perform(args, kwargs))
             guide.trace = run.trace
-        _learn_forms(run, guide.facts, args, kwargs)
+        closed_forms_of(guide, args, kwargs, run)
         _require_densities(run)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
@@ -216,13 +216,12 @@ def _require_densities(run: Run) -> None:
         require_separate_sites(guide.facts, name, f"the family {module.family['name']}, which", run.trace, remedy)
 
 
-def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
-    """Which densities have their expectation in closed form, learned anew, as where a state was loaded."""
-    return _learn_forms(probed(guide, args, kwargs), replace(guide.facts), args, kwargs)
-
-
-def _learn_forms(run: Run, found: Structure, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
-    guide, held = run.guide, held_runs(run.guide.model, run.trace, args, kwargs)
+def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], first: Optional[Run] = None) -> ClosedForms:
+    """Which densities have their expectation in closed form, and of a first run all facts, too; where a state was
+    loaded, they are known.
+    """
+    run, found = first or probed(guide, args, kwargs), guide.facts if first else replace(guide.facts)
+    held = held_runs(guide.model, run.trace, args, kwargs)
     with repeatable(guide.like), poutine.block():
         guide.core.forms = explore(found, held, run.processes, list(guide.site_modules()))
     return guide.core.forms

@@ -194,11 +194,6 @@ class KnownGuide(AutoNormalMessenger):
     # Calls.
 
     @property
-    def is_training(self) -> bool:
-        """Whether a call with data is a step of training: with gradients it is."""
-        return torch.is_grad_enabled() and not self._computing_median
-
-    @property
     def is_about_rows(self) -> bool:
         """Whether what it knows belongs to single rows of the training data."""
         return self.on_sites or bool(self.core.facts.local_latents or self.core.facts.classes)
@@ -211,7 +206,7 @@ class KnownGuide(AutoNormalMessenger):
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a call's data have to do with the training data; a state may have none."""
         data = self.core.data
-        return NoRelation if data is None else Relation(data, (self.model, args, kwargs), self.is_training)
+        return NoRelation if data is None else Relation(data, (self.model, args, kwargs), torch.is_grad_enabled())
 
     def forget(self) -> None:
         """Return to the state before the first call."""

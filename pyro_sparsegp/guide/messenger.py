@@ -35,22 +35,6 @@ from .known import Core, KnownGuide
 from .latents import BaseMeasure, FieldLatent, condition_on_held, couple, coupled_params, coupled_posterior
 
 
-def _latent_posterior(guide: KnownGuide, name: str, prior: Any, own: Callable[[str, Any], Any]) -> Any:
-    """The posterior of a latent, given its prior under the values drawn upstream; ``own`` gives that of it alone."""
-    facts = guide.core.facts
-    if facts.gps and (name not in facts.latents or (facts.latents[name]["plates"] and _is_new(guide, name, facts))):
-        known = guide.run.conditions.values.get(name)  # the classes of groups
-        if known is not None and known.shape != prior.shape():
-            raise _of_other_groups(name, tuple(known.shape), tuple(prior.shape()))
-        return prior
-    _require_latent(guide, name, prior)
-    if name in facts.field:
-        return guide.run.latent_of_field(name, prior)
-    if guide._computing_median or guide.is_point(name):
-        return guide._get_posterior_median(name, prior)
-    return coupled_posterior(guide, name, prior) if name in facts.coupled else own(name, prior)
-
-
 def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
     twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):  # test_missing.py::test_obs_mask
@@ -75,20 +59,14 @@ def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
             )
 
 
-def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
-    """The mean and standard deviation of a latent in unconstrained space; they are made where there are none."""
-    if name in guide.core.facts.coupled:
-        return coupled_params(guide, name, prior)
-    try:
-        loc = attrgetter(name)(guide.locs)
-    except AttributeError:
-        _new_latent(guide, name, prior)
-        return _latent_params(guide, name, prior)
-    return loc, loc if guide.is_point(name) else attrgetter(name)(guide.scales)
-
-
-def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
-    """Whether a latent under the data plate is asked for at other data than it was fitted to."""
+def _is_new(guide: KnownGuide, name: str, prior: Any) -> bool:
+    """Whether a latent is none of the guide's, or under the data plate and asked for at other data than there were."""
+    facts = guide.core.facts
+    if name not in facts.latents:
+        known = guide.run.conditions.values.get(name)  # classes of groups, which are held
+        if known is not None and known.shape != prior.shape():
+            raise _of_other_groups(name, tuple(known.shape), tuple(prior.shape()))
+        return True
     plates = facts.latents[name]["plates"]
     here = {plate.name: plate for plate in get_plates()}
     sizes = {name: plate.full_size or plate.size for name, plate in here.items()}
@@ -128,32 +106,6 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
             raise ValueError(f"init_loc_fn starts site {name!r} at {start}, which its prior {prior} does not allow")
         loc = guide._adjust_plates(transform.inv(start), event_dim)
     guide.set_latent(name, loc, event_dim)
-
-
-def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
-    """Make what a saved state is to be loaded into; raise if it is of another model, or of other families."""
-    saved = state_dict.get(prefix + "_extra_state")
-    if not saved:
-        return
-    tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-    # Earlier releases had facts of their own.
-    facts = Structure(**{key: value for key, value in saved.items() if key in Structure.__dataclass_fields__})
-    held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
-    now = guide.core.facts
-    # A guide that was called keeps its parameters, which an optimiser may have:
-    # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters
-    fresh = [now.gps, now.latents, now.coupled, now.field] != [facts.gps, facts.latents, facts.coupled, facts.field]
-    if fresh:
-        guide.forget()
-    core = guide.core = Core(facts, loaded=True)
-    if fresh:
-        _make_parameters(guide, facts, tensors)
-    keep_rows(guide, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
-    if "data" in saved:
-        data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
-        like = guide.like
-        core.data = data.mapped(lambda t: t.to(like if t.is_floating_point() else like.device), guide.model)
-    _resume_name(guide, saved["name"])
 
 
 def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any]) -> None:
@@ -201,9 +153,18 @@ class SiteMessenger(KnownGuide):
     of the rows it was fitted to: other rows' come from the model.
     """
 
-    _get_params = _latent_params
-
     # At sites.
+
+    def _get_params(self, name: str, prior: Any) -> tuple[Tensor, Tensor]:
+        """The mean and standard deviation of a latent in unconstrained space; they are made where there are none."""
+        if name in self.core.facts.coupled:
+            return coupled_params(self, name, prior)
+        try:
+            loc = attrgetter(name)(self.locs)
+        except AttributeError:
+            _new_latent(self, name, prior)
+            return self._get_params(name, prior)
+        return loc, loc if self.is_point(name) else attrgetter(name)(self.scales)
 
     def get_posterior(self, name: str, prior: Any) -> Any:
         """The posterior of a site, given its prior under the values drawn upstream.
@@ -211,12 +172,19 @@ class SiteMessenger(KnownGuide):
         Override it for sites that are no GPs, as in Pyro; what it returns for GP sites is a
         :class:`SparsePosterior`.
         """
-        process, event_dim = as_process(prior)
+        (process, event_dim), run, facts = as_process(prior), self.run, self.core.facts
         if process is None:
-            return _latent_posterior(self, name, prior, super().get_posterior)
+            own = facts.latents.get(name)
+            if facts.gps and (own is None or own["plates"]) and _is_new(self, name, prior):
+                return prior
+            _require_latent(self, name, prior)
+            if name in facts.field:
+                return run.latent_of_field(name, prior)
+            if run.at_medians or self.is_point(name):
+                return self._get_posterior_median(name, prior)
+            return coupled_posterior(self, name, prior) if name in facts.coupled else super().get_posterior(name, prior)
         process.require_place(name)
-        run = self.run
-        if run.rows.new or not self.core.facts.gps:  # such as an output's number that is none
+        if run.rows.new or not facts.gps:  # such as an output's number that is none
             try:
                 process.kernel.check_inputs(process.x)
             except ValueError as error:
@@ -351,7 +319,25 @@ class SiteMessenger(KnownGuide):
         """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        _rebuild(self, state_dict, prefix)
+        """Make what a saved state is to be loaded into; raise if it is of another model, or of other families."""
+        if saved := state_dict.get(prefix + "_extra_state"):
+            tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+            # Earlier releases had facts of their own.
+            facts = Structure(**{key: value for key, value in saved.items() if key in Structure.__dataclass_fields__})
+            now = self.core.facts
+            # A guide that was called keeps its parameters, which an optimiser may have:
+            # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters
+            if [now.gps, now.latents, now.coupled, now.field] != [facts.gps, facts.latents, facts.coupled, facts.field]:
+                self.forget()
+                self.core = Core(facts)
+                _make_parameters(self, facts, tensors)
+            core = self.core = Core(facts, loaded=True)
+            held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
+            keep_rows(self, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
+            if "data" in saved:
+                data, like = TrainingData(self.model, saved["data"]["args"], saved["data"]["kwargs"]), self.like
+                core.data = data.mapped(lambda t: t.to(like if t.is_floating_point() else like.device), self.model)
+            _resume_name(self, saved["name"])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _pyro_set_supermodule(self, name: str, context: Any) -> None:

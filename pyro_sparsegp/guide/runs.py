@@ -90,18 +90,16 @@ class Run(ABC):
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once."""
         guide, core, held = self.guide, self.guide.core, self.conditions
-        # Pyro's median() sets its own flag, and then calls the guide.
-        self.at_medians, self.drawn = self.at_medians or guide._computing_median, self.drawn or held.drawn
-        state = vars(guide)  # by the way round a Pyro module's attributes, which takes long
-        before = {"run": guide.run, "_computing_median": guide._computing_median}
-        state.update(run=self, _computing_median=self.at_medians)
+        # By the way round a Pyro module's attributes, which takes long.
+        state, before, self.drawn = vars(guide), guide.run, self.drawn or held.drawn
+        state["run"] = self
         if self.sums_out and (core.facts.enumerated or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
         try:
             with Held(held.values) if held.values else nullcontext():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
-            state.update(before)
+            state["run"] = before
         self.trace = guide.trace
         return self
 
@@ -264,7 +262,7 @@ def probed(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Posteriors
 def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
     """Which rows a call brings."""
     # Its tensors are compared with those of training where something belongs to single rows, and no sooner.
-    relation, steps = guide.relation(args, kwargs), guide.is_training
+    relation, steps = guide.relation(args, kwargs), torch.is_grad_enabled()
     same, inputs = steps or not guide.on_sites, True
     if guide.core.data is not None and guide.is_about_rows:
         same, inputs = relation.same, relation.inputs
@@ -391,7 +389,7 @@ def note_rows(run: Run) -> None:
     guide = run.guide
     for name, process in run.processes.items():
         module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
-        if module is not None and not run.rows.new and guide.is_training:
+        if module is not None and not run.rows.new and torch.is_grad_enabled():
             module.see(process.x)
             frames = [frame for site in run.data.values() for frame in site["cond_indep_stack"]]
             sizes = [int(f.full_size) for f in frames if f.size == process.x.shape[-2] and f.full_size]

@@ -52,8 +52,8 @@ def bound_of_field(
         data = [name for name in facts.links if name in sites and is_observation(sites[name])]
         links = {name: facts.links[name] for name in data if sites[name]["mask"] is not False}
         found = Predictors(sites, links, x, layout, run)
-        guide.core.looks += guide.is_training
-        if guide.is_training and guide.core.looks in _LOOKS:
+        guide.core.looks += torch.is_grad_enabled()
+        if torch.is_grad_enabled() and guide.core.looks in _LOOKS:
             with repeatable(x), torch.no_grad():
                 # a draw that no step is told of
                 drawn = [factor.loc + factor.noise(torch.Size()) for factor in whole.q.factors]  # type: ignore[attr-defined]
