@@ -1169,8 +1169,6 @@ def absorbing(fitted):
 def follows_rows(c):
     """Whether another order of the rows should change rounding alone."""
     drawn = not c.replace(latents=()).is_deterministic or "local" in c.latents
-    if c.again == "shuffled" and c.family.on_sites:  # which keep their rows' order
-        return False
     steady = c.objective == "quadrature" or not c.steps or c.family.name == "SparseEP"
     tied = c.family.name == "ComputationAware" and (c.duplicates or c.constant_column or c.codes)
     steady = steady and not (c.family.depends_on_order or tied)

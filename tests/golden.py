@@ -24,25 +24,16 @@ import torch
 from pyro import poutine
 from torch import nn
 
-from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.distributions import Probit, RobustMax
-from pyro_sparsegp.families import (
-    SGPR,
-    SVGP,
-    AdditiveSGPR,
-    CollapsedOrthogonal,
-    ComputationAware,
-    ConditionalSGPR,
-    CoupledCovariance,
-    CoupledPrecision,
-    ExactWeightSpace,
-    MeanFieldAdditive,
-    OrthogonalInducing,
-    OrthogonallyDecoupled,
-    SemiCollapsedOrthogonal,
-    SparseEP,
-    WeightSpace,
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    families,
+    kernels,
+    predict,
 )
+from pyro_sparsegp.distributions import Probit, RobustMax
 
 FILE = Path(__file__).parent / "golden.json"
 STEPS = (1, 5, 50)
@@ -262,27 +253,28 @@ def coloured(x, y=None):
 
 
 FREE = {
-    "SVGP": SVGP(8),
-    "SVGPGradients": SVGP(8, natural=False),
-    "OrthogonalInducing": OrthogonalInducing(5, 5),
-    "OrthogonallyDecoupled": OrthogonallyDecoupled(5, 5),
-    "DecoupledColumns": OrthogonallyDecoupled(5, 6, num_columns=4),
-    "MeanFieldAdditive": MeanFieldAdditive(5),
-    "CoupledCovariance": CoupledCovariance(5),
-    "CoupledPrecision": CoupledPrecision(5),
-    "CoupledPrecisionGradients": CoupledPrecision(5, natural=False),
-    "CoupledPrecisionIdentity": CoupledPrecision(5, rank=6, base="identity"),
+    "SVGP": families.SVGP(8),
+    "SVGPGradients": families.SVGP(8, natural=False),
+    "OrthogonalInducing": families.OrthogonalInducing(5, 5),
+    "OrthogonallyDecoupled": families.OrthogonallyDecoupled(5, 5),
+    "DecoupledColumns": families.OrthogonallyDecoupled(5, 6, num_columns=4),
+    "MeanFieldAdditive": families.MeanFieldAdditive(5),
+    "CoupledCovariance": families.CoupledCovariance(5),
+    "CoupledPrecision": families.CoupledPrecision(5),
+    "CoupledPrecisionGradients": families.CoupledPrecision(5, natural=False),
+    "CoupledPrecisionIdentity": families.CoupledPrecision(5, rank=6, base="identity"),
 }
 ON_SITES = {
-    "SGPR": SGPR(8),
-    "CollapsedOrthogonal": CollapsedOrthogonal(5, 5),
-    "SemiCollapsedOrthogonal": SemiCollapsedOrthogonal(5, 5),
-    "ConditionalSGPR": ConditionalSGPR(8),
-    "AdditiveSGPR": AdditiveSGPR(5),
-    "ComputationAware": ComputationAware(8),
-    "ComputationAwareCG": ComputationAware(8, "cg"),
+    "SGPR": families.SGPR(8),
+    "CollapsedOrthogonal": families.CollapsedOrthogonal(5, 5),
+    "SemiCollapsedOrthogonal": families.SemiCollapsedOrthogonal(5, 5),
+    "ConditionalSGPR": families.ConditionalSGPR(8),
+    "AdditiveSGPR": families.AdditiveSGPR(5),
+    "ComputationAware": families.ComputationAware(8),
+    "ComputationAwareCG": families.ComputationAware(8, "cg"),
 }
 ALL = FREE | ON_SITES
+WEIGHTS = {"WeightSpace": families.WeightSpace(), "ExactWeightSpace": families.ExactWeightSpace()}
 
 
 # A program, what its cases are called, the families by name, options.
@@ -298,7 +290,7 @@ CASES = [
     (masked, "masked", ["SVGP", "SGPR"], {}),
     (subsampled, "subsampled", ["SVGP", "CoupledPrecision", "OrthogonallyDecoupled"], {}),
     (heteroscedastic, "heteroscedastic", ["SVGP", "SGPR", "CoupledPrecision"], {}),
-    (heteroscedastic, "joint", {"SVGP": {("f", "g"): SVGP(6)}}, {}),
+    (heteroscedastic, "joint", {"SVGP": {("f", "g"): families.SVGP(6)}}, {}),
     (sums, "sums", ["SVGP", "SGPR"], {}),
     (sums, "sums_joint", {name: {("f", "g"): ALL[name]} for name in ("SVGP", "CoupledPrecision")}, {}),
     (averages, "averages", ["SVGP", "OrthogonalInducing"], {}),
@@ -306,19 +298,19 @@ CASES = [
     (classes, "classes", ["SVGP", "SGPR"], {}),
     (robust, "robust", ["SVGP"], {}),
     (outputs, "outputs", ["SVGP", "SGPR"], {}),
-    (deep, "deep", {"SVGP": SVGP(6), "Orthogonal": OrthogonalInducing(4, 4)}, {}),
+    (deep, "deep", {"SVGP": families.SVGP(6), "Orthogonal": families.OrthogonalInducing(4, 4)}, {}),
     (groups, "groups", ["SVGP", "SGPR"], {}),
     (groups, "groups_points", ["SVGP"], {"guide": {"point_estimates": True}}),
     (per_row, "per_row", ["SVGP"], {}),
     (outliers, "outliers", ["SVGP", "SGPR"], {}),
-    (latent_inputs, "latent_inputs", {"SVGP": SVGP(6)}, {}),
+    (latent_inputs, "latent_inputs", {"SVGP": families.SVGP(6)}, {}),
     (anova, "anova", ["SVGP", "CoupledPrecision", "AdditiveSGPR"], {}),
-    (basis, "basis", {"WeightSpace": WeightSpace(), "ExactWeightSpace": ExactWeightSpace()}, {}),
-    (corrected, "corrected", {"WeightSpace": WeightSpace(), "ExactWeightSpace": ExactWeightSpace()}, {}),
+    (basis, "basis", WEIGHTS, {}),
+    (corrected, "corrected", WEIGHTS, {}),
     (derivative, "derivative", ["SVGP", "SGPR"], {}),
-    (normal, "ep_normal", {"SparseEP": SparseEP(8)}, {"ep": True}),
-    (probit, "ep_probit", {"SparseEP": SparseEP(8)}, {"ep": True}),
-    (poisson, "ep_poisson", {"SparseEP": SparseEP(8)}, {"ep": {"power": 0.5}}),
+    (normal, "ep_normal", {"SparseEP": families.SparseEP(8)}, {"ep": True}),
+    (probit, "ep_probit", {"SparseEP": families.SparseEP(8)}, {"ep": True}),
+    (poisson, "ep_poisson", {"SparseEP": families.SparseEP(8)}, {"ep": {"power": 0.5}}),
 ]
 SINGLE = ("regression-SVGP", "poisson-SVGP", "regression-SGPR", "poisson-CoupledPrecision", "classes-SVGP")
 

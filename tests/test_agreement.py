@@ -1,6 +1,5 @@
 """The same numbers as other libraries at the same parameters."""
 
-import pyro
 import pytest
 import torch
 
@@ -75,20 +74,3 @@ def test_exact_regression_as_gpytorch_and_scikit_learn():
     torch.testing.assert_close(noisy.variance - NOISE**2, torch.from_numpy(sd**2), rtol=1e-6, atol=1e-8)
     evidence = GaussianProcess(kernel + kernels.White(NOISE**2), x, jitter=0.0).log_prob(y)
     assert evidence.item() == pytest.approx(sk.log_marginal_likelihood_value_, rel=1e-10)
-
-
-def test_pyros_own_sparse_regression_bound():
-    """SVGP at its optimum is Titsias' bound, which pyro.contrib.gp computes in closed form."""
-    from pyro.contrib import gp
-
-    from .models import maximise
-
-    x, y = data(num=50)
-    z = x[:10]
-    kernel = gp.kernels.Matern32(2, torch.tensor(SCALE), LENGTH)
-    theirs = gp.models.SparseGPRegression(x, y, kernel, Xu=z, noise=torch.tensor(NOISE**2), approx="VFE", jitter=1e-8)
-    with pyro.poutine.trace() as traced:
-        theirs.model()
-    bound = traced.trace.log_prob_sum().item()
-    _, ours = maximise(gaussian(SCALE * kernels.Matern32(LENGTH), NOISE), SVGP(z, trainable=False), x, y)
-    assert ours == pytest.approx(bound, abs=1e-3)

@@ -1,6 +1,5 @@
 """Effects of additive models, and how they go together."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -17,7 +16,7 @@ from pyro_sparsegp.families import (
     OrthogonalInducing,
 )
 
-from .models import additive, data, gaussian, maximise, observed, one_function, refused, trained
+from .models import additive, data, gaussian, maximise, one_function, refused, trained
 
 NOISE = 0.2
 KERNEL = additive(torch.tensor(1.0, dtype=torch.float64), torch.tensor([0.4, 0.7], dtype=torch.float64))
@@ -204,38 +203,3 @@ def test_sobol_indices_want_orthogonal_effects():
     process = GaussianProcess(kernels.Constant(1.0), torch.rand(20, 2))
     q = MeanFieldAdditive(8).build(process, "f")(process, "f")
     refused("no term that varies", q.components.sobol_indices)
-
-
-# A generalised additive model as a Pyro program: offsets, lines, and random effects as kernels.
-
-
-def test_offsets_and_random_effects_as_kernels():
-    """A plate of random effects and a Categorical kernel are the same model."""
-    x, num = torch.rand(250, 4), 6
-    x[:, 3] = torch.arange(250) % num
-    group = x[:, 3].long()
-
-    def offset(x):
-        return 1.2 * (2 * x[:, 1] - 1)
-
-    wave = torch.sin(2 * torch.pi * x[:, 0])
-    y = 0.3 + wave + 0.7 * x[:, 2] + torch.linspace(-0.8, 0.8, num)[group] + offset(x) + 0.5 * torch.randn(250)
-
-    def model(x, y=None):
-        groups = (0.5**2 * kernels.Categorical(num))[3].named("group")
-        smooth = kernels.Anova(kernels.Matern52(0.3), 0.0, 1.0)[0]
-        kernel = smooth + kernels.Constant(9.0) + kernels.Linear(9.0)[2] + groups
-        f = pyro.sample("f", GaussianProcess(kernel, x, mean=offset))
-        return observed(dist.Normal(f, 0.5), y)
-
-    guide = trained(model, CoupledPrecision(10), x, y, steps=20, lr=0.1)
-    f, counts = guide.posterior(x)["f"], torch.bincount(group)
-    at = torch.zeros(num + 1, 4)
-    at[:, 3] = torch.arange(num + 1)
-    part = f.components["group"].at(at)
-    rest = f.mean - f.components["group"].mean
-    residual = torch.zeros(num).index_add(0, group, y - rest) / counts
-    shrunk = residual * 0.25 / (0.25 + 0.25 / counts)
-    assert (part.mean[:num] - shrunk).abs().max() < 0.05
-    assert part.mean[num] == 0  # a new level knows nothing
-    torch.testing.assert_close(part.variance[num], torch.tensor(0.25))

@@ -35,9 +35,6 @@ def test_products_by_blocks(size):
     close(linalg.tril_of_product(a, 2 * a).tril(), (2 * a.mT @ a).tril())
     close(linalg.gram(a, a * b[:, None]), a.mT @ torch.diag(b) @ a)
     close(linalg.mirrored(whole + torch.ones(size, size).triu(1)), whole)
-    found, flag = linalg.factorised(torch.eye(size) + whole)
-    close(found, torch.linalg.cholesky(torch.eye(size) + whole))
-    assert not flag
 
 
 @pytest.mark.parametrize("size", [300, 700])

@@ -12,8 +12,6 @@ from pyro_sparsegp.numerics.linalg import (
     flags_kept,
     over_lower,
     over_upper,
-    solve_lower,
-    sum_blocks,
     variance_floor,
 )
 
@@ -90,14 +88,6 @@ def test_a_kernel_that_is_not_finite_is_told_of_with_its_hyperparameters(length)
         GaussianProcess(kernel, x).rsample()
     with pytest.raises(RuntimeError, match=r"K_ZZ of site 'f' .*" + message):
         SVGP(x[:5]).build(GaussianProcess(kernel, x), "f")(GaussianProcess(kernel, x), "f")
-
-
-def test_small_helpers():
-    factor = torch.randn(3, 3).tril() + 3 * torch.eye(3)
-    b = torch.randn(3, 2)
-    torch.testing.assert_close(factor @ solve_lower(factor, b), b)
-    phi, w = [torch.randn(4, 2), torch.randn(4, 3)], [torch.randn(2), torch.randn(3)]
-    torch.testing.assert_close(sum_blocks(phi, w), torch.cat(phi, -1) @ torch.cat(w))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pyro_sparsegp.gaussians.base import Stack
 from pyro_sparsegp.gaussians.low_rank import Formed, NaturalLowRank, Products, above_one, sweep
 from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import recording
-from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
+from pyro_sparsegp.numerics.linalg import cholesky
 
 from .models import gaussian
 
@@ -64,13 +64,6 @@ def test_what_a_sweep_leaves_is_positive_definite_in_both_triangles():
         torch.testing.assert_close(part, part.mT, rtol=0, atol=1e-5 * part.abs().max().item())
     for triangle in (above_one(blocks, aims)[0], above_one(blocks, aims)[0].mT):
         assert torch.linalg.cholesky_ex(triangle)[1].eq(0).all()
-
-
-def test_root_of_a_precision():
-    blocks, _, _ = pieces()
-    root = root_of_inverse(blocks)
-    torch.testing.assert_close(root @ root.mT, torch.linalg.inv(blocks))
-    assert (root == root.tril()).all()
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
