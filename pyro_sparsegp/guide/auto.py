@@ -82,8 +82,8 @@ class AutoSparseGP(SiteMessenger):
         independent: Union[bool, Collection[str]] = (),
         start: Optional[str] = "mode",
     ) -> None:
-        options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale}
-        super().__init__(model, families, point_estimates, independent_draws, independent, start, **options)
+        named = {"independent_draws": independent_draws, "independent": independent, "point_estimates": point_estimates}
+        super().__init__(model, families, named, start, init_loc_fn=init_loc_fn, init_scale=init_scale)
         self._asked: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call is for, if not draws
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
@@ -214,7 +214,7 @@ class AutoSparseGP(SiteMessenger):
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
         args, kwargs = self._or_of_training("median", args, kwargs)
         found = self.run_at(args, kwargs, at_medians=True, draws_data=False).values
-        return {name: value for name, value in found.items() if name not in self.facts.rows}
+        return {name: value for name, value in found.items() if name not in [*self.facts.rows, *self.facts.enumerated]}
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ class Core:
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
 
 
-def _require_arguments(model: Any, families: Mapping[Any, Any], start: Any, **named: Any) -> None:
+def _require_arguments(model: Any, families: Mapping[Any, Any], named: Mapping[str, Any], start: Any) -> None:
     """Raise if a guide's arguments are none: ``families`` by groups of names, and ``named``, names of sites."""
     if not callable(model):
         raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
@@ -73,19 +73,12 @@ class KnownGuide(AutoNormalMessenger):
     field: Any  # q(x) of all that is normal given them
 
     def __init__(
-        self,
-        model: Callable,
-        families: Families,
-        point_estimates: Union[bool, Collection[str], None],
-        independent_draws: Collection[str],
-        independent: Union[bool, Collection[str]],
-        start: Optional[str],
-        **options: Any,
+        self, model: Callable, families: Families, named: Mapping[str, Any], start: Optional[str], **options: Any
     ) -> None:
-        named: Mapping[Any, Any] = families if isinstance(families, Mapping) else {(): families}
-        by_group = {key if isinstance(key, tuple) else (key,): family for key, family in named.items()}
-        names: dict[str, Any] = {"independent_draws": independent_draws, "independent": independent}
-        _require_arguments(model, by_group, start, **names, point_estimates=point_estimates or ())
+        by_name: Mapping[Any, Any] = families if isinstance(families, Mapping) else {(): families}
+        by_group = {key if isinstance(key, tuple) else (key,): family for key, family in by_name.items()}
+        points = named["point_estimates"]
+        _require_arguments(model, by_group, {**named, "point_estimates": points or ()}, start)
         super().__init__(model, **options)
         self.families, self.declared = families, list(by_group.values())
         self.by_name = {name: family for group, family in by_group.items() for name in group}
@@ -94,8 +87,8 @@ class KnownGuide(AutoNormalMessenger):
         self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
         self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared)
         # Names, or True for all.
-        self.point_estimates: Any = (self.by_expectation if point_estimates is None else point_estimates) or ()
-        self.independent_draws, self.independent = tuple(independent_draws), independent or ()
+        self.point_estimates: Any = (self.by_expectation if points is None else points) or ()
+        self.independent_draws, self.independent = tuple(named["independent_draws"]), named["independent"] or ()
         self.search = start is not None  # whether hyperparameters start at their mode
         self.core = Core()  # what was learnt
         self.run: Any = None  # that it is on
