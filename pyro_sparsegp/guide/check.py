@@ -49,20 +49,15 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     :param whole: whether weighted draws are asked too, and every other start; else Newton's step, and the best start.
     """
     facts, able = guide.facts, guide.facts.able_to_couple
-    if not (able or is_open(guide)):
-        return []
     apart = ", ".join(repr(name) for name in able if name not in facts.coupled and name not in facts.field)
     held = apart and f"q takes {apart} to be independent of f: intervals may be too narrow. "
-    beyond = (
-        f"latents {', '.join(map(repr, able))} can't be checked here. {held}Look at "
-        "diagnostics.psis(tree), or compare with NUTS."
-    )
+    names = ", ".join(map(repr, able))
+    beyond = [f"latents {names} can't be checked here. {held}Look at diagnostics.psis(tree), or compare with NUTS."]
     if not is_open(guide):
-        return [beyond]
+        return beyond if able else []
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
-        sites = run.sites
-        data = {name: sites[name]["value"] for name in facts.rows if name in sites}
+        data = {name: site["value"] for name, site in run.data.items()}
         is_more = any(value.numel() > facts.rows[name] for name, value in data.items())
         if guide.relation(args, kwargs).others and not is_more:
             return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
@@ -70,10 +65,10 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
         bar = tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False)
         try:
-            search = Search(guide, run, args, kwargs, list(filter(guide.is_point, able)), bar.update)
-            compared = _Compared(guide, search)
+            points = list(filter(guide.is_point, able))
+            compared = _Compared(guide, Search(guide, run, (args, kwargs), points, bar.update))
         except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
-            return [beyond]
+            return beyond
         with bar:
             return compared.lines(args, kwargs, whole)
 
@@ -93,7 +88,8 @@ class _Compared:
             self.root, places = scale.diag(), index_of(self.hyper.rows, coupled, scale)
             if coupled:
                 self.root[places[:, None], places] = guide.together.tril
-        # The gradient of F is that at all rows, at the mean of q(θ), and the curvature that at some; x̂ moves by shift.
+        # Of more rows than are taken the gradient of F is that of all at the mean of q(θ), by tilt, and its curvature
+        # that of some, which count for more; x̂ moves by shift.
         self.nested.weight, self.shift = search.num / search.rows, guide.like.new_zeros(())
         if search.rows < search.num:
             few, every = self.nested.at(self.loc), search.at_rows(some, search.num).at(self.loc)
@@ -113,11 +109,12 @@ class _Compared:
         """At draws of θ, a + Rε, with a density: ε, F, and moments of all values, the approximation's and q's."""
         noise = self.loc.new_zeros(1, 0)
         if self.hyper.size:
+            # ε = 1.3 Φ⁻¹(u), of a Sobol sequence u
             uniform = torch.quasirandom.SobolEngine(self.hyper.size, scramble=True, seed=0).draw(num)
             noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc)
-        tried = [(eps, self.nested.tried(self.loc + self.root @ eps)) for eps in noise]
-        self.noise = [eps for eps, found in tried if found is not self.nested.none]
-        self.found = [found for _, found in tried if found is not self.nested.none]
+        tried = [self.nested.tried(self.loc + self.root @ eps) for eps in noise]
+        self.found = [found for found in tried if found is not self.nested.none]
+        self.noise = noise[[found is not self.nested.none for found in tried]]
         self.seen = [self._moments(found, *self.nested.of_means(found)) for found in self.found if meets]
 
     def _moments(
@@ -207,15 +204,16 @@ class _Compared:
         return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."
 
     def _weights(self) -> tuple[Tensor, ...]:
-        """Those of the posterior, and of q."""
-        square = 0.5 * torch.stack(self.noise).square().sum(-1)
+        """Those of the posterior, and of q: over the density of the draws, ∝ exp(−½|ε/1.3|²)."""
+        square = 0.5 * self.noise.square().sum(-1)
         weights = torch.stack([torch.stack([found.value for found in self.found]), -square]) + square / _WIDER**2
         return torch.softmax(weights, -1).unbind()
 
     def _regressed(self, values: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The constant and the slopes, by ε, of values at each draw."""
-        weights, noise = self._weights()[1].sqrt()[:, None], torch.stack(self.noise)
-        found = torch.linalg.lstsq(torch.cat([weights, weights * noise], 1), weights * torch.stack(values)).solution
+        weights = self._weights()[1].sqrt()[:, None]
+        rows = torch.cat([weights, weights * self.noise], 1)
+        found = torch.linalg.lstsq(rows, weights * torch.stack(values)).solution
         return found[0], found[1:]
 
     def of_inducing_points(self) -> list[str]:
@@ -242,11 +240,12 @@ class _Compared:
 
     def of_newton(self) -> list[str]:
         """Of hyperparameters whose mean or width the bound would still move."""
+        # Rᵀ∇F ≈ g − Hε: its best step is H⁻¹g, its best width H^(−½)
         first, slopes = self._regressed([self.root.mT @ found.slope for found in self.found])
         values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
-        values, noise = values.clamp(min=_WIDEST**-2), torch.stack(self.noise)
-        draws, whole = noise[: 2 * len(first) + 8] / _WIDER, axes @ (axes.mT @ first / values)
-        whole = whole * (noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)  # what Q is a model of
+        values, draws = values.clamp(min=_WIDEST**-2), self.noise[: 2 * len(first) + 8] / _WIDER
+        whole = axes @ (axes.mT @ first / values)
+        whole = whole * (self.noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)  # what Q is a model of
 
         def left(at: Tensor) -> Tensor:  # F − Q
             density = torch.stack([self.nested.tried(self.loc + self.root @ eps).value for eps in at])
@@ -258,6 +257,7 @@ class _Compared:
             moved, widths = part * whole, axes * values ** (-0.5 * part)
             off = [found for found in self._beside_q(moved, widths) if found[-1]]
             gain = moved @ first - 0.5 * (moved @ axes).square() @ values
+            # T = AΛ^(−p/2): the entropy gains −½p log Λ, the trace ½(Λ − Λ^(1−p))
             gain = gain + 0.5 * (values - values ** (1 - part) - part * values.log()).sum()
             if not off or (left(moved + draws @ widths.mT) - left(draws)).mean() > -0.5 * gain:
                 return [
@@ -274,7 +274,7 @@ class _Compared:
             return []
         starts = [[draw] for draw in draws] if whole else [draws]
         ends = [nested.mode(map(nested.tried, some)) for some in starts]
-        if not nested.is_informed(self.best):
+        if not nested.is_informed(self.best):  # q may be on a plateau, where all is noise
             ends.append(nested.beyond(self.best))
         if not self._far(ends, self.loc) or (here := nested.mode([nested.tried(self.loc)])) is nested.none:
             return []
@@ -294,6 +294,7 @@ class _Compared:
 
     def _far(self, ends: list[Optimum], here: Tensor) -> list[Optimum]:
         """Ends that are apart from here."""
+        # |R⁻¹(θ − here)|
         far = [torch.linalg.solve_triangular(self.root, (end.theta - here)[:, None], upper=False) for end in ends]
         return [end for end, move in zip(ends, far) if end is not self.nested.none and move.norm() > _APART]
 
@@ -302,6 +303,7 @@ def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) 
     """Means and standard deviations over weighted draws, the approximation's and q's."""
     means, variances, own, its = map(torch.stack, zip(*values))
     mean, q_mean = weights @ means, by_q @ own
+    # Var v = E Var[v | θ] + Var E[v | θ]
     sd = (weights @ (variances + (means - mean).square())).sqrt()
     return mean, sd, q_mean, (by_q @ (its + (own - q_mean).square())).sqrt()
 

@@ -28,7 +28,7 @@ from ..kernels import Kernel
 from ..numerics.linalg import residual_cholesky, side_by_side
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
-from ..program.facts import COUPLED, Structure
+from ..program.facts import COUPLED, NO_VALUES, Structure, Values
 from ..program.handlers import NO_RUN, trace_like
 from ..program.traces import as_process, bare, repeatable
 from .known import KnownGuide
@@ -53,6 +53,7 @@ def _scale_of(prior: Any) -> Tensor:
     fn = bare(prior)
     if isinstance(fn, dist.Normal):
         return fn.scale.expand(prior.shape()).reshape(-1)
+    # Values of a plate are independent: blocks.
     tril = fn.scale_tril.expand(*prior.shape(), prior.shape()[-1])
     return torch.block_diag(*tril.reshape(-1, *tril.shape[-2:]))
 
@@ -78,6 +79,7 @@ class Layout:
 
     def directions(self, like: Tensor) -> Tensor:
         """Of x: each entry that is no owned latent's; and of these 1 and k, by which the k-th one's slope is known."""
+        # A datum has one value of an owned latent, so that a direction of all its entries serves for each.
         owned = like.new_zeros(2 * len(self.owned), self.extended)
         for i, rows in enumerate(self.rows[name] for name in self.owned):
             owned[2 * i, rows] = 1.0
@@ -153,12 +155,7 @@ class Standardised(Messenger):
     """
 
     def __init__(
-        self,
-        guide: KnownGuide,
-        x: Mapping[str, Tensor],
-        residuals: Mapping[str, Tensor],
-        theta: Mapping[str, Tensor] = {},
-        bases: Mapping[str, Any] = {},
+        self, guide: KnownGuide, x: Values, residuals: Values, theta: Values = NO_VALUES, bases: Mapping = NO_VALUES
     ) -> None:
         super().__init__()
         self.guide, self.x, self.residuals, self.theta = guide, x, residuals, theta
@@ -175,8 +172,10 @@ class Standardised(Messenger):
         if name in self.theta:
             transform = biject_to(fn.support)
             value = transform(self.theta[name])
+            # log p(θ) = log p(v) + log |dv/dθ|
             log_prior = transform.log_abs_det_jacobian(self.theta[name], value).sum()
-            msg["is_observed"] = name in self.guide.facts.downstream  # a latent below f, whose density is as data's
+            # A latent below f has a density as data have.
+            msg["is_observed"] = name in self.guide.facts.downstream
             log_prior = log_prior if msg["is_observed"] else log_prior + fn.log_prob(value).sum()
             self.log_prior = self.log_prior + msg["scale"] * log_prior
         elif name in self.x or name in self.residuals:
@@ -203,6 +202,7 @@ class Standardised(Messenger):
         if len(t) > 1:
             what = f"the residual covariance of site {name!r}"
             return value + residual_cholesky(process.kernel(process.x), blocks, process.jitter, what) @ t
+        # Values are taken one by one: their variances say all.
         left = process.variance - sum(phi.square().sum(-1) for phi in blocks)
         return value + left.clamp(min=torch.finfo(left.dtype).tiny).sqrt() * t
 
@@ -212,7 +212,7 @@ def run_standardised(
     args: tuple,
     kwargs: dict[str, Any],
     handler: Standardised,
-    values: Mapping[str, Tensor] = {},
+    values: Values = NO_VALUES,
     like: poutine.Trace = NO_RUN,
 ) -> poutine.Trace:
     """A run of the model with a field's members at values of x.
@@ -252,6 +252,7 @@ def anchor_of(
     """
     parts: list[Tensor] = []
     for i, name in enumerate(guide.facts.field):
+        # exp(bᵀθ)A: of a non-centred latent u is what it is multiplied to
         factors = guide.facts.factors.get(name, {}).items()
         logs = [_unconstrained(sites[other]) @ guide.like.new_tensor(slopes) for other, slopes in factors]
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])

@@ -68,6 +68,7 @@ class Hyperparameters:
             for name, prior in self.priors.items():
                 value = prior.sample(torch.Size([199])).to(self.like)
                 theta = self._theta(name, value)
+                # of a normal prior 0.97 standard deviations
                 low, high = theta.reshape(199, -1).quantile(theta.new_tensor([1 / 6, 5 / 6]), 0)
                 units.append((high - low) / 2 if torch.equal(value, theta) else torch.ones_like(low))
         return torch.cat(units)
@@ -116,6 +117,7 @@ class _Part(OfPrior):
         return torch.linalg.solve_triangular(root[self.rows, self.rows], moved[:, None], upper=False)[:, 0]
 
     def log_prob(self, value: Tensor) -> Tensor:
+        # log q(v) = log q(z) − log |dv/dz|; of its own draw ε is known
         if self.draw is not None and value is self.draw[1]:
             z, density = self.draw[0], self.drawn.densities[self.rows]
         else:
@@ -126,6 +128,7 @@ class _Part(OfPrior):
 
 def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:
     """Drop the parameters that latents have of their own."""
+    # A site's name may have dots, which make modules of it.
     for path in [f"{kind}.{name}" for kind in ("locs", "scales") for name in names]:
         parent, _, leaf = path.rpartition(".")
         with suppress(AttributeError):  # a point has no scale
@@ -172,6 +175,7 @@ def condition_on_held(guide: KnownGuide, run: Any, name: str) -> None:
     if part is None or part.draw is not None or run.conditions.drawn is not None:
         return
     noise = part.drawn.noise.clone()
+    # Given z the others are a + Rε still, with z's own ε fixed: R is triangular in the order of sites.
     noise[part.rows] = part.noise_of(guide.trace.nodes[name]["value"]).detach()
     run.drawn = guide.together(noise)
 
@@ -225,6 +229,7 @@ def init_to_centre(site: Any) -> Tensor:
     if bare(fn).event_shape or not mean.is_floating_point():
         return mean
     with repeatable(mean):
+        # the 20th from below and from above: all but a tenth
         draws = fn.sample(torch.Size([199])).sort(0).values
     is_central = mean.isfinite() & (draws[19] <= mean) & (mean <= draws[-20])
     return torch.where(is_central, mean, draws[99])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Optional
 
 import torch
@@ -27,11 +28,12 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..numerics.functions import jacobian
+from ..program.facts import NO_VALUES, Values
 from ..program.traces import all_sites, is_observation, share_of
 from .field import Layout, Standardised, index_of, slices
 from .known import KnownGuide
 from .latents import Hyperparameters
-from .predictors import Place, Predictors
+from .predictors import Links, Place, Predictors
 
 Slopes = dict[Any, Tensor]  # by places, or pairs of them
 
@@ -66,19 +68,12 @@ class Nested:
     :param layout: of its field.
     :param links: of its likelihoods.
     :param run: the program under a handler, with some of its sites' values given.
-    :param tell: called at each evaluation.
     """
 
     def __init__(
-        self,
-        guide: KnownGuide,
-        layout: Layout,
-        links: Mapping[str, Mapping[str, str]],
-        hyper: Hyperparameters,
-        run: Callable[[Standardised, Mapping[str, Tensor]], poutine.Trace],
-        tell: Callable[[], Any] = lambda: None,
+        self, guide: KnownGuide, layout: Layout, links: Links, hyper: Hyperparameters, run: Callable[..., poutine.Trace]
     ) -> None:
-        self.guide, self.layout, self.links, self.hyper, self._run, self._tell = guide, layout, links, hyper, run, tell
+        self.guide, self.layout, self.links, self.hyper, self._run = guide, layout, links, hyper, run
         x, theta = (torch.zeros(num).to(guide.like) for num in (layout.num, hyper.size))
         # where the program has no density
         self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, torch.eye(len(x)).to(x), {})
@@ -86,17 +81,16 @@ class Nested:
         self.weight, self.tilt = 1.0, theta  # of rows that stand for more; and of θ
         self.is_smooth: Optional[bool] = None  # whether densities have curvatures
 
-    def run(self, theta: Tensor, x: Tensor, given: Mapping[str, Tensor] = {}) -> tuple[dict[str, Any], Standardised]:
-        """The sites of a run at θ and x, ``(extended,)``, with some GP sites' values ``given``, and its handler. Some
-        rows count once: in the place of all they would be data of a noise that is far smaller. All is over the field's
-        scale, as a whole program's may be.
-        """
+    def run(self, theta: Tensor, x: Tensor, given: Values = NO_VALUES) -> tuple[dict[str, Any], Standardised]:
+        """The sites of a run at θ and x, ``(extended,)``, with some GP sites' values ``given``, and its handler."""
         handler = Standardised(self.guide, *self.layout.parts(x), self.hyper.parts(theta))
         sites: dict[str, Any] = dict(all_sites(self._run(handler, given)))
+        # A whole program may be scaled, as by poutine.scale: all is over the field's scale, so that x ~ N(0, I).
         scale = sites[next(iter(self.layout.field))]["scale"]
         handler.log_prior = handler.log_prior / scale
         for name, site in sites.items():
             if is_observation(site):  # a latent that is held is one, of no rows
+                # Some rows count once: in the place of all they would be data of a noise that is far smaller.
                 weight = self.weight if name in self.guide.facts.rows else 1.0
                 site["scale"] = weight * site["scale"] * share_of(site) / scale
         return sites, handler
@@ -109,9 +103,9 @@ class Nested:
 
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
-        self._tell()
         theta = theta.detach().requires_grad_()
         found, handler = self.predictors(theta)
+        # log p(θ), and densities in which x has no part
         total = handler.log_prior + self.tilt @ theta
         for name, site in found.sites.items():
             if is_observation(site) and name not in self.links and site["mask"] is not False:
@@ -119,6 +113,7 @@ class Nested:
         x, root = self._newton(found)
         x, covariance = x.clone().requires_grad_(), torch.cholesky_inverse(root)
         density, slope, curvature = self._local(found, x, root)
+        # x̂ is given: what F makes of x's own move by θ is added to the gradient below.
         moved, left = _by_precision(found, curvature, covariance), _left_out(found, curvature)
         total = total + density - 0.5 * x.square().sum() - sum(left.values())
         total = total - root.diagonal().log().sum() - (moved - moved.detach())
@@ -152,7 +147,7 @@ class Nested:
             if is_mode and still < near and (self.is_smooth or gain < near):
                 break
             x = x + step
-        else:
+        else:  # P's own, where steps ended at another's
             root = torch.linalg.cholesky(_precision(found, self._local(found, x, root)[-1]))
         self.last = x, root
         return x, root
@@ -190,9 +185,10 @@ class Nested:
 
     def mode(self, starts: Iterable[Optimum]) -> Optimum:
         """F at θ̂, by L-BFGS from the best of some starts."""
-        best = max(starts, key=_value, default=self.none)
+        best = max(starts, key=attrgetter("value"), default=self.none)
         if best is self.none:
             return best
+        # L-BFGS's line search interpolates values: an infinite one would be NaN to it, a wall turns it back.
         t, lowest = (best.theta / self.hyper.units).requires_grad_(), float(best.value) - 1e4
         ahead = [best]  # what L-BFGS asks first
         optimiser = torch.optim.LBFGS(
@@ -207,7 +203,7 @@ class Nested:
         def loss() -> Tensor:
             nonlocal best
             found = ahead.pop() if ahead else self.tried(self.hyper.units * t)
-            best = max(best, found, key=_value)
+            best = max(best, found, key=attrgetter("value"))
             t.grad = -found.slope * self.hyper.units
             return -found.value.nan_to_num(neginf=lowest)
 
@@ -236,11 +232,13 @@ class Nested:
         still.eta = found.eta
         _, slope, _ = self._local(still, best.x, best.root)
         pull = jacobian(still.back(slope) + 0 * theta.sum(), theta).detach()
+        # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
         gram, axes = torch.linalg.eigh(best.root @ best.root.mT - torch.eye(len(best.x)).to(best.x))
         moves, slopes = -(pull @ axes / gram.clamp(min=_LEAST * gram.abs().mean())) @ axes.mT, {}
         for name, rows in self.hyper.rows.items():
             by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
-            slopes[name] = torch.linalg.pinv(by_theta) @ moves[rows], moves[rows]  # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ
+            # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ
+            slopes[name] = torch.linalg.pinv(by_theta) @ moves[rows], moves[rows]
         return pull, slopes
 
     def is_informed(self, found: Optimum) -> bool:
@@ -259,8 +257,8 @@ class Nested:
             starts += [
                 self.tried(self.hyper.of({**values, name: v})) for v in moved if priors[name].support.check(v).all()
             ]
-        start = max(starts, key=lambda found: (self.is_informed(found), _value(found)))
-        return best if start is best else max(best, self.mode([start]), key=_value)
+        start = max(starts, key=lambda found: (self.is_informed(found), found.value))
+        return best if start is best else max(best, self.mode([start]), key=attrgetter("value"))
 
     def covariance(self, mode: Optimum) -> Tensor:
         """H⁻¹ at the mode, by differences of gradients."""
@@ -268,23 +266,20 @@ class Nested:
         precision = units.new_zeros(len(units), len(units))
         for row, move in zip(precision, far * units.diag()):
             row += (mode.slope - self.at(mode.theta + move).slope) * units / far
+        # Where F is flat, or bends upwards, as it may beside a mode, θ has the largest width.
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         axes = units[:, None] * axes
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
 
 
-def _value(found: Optimum) -> float:
-    return float(found.value)
-
-
 def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:
-    """The Cholesky factor of P, and whether it is P's own: where ℓ is not log-concave negative curvatures count by
-    their size, of which a step is no longer than the model holds (test_a_mixture_is_a_likelihood_of_a_field).
-    """
+    """The Cholesky factor of P, or of what takes its place, and whether it is P's own."""
     precision = _precision(found, curvature)
     root, info = torch.linalg.cholesky_ex(precision)
     if not info:
         return root, True
+    # Where ℓ is not log-concave negative curvatures count by their size, of which a step is no longer than the model
+    # holds: test_a_mixture_is_a_likelihood_of_a_field.
     values, axes = torch.linalg.eigh(precision)
     return torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT), False
 
@@ -302,7 +297,7 @@ def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Ten
     curvatures: Slopes = {}
     for one, slope in slopes.items():
         own = [place for place in eta if place[0] == one[0]]
-        if slope.requires_grad:
+        if slope.requires_grad:  # a datum's slopes depend on its own predictors: their sum has them all apart
             second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
             curvatures |= {(one, place): -part for place, part in zip(own, second) if part is not None}
     return density, slopes, curvatures
@@ -323,23 +318,25 @@ def _by_precision(found: Predictors, curvature: Slopes, covariance: Tensor) -> T
         dense, owned = found.columns(place)
         along[place] = sum((entry * covariance[own] for own, entry in owned), dense @ covariance[common])  # JC
     for (one, other), weight in curvature.items():
+        # W is symmetric, so that tr(C ∂(JᵀWJ)) = 2 tr(CJᵀW ∂J) + tr(JCJᵀ ∂W)
         each = (along[one] * found.rows[other]).sum(-1)
         total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
     return total
 
 
 def _precision(found: Predictors, curvature: Slopes) -> Tensor:
-    """P = I + JᵀWJ without its graph, and without products of the columns of owned latents."""
+    """P = I + JᵀWJ without its graph."""
     like, num, common = found.x.detach(), found.layout.num, found.layout.common(found.x)
     total = torch.eye(num, dtype=like.dtype, device=like.device)
     parts = {place: found.columns(place) for place in found.rows}
     for (one, other), weight in curvature.items():
         (first, owned), (second, others) = parts[one], parts[other]
+        # J = [columns of all | of owned latents, an entry a row]: of products the columns of all first
         right = weight.detach()[:, None] * second
         columns = like.new_zeros(num, len(common)).index_copy(0, common, first.mT @ right)
         for own, entry in owned:
             columns = columns.index_add(0, own, entry * right)
-            for its, again in others:
+            for its, again in others:  # two entries of a datum make one of P
                 product = weight.detach() * (entry * again)[:, 0]
                 total = total.index_put((own, its), product, accumulate=True)
         total = total.index_add(1, common, columns)

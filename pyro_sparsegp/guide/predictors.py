@@ -16,6 +16,7 @@ from torch import Tensor
 from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import above_rounding
 from ..program.declared import LINKS, candidates, expectation, is_declared, parameters, rebuilt, rewrapped
+from ..program.facts import Values
 from ..program.handlers import mapped
 from ..program.reader import normal_nodes
 from ..program.traces import bare, is_observation, sample_sites, unmasked
@@ -23,7 +24,8 @@ from .field import Layout
 
 Place = tuple[str, str]  # a site, and its parameter
 Pair = tuple[Place, Place]
-Again = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]  # the sites of the same run with GP sites' values given
+Links = Mapping[str, Mapping[str, str]]  # by site and parameter
+Again = Callable[[Values], Mapping[str, Any]]  # the sites of the same run with GP sites' values given
 
 # The link of a density whose parameters do not show its predictor: it is told in the values of a GP site.
 VALUE = "value"
@@ -107,14 +109,14 @@ def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
 
 
 def _density_of(site: Any) -> Tensor:
-    """Log densities of single data; with the masks of other sites that share a discrete latent
-    (test_a_mask_beside_an_enumerated_latent).
-    """
+    """Log densities of single data."""
+    # with the masks of other sites that share a discrete latent: test_a_mask_beside_an_enumerated_latent
     return (site["fn"] if hasattr(site["fn"], "without_masks") else bare(site["fn"])).log_prob(site["value"])
 
 
 def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
     """Whether a density of single data can be made anew of one or two parameters that move, and all others."""
+    # Grids have two axes at most. Whether a subclass is no more than its parameters, numbers tell.
     is_single = len(moving) <= 2 and all(parameters(fn)[key].dim() <= len(fn.batch_shape) for key in moving)
     with suppress(TypeError, ValueError, RuntimeError):
         return is_single and torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
@@ -131,9 +133,7 @@ class Predictors:
     ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J, ``(N, num)``, and ``residuals`` J'.
     """
 
-    def __init__(
-        self, sites: Any, links: Mapping[str, Mapping[str, str]], x: Tensor, layout: Layout, again: Again
-    ) -> None:
+    def __init__(self, sites: Any, links: Links, x: Tensor, layout: Layout, again: Again) -> None:
         self.sites, self.links, self.x, self.again = sites, links, x, again
         places = {(name, key): link for name, of_site in links.items() for key, link in of_site.items()}
         self.eta = {place: _eta(sites, *place, link) for place, link in places.items()}
@@ -141,23 +141,23 @@ class Predictors:
         self.residuals: dict[Place, Tensor] = {}
         self.layout = layout
         self._owned: dict[Place, list[Tensor]] = {}
-        # none, in a step without some of the data
+        # One way back for all predictors; none, in a step without some of the data.
         every = jacobian(torch.cat([x[:0], *self.eta.values()]), x, layout.directions(x))
         for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
-            if places[place] == VALUE:
+            if places[place] == VALUE:  # f, of which its density says how it moves with all others
                 part = part + self._beside(*place)
             self.rows[place], self.residuals[place], self._owned[place] = layout.split(part)
 
     def _beside(self, name: str, gp: str) -> Tensor:
-        """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``: j/g with its
-        slopes, where |g| is larger; 0 where a datum's density has no f: test_factors_that_leave_rows_out.
-        """
+        """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
+        # j/g with the density's slopes j by x and g by f, where |g| is larger: at a top of it both are 0.
         found: list[tuple[Tensor, Tensor]] = []
         for away in _AWAY:
             f = (self.eta[name, gp].detach() + away).requires_grad_()
             density = self.log_prob(name, {(name, gp): f}) + 0 * self.x.sum()
             (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
             by_x = jacobian(density, self.x, self.layout.directions(self.x))
+            # 0 where a datum's density has no f: test_factors_that_leave_rows_out
             found.append((slope.abs(), by_x / slope.masked_fill(slope == 0, torch.inf)))
         (size, one), (its_size, other) = found
         return torch.where(size > its_size, one, other)
@@ -230,14 +230,12 @@ class Predictors:
 
         :param root: the Cholesky factor of P.
         """
+        # J P⁻¹ J'ᵀ and what residuals add are products of one row each
         parts = {
-            place: torch.linalg.solve_triangular(root, self.rows[place].mT, upper=False).detach() for place in self.eta
+            place: torch.cat([torch.linalg.solve_triangular(root, rows.mT, upper=False), self.residuals[place].mT])
+            for place, rows in self.rows.items()
         }
-        return {
-            (one, other): (parts[one] * parts[other]).sum(0)
-            + (self.residuals[one] * self.residuals[other]).sum(-1).detach()
-            for one, other in self.pairs
-        }
+        return {(one, other): (parts[one] * parts[other]).sum(0).detach() for one, other in self.pairs}
 
     @property
     def pairs(self) -> list[Pair]:
@@ -254,12 +252,14 @@ class Predictors:
         def of_site(name: str) -> Tensor:
             (first, *others), site = [(name, key) for key in self.links[name]], self.sites[name]
             variance = covariance[first, first]
+            # A closed form is of the distribution's own parameter, as a Normal's loc is.
             if self.links[name] == {"loc": "identity"} and is_declared(site["fn"]):
                 fn = self.distribution(name, eta)
                 return expectation(fn, site["value"], variance.reshape(fn.batch_shape))
             nodes, weights = normal_nodes(1 + len(others), eta[first], num_nodes)
             at = {first: eta[first] + variance.sqrt() * nodes[:, :1]}
-            for place in others:  # one at most
+            # Of two the second is normal given the first: its mean moves by C₁₂/C₁₁ of the first's.
+            for place in others:
                 across, own = covariance[first, place] / variance.sqrt(), covariance[place, place]
                 rest = above_rounding(own - across.square(), own).sqrt()
                 at[place] = eta[place] + (across * nodes[:, :1] + rest * nodes[:, 1:])

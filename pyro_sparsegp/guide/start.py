@@ -21,6 +21,7 @@ from ..gaussians import NaturalGaussian
 from ..numerics.functions import depends
 from ..program.checks import holds_part
 from ..program.data import map_tensors
+from ..program.facts import NO_VALUES, Values
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, sample_sites, whole_plates
 from .field import (
     LARGEST,
@@ -49,14 +50,12 @@ _MOST_SLOPES = 50_000_000  # of predictors by the field
 _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 PATIENCE = 2.0  # seconds, after which a search shows a bar
+_Call = tuple[tuple, dict[str, Any]]  # arguments
 _DRAWS = 3  # of the prior, beside the first call's own values
 
 
 def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Make the posterior of latents that are no GP sites, at the mode of what is known of them.
-
-    :param run: the first.
-    """
+    """After a first run make the posterior of latents that are no GP sites, at the mode of what is known of them."""
     facts = guide.facts
     asked = (facts.able_to_couple or facts.interactions) and guide.independent is not True
     if not (asked or guide.together_by_name) or not is_open(guide):
@@ -64,7 +63,7 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     try:
         bar = tqdm(desc="the mode of latents", unit=" evaluations", delay=PATIENCE, leave=False)
         with torch.enable_grad(), whole_plates(), bar:
-            _find(Search(guide, run, args, kwargs, tell=bar.update))
+            _find(Search(guide, run, (args, kwargs), [], bar.update))
     except (ValueError, RuntimeError, NotImplementedError) as error:
         if names := ", ".join(map(repr, facts.latents)):
             warnings.warn(
@@ -79,9 +78,8 @@ def is_open(guide: KnownGuide) -> bool:
     """Whether there is a start: every latent is one of all rows, and GP sites are single functions on a basis."""
     facts = guide.facts
     # Processes have other rows each, at which they would find other modes.
-    if torch.distributed.is_initialized() or facts.inner or len(facts.able_to_couple) < len(facts.latents):
-        return False
-    return all(
+    is_one = not (torch.distributed.is_initialized() or facts.inner or len(facts.able_to_couple) < len(facts.latents))
+    return is_one and all(
         type(module) in (SparseGP, OptimalGP, ExactGP, ExpectationGP)
         and not module.batch_shape
         and module.family.get("num_columns") is None
@@ -96,6 +94,7 @@ def _find(search: Search) -> None:
     if nested is None:
         return
     if search.guide.search and search.hyper.size:
+        # From some rows first, where an evaluation is cheap: from there it is not far to the mode of all.
         best = nested.mode(map(nested.tried, [theta, *search.hyper.draws(_DRAWS)]))
         best = best if nested.is_informed(best) else nested.beyond(best)
         some, nested = nested, search.at_rows(nested, search.most[1])
@@ -112,21 +111,15 @@ class Search:
     """What is known of a program before θ goes to its mode: which latents are in the field, ``normal``, and which are
     hyperparameters, ``hyper``.
 
-    :param first: a run that met all sites.
+    :param first: a run that met all sites, with the arguments ``whole``.
     :param fixed: latents that stay where they are in that run, unless they are normal.
-    :param tell: called at each evaluation of F.
+    :param tell: called at each run.
     """
 
     def __init__(
-        self,
-        guide: KnownGuide,
-        first: Run,
-        args: tuple,
-        kwargs: dict[str, Any],
-        fixed: Collection[str] = (),
-        tell: Callable[[], Any] = lambda: None,
+        self, guide: KnownGuide, first: Run, whole: _Call, fixed: Collection[str], tell: Callable[[], Any]
     ) -> None:
-        self.guide, self.whole, self.gps, self.fixed, self.tell = guide, (args, kwargs), guide.facts.gps, fixed, tell
+        self.guide, self.whole, self.gps, self.fixed, self.tell = guide, whole, guide.facts.gps, fixed, tell
         sites = dict(all_sites(first.trace))
         self.inputs = {name: process.x for name, process in first.processes.items()}
         self.members = [name for name in sites if name in guide.facts.latents or name in self.gps]  # in their order
@@ -145,10 +138,8 @@ class Search:
         normal = self._normal()
         # Without a field f follows hyperparameters alone, where its sites are exact:
         # test_exact_of_many_rows_follows_an_intercept.
-        beside = (
-            sum(prior.shape().numel() for prior in normal.values()) if self.is_exact and self.rows < self.num else 0
-        )
-        if 0 < beside <= _MOST_BESIDE and set(self.gps) <= {*guide.facts.quadratic}:
+        are_few = sum(prior.shape().numel() for prior in normal.values()) <= _MOST_BESIDE
+        if self.is_exact and self.rows < self.num and are_few and set(self.gps) <= {*guide.facts.quadratic}:
             normal = {}
         self._split(normal)
         scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
@@ -156,10 +147,9 @@ class Search:
             raise ValueError(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
 
     def _take(self, most: int) -> None:
-        """Take so many rows at most, by a plate's numbers, or those of tensors with as many as a GP site's inputs; at
-        random: equal distances would miss what alternates, test_rows_of_a_start_are_none_of_a_pattern.
-        """
+        """Take so many rows at most, by a plate's numbers, or those of tensors with as many as a GP site's inputs."""
         self.rows = min(self.num, most)
+        # Equal distances would miss what alternates: test_rows_of_a_start_are_none_of_a_pattern.
         chosen = torch.randperm(self.num, generator=torch.Generator().manual_seed(0))[: self.rows].sort().values
         self.chosen = chosen.to(self.guide.like.device)
         held = dict.fromkeys(self.plates, self.chosen)
@@ -167,17 +157,16 @@ class Search:
         def some(value: Tensor) -> Tensor:
             return value[self.chosen] if self.rows < self.num and value.dim() and len(value) == self.num else value
 
-        given: tuple[tuple, dict[str, Any]] = self.whole if self.plates else map_tensors(some, self.whole)
+        given: _Call = self.whole if self.plates else map_tensors(some, self.whole)
 
-        def run(handler: Standardised, values: Mapping[str, Tensor]) -> poutine.Trace:
+        def run(handler: Standardised, values: Values) -> poutine.Trace:
+            self.tell()
             return run_standardised(self.guide, *given, handler, {**held, **self.stay, **values})
 
         self.run = run
 
     def _normal(self) -> dict[str, Any]:
-        """The latents with normal priors; but those that kernels, scales or priors are made of are hyperparameters,
-        which autograd's graph shows, whatever their values. All rows are taken if the program has not fewer by now.
-        """
+        """The latents with normal priors of which no kernel, scale or prior is made: these are hyperparameters."""
         guide = self.guide
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
         if not normal and self.rows == self.num:
@@ -191,9 +180,10 @@ class Search:
             are_fewer = False
             if self.rows == self.num:
                 raise
-        if self.rows < self.num and not are_fewer:
+        if self.rows < self.num and not are_fewer:  # its rows are none of its arguments'
             self._take(self.num)
             return self._normal()
+        # autograd's graph shows what these are made of, whatever the values: 0 hides no slope
         made = [part for parts in handler.features.values() for part in parts]
         made += [as_process(sites[name]["fn"])[0].variance for name in self.gps]  # type: ignore[union-attr]
         made += [bare(sites[n]["fn"]).log_prob(sites[n]["value"]) for n in self.priors if n not in normal]
@@ -218,7 +208,7 @@ class Search:
             first = self.hyper.parts(self.hyper.of(self.held))
             beside = {name: value + _BESIDE * torch.randn_like(value) for name, value in first.items()}
 
-        def at(x: Tensor, given: Mapping[str, Tensor] = {}) -> poutine.Trace:
+        def at(x: Tensor, given: Values = NO_VALUES) -> poutine.Trace:
             return self.run(Standardised(guide, *layout.parts(x), beside), given)
 
         linked = find_links(at, layout, guide.like)
@@ -230,7 +220,7 @@ class Search:
             self._split(_without(self.normal, moved))
             return self.nested()
         layout = Layout(field, layout.residuals, owned)
-        return None if bent else Nested(guide, layout, links, self.hyper, self.run, self.tell)
+        return None if bent else Nested(guide, layout, links, self.hyper, self.run)
 
     def at_rows(self, nested: Nested, most: int) -> Nested:
         """F at more rows, or as it is."""
@@ -286,7 +276,7 @@ class _Mode:
         _, there = self.nested.run(best.theta, self.layout.extend(best.x))
         loc = hyper.parts(best.theta) | {name: there.values[name] for name in normal}
         alone = hyper.parts(1 / torch.linalg.inv(self.covariance).diagonal())
-        given = 1 / best.root.square().sum(-1)  # in units of the field
+        given = 1 / best.root.square().sum(-1)  # 1/Pᵢᵢ, in units of the field
         alone |= {n: there.priors[n].variance.reshape(-1).to(given) * given[self.layout.rows[n]] for n in normal}
         for name, latent in others.items():
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], alone[name].sqrt()))
@@ -299,7 +289,7 @@ class _Mode:
         facts.links = {name: dict(links) for name, links in self.nested.links.items()}
         facts.owned = list(self.layout.owned)
         for name, module in guide.modules_by_site().items():
-            if isinstance(module, ExactGP):
+            if isinstance(module, ExactGP):  # whose values at all rows are coefficients of a basis
                 module.basis = InducingPoints([inputs[name]], trainable=False)
                 facts.gps[name] = module.spec()
         make_field(guide, facts.field)
@@ -319,6 +309,7 @@ class _Mode:
         hyperparameters b: what q(x | θ) is about (test_non_centred_latents_have_the_posterior_of_centred_ones).
         """
         found = dict[str, dict[str, list[float]]]()
+        # b = ∂ log(|J| / |Φ|) / ∂θ: predictors exp(bᵀθ)Φw have so many times the features for their slopes J
         squares = torch.stack([rows.square().sum(0) for rows in self.found.rows.values()]).sum(0)
         for name, own in self.layout.rows.items():
             size: Any = sum(part.square().sum() for part in self.handler.features[name])
@@ -333,24 +324,25 @@ class _Mode:
     def _put(self, coefficients: NaturalGaussian, anchor: Any, members: list[str]) -> None:
         """Put q of some members to their mode, all others held."""
         index = index_of(self.layout.rows, members, self.theta)
+        # exp(−½ xᵀPx + xᵀPx̂) over the prior's exp(−½|x|²)
         given = (self.best.root @ self.best.root.mT)[index][:, index]
         coefficients.put_sums(anchor, given - torch.eye(len(index)).to(given), given @ self.best.x[index])
 
     def _wants_field(self, field: list[str], intercepts: Collection[str]) -> bool:
-        """Whether GP sites meet in a density, or a latent is to be joint with them, such as an intercept of another
-        prior: on sites f follows it by itself. Not for EP, and of values at all rows only if these are here, and stay
-        where they are: test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
-        """
+        """Whether GP sites meet in a density, or a latent is to be joint with them."""
         search, modules = self.search, self.guide.modules_by_site().values()
         moves = any(as_process(self.handler.priors[name])[0].x.requires_grad for name in self.facts.gps)  # type: ignore[union-attr]
+        # Values at all rows are a basis if all are here, and stay where they are:
+        # test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         stays = not (search.is_exact and (search.rows < search.num or search.is_part or moves))
+        # an intercept of another prior, which f follows by itself on sites
         follows = bool(intercepts) and all(type(module) is SparseGP for module in modules)
         meets = len(field) > len(modules) or bool(self.facts.interactions or self.guide.together_by_name)
         return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
 
     def _intercepts(self) -> dict[str, Tensor]:
         """By hyperparameters that f follows where kernels stay, as an intercept, the moves of x, ``(num, V)``, that
-        do to Jᵀ∇ℓ what their values do, or θ: that by which they are nearer to linear, which the facts then have.
+        do to Jᵀ∇ℓ what their values do, or θ.
         """
         nested, best, facts, moves = self.nested, self.best, self.facts, dict[str, Tensor]()
         if not facts.coupled:
@@ -362,6 +354,7 @@ class _Mode:
             rows, away = nested.hyper.rows[name], best.theta.clone()
             if shifts[rows].sum() <= _SHIFT**2:
                 continue
+            # The moves of x here and one standard deviation away: the parameter of which they change less is followed.
             away[rows] += self.covariance.diagonal().sqrt()[rows]
             other, there = nested.tried(away.requires_grad_()), here
             if other is not nested.none:

@@ -34,6 +34,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _AT_ONCE = 2**20  # values of a site in one mapped run, so that many rows take little more memory than a step of them
 
 Values = Mapping[str, Tensor]
+NO_VALUES: Values = MappingProxyType({})
 Show = Callable[[Values], dict[Any, Tensor]]
 
 
@@ -103,7 +104,7 @@ def kept_buffers() -> Iterator[None]:
 
 
 def find_owners(
-    show: Show, base: Values, steps: Values = MappingProxyType({}), moves: tuple[float, ...] = ()
+    show: Show, base: Values, steps: Values = NO_VALUES, moves: tuple[float, ...] = ()
 ) -> tuple[dict[str, dict[Any, Owners]], dict[str, dict[Any, Tensor]]]:
     """For GP sites, the owners of the entries of what ``show`` gives, and what it gives at the base and where a site
     is moved, ``(1 + moves, ...)``.
