@@ -12,7 +12,6 @@ from pyro_sparsegp.bases import additive as additive_basis
 from pyro_sparsegp.families import AdditiveSGPR, CoupledCovariance, CoupledPrecision
 from pyro_sparsegp.gaussians import low_rank
 
-from .benchmarks import paper0
 from .models import gaussian, observed, one_function, prepared, refused, restored
 
 
@@ -143,21 +142,6 @@ def test_a_step_makes_no_dense_matrix_of_all_coefficients(base, monkeypatch):
     with Count() as count:
         bound(x, y).backward()
     assert count.largest < (8 * terms) ** 2 / 4
-
-
-def test_analytic_effects_are_an_analysis_of_variance():
-    """Effects and level add up to the function, and each has mean zero along its columns."""
-    x = torch.rand(50, 6)
-    effects = paper0.analytic(x)
-    level = (paper0.friedman(x) - sum(effects.values())).unique()
-    assert level.max() - level.min() < 1e-6
-    side = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    line = torch.full((4000, 6), 0.3)
-    for column in range(2):
-        along = line.clone()
-        along[:, column] = side
-        assert abs(paper0.analytic(along)["x1:x2"].mean()) < 1e-6
-        assert abs(paper0.analytic(along)[f"x{column + 1}"].mean()) < 1e-6
 
 
 def collapsed(kernel, z, noise, x, y):

@@ -1,5 +1,7 @@
 """A guide as BoTorch's model: batches, gradients, noise, and regrets beside SingleTaskGP's."""
 
+from functools import partial
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -8,7 +10,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInducing
 
-from .models import data, gaussian, heteroscedastic, observed, one_function, prepared, refused, train
+from .models import data, gaussian, heteroscedastic, observed, one_function, prepared, refused, trained
 
 pytest.importorskip("botorch")
 
@@ -29,10 +31,7 @@ FAMILIES = {
 }
 
 
-def trained(model, family, x, y, steps=3):
-    guide = AutoSparseGP(model, family)
-    train(model, guide, x, y, steps=steps, lr=0.01, loss=TraceQuadrature_ELBO(2))
-    return guide
+trained = partial(trained, steps=3, lr=0.01, loss=TraceQuadrature_ELBO(2))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -51,17 +51,6 @@ def test_two_processes_are_one(of_two, job):
     require_as_one_process(of_two, 2, job)
 
 
-def test_a_group_needs_torch_distributed():
-    import pyro
-
-    from pyro_sparsegp import AutoSparseGP, ExpectationPropagation
-    from pyro_sparsegp.families import SparseEP
-
-    guide = AutoSparseGP(group_worker.probit, SparseEP(4))
-    with pytest.raises(ValueError, match="torchrun"):
-        ExpectationPropagation(group_worker.probit, guide, pyro.optim.Adam({"lr": 0.1}), group="world")
-
-
 def test_a_joined_batch_of_one_process_is_its_own():
     from pyro_sparsegp.numerics.processes import joined, sharing
 

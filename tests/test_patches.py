@@ -232,18 +232,16 @@ def test_bad_images_and_bases():
 SIDE = 6
 
 
-def bars(num, seed=0, dtype=torch.float64):
-    """Images of a horizontal or a vertical bar at a random place, and which of the two it is."""
+def bars(num, seed=0, dtype=torch.float64, kinds=2):
+    """Images of a horizontal bar, a vertical bar or a diagonal at a random place, and which of them it is."""
     generator = torch.Generator().manual_seed(seed)
-    y = torch.randint(2, (num,), generator=generator)
+    y = torch.randint(kinds, (num,), generator=generator)
     x = 0.1 * torch.rand(num, SIDE, SIDE, generator=generator, dtype=torch.float64)
     for n in range(num):
         r, c = torch.randint(SIDE - 2, (2,), generator=generator).tolist()
-        if y[n]:
-            x[n, r, c : c + 3] += 1
-        else:
-            x[n, r : r + 3, c] += 1
-    return x.flatten(1).to(dtype), y.to(dtype)
+        for i in range(3):
+            x[n, r + i * (y[n] != 0), c + i * (y[n] != 1)] += 1
+    return x.flatten(1).to(dtype), y if kinds > 2 else y.to(dtype)
 
 
 def one_layer(x, y=None, size=None, kernel=None):
@@ -327,18 +325,6 @@ def test_the_mixture_is_the_posterior_given_both(monkeypatch):
     assert_close(phi @ phi.mT, cross @ torch.linalg.solve(gram, cross.mT), rtol=1e-4, atol=1e-5)
 
 
-def classes(num, seed=0, dtype=torch.float64):
-    """Images of a horizontal bar, a vertical bar, or a diagonal."""
-    generator = torch.Generator().manual_seed(seed)
-    y = torch.randint(3, (num,), generator=generator)
-    x = 0.1 * torch.rand(num, SIDE, SIDE, generator=generator, dtype=torch.float64)
-    for n in range(num):
-        r, c = torch.randint(SIDE - 2, (2,), generator=generator).tolist()
-        for i in range(3):
-            x[n, r + i * (y[n] != 0), c + i * (y[n] != 1)] += 1
-    return x.flatten(1).to(dtype), y
-
-
 # Deep models.
 
 
@@ -373,7 +359,7 @@ def starts(x, below=16, above=24):
 )
 def test_two_layers_train_from_scratch(independent, dtype):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
-    x, y = classes(120, dtype=dtype)
+    x, y = bars(120, dtype=dtype, kinds=3)
     guide = prepared(two_layers, starts(x), x[:20], y[:20], independent_draws=independent)
     assert guide.structure.groups == {"g": (16, "f")}
     svi = SVI(two_layers, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
@@ -381,7 +367,7 @@ def test_two_layers_train_from_scratch(independent, dtype):
         rows = torch.randperm(120)[:40]
         loss = svi.step(x[rows], y[rows], size=120)
     assert loss < 350
-    new, truth = classes(60, 1, dtype)
+    new, truth = bars(60, 1, dtype, 3)
     draws = predict(two_layers, guide, new, num_samples=5, joint=False)
     assert draws["g"].shape == (5, 2, 60 * 16)
     assert draws["f"].shape == (5, 3, 60)
@@ -434,7 +420,7 @@ def test_groups_must_stay():
 
 
 def test_names_of_independent_draws():
-    x, y = classes(20)
+    x, y = bars(20, kinds=3)
     refused("collection of names", lambda: AutoSparseGP(two_layers, SVGP(4), independent_draws="g"))
     guide = AutoSparseGP(two_layers, SVGP(4), independent_draws=("h",))
     refused(r"independent_draws names \['h'\]; the GP sites are \['f', 'g'\]", guide, x, y)

@@ -15,7 +15,7 @@ import pyro.distributions as dist
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import GaussianProcess, TraceQuadrature_ELBO, kernels
 
 HERE = Path(__file__).parent
 
@@ -251,24 +251,7 @@ def machine(device="cpu"):
     return f"{where}, {torch.get_num_threads()} thread(s), torch {torch.__version__}"
 
 
-def pyplot():
-    """Matplotlib, without a screen."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def seeded(seed=0):
     """An empty parameter store and a seed."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-
-
-def prepared(model, family, x, y, **options):
-    """A guide that has seen the data."""
-    guide = AutoSparseGP(model, family, **options)
-    guide.prepare(x, y)
-    return guide

@@ -22,7 +22,7 @@ import pyro
 import torch
 from others import Exact, matern
 
-from pyro_sparsegp import TraceQuadrature_ELBO
+from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 
 # Paper 2, table 1: NLL, RMSE, time on a V100.
@@ -68,7 +68,8 @@ def ours(family, batch=0, lbfgs=False):
 
     def trainer(x, y, rate):
         pyro.clear_param_store()
-        guide = bench.prepared(MODEL, family(len(x)), x, y)
+        guide = AutoSparseGP(MODEL, family(len(x)))
+        guide.prepare(x, y)
         loss = TraceQuadrature_ELBO(2)(MODEL, guide)
         parameters = [*guide.parameters(), *dict(pyro.get_param_store().named_parameters()).values()]
         parameters = list({id(p): p for p in parameters}.values())

@@ -305,24 +305,6 @@ def table(options):
         page.row(f"{name} ({rows})", label, *(cells or [""] * 5), theirs + failure)
 
 
-def picture(options):
-    """NLL and unevenness of norms by iterations, of the first set's runs that are kept."""
-    plt, name = bench.pyplot(), options.sets[0]
-    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for label, colour in zip(options.methods, plt.rcParams["axes.prop_cycle"].by_key()["color"]):
-        # The longest one.
-        runs = [bench.kept(path).get("curve", []) for path in Path(options.keep).glob(f"{name}, {label}, 0, *.run")]
-        count, _, _, _, nll, _, uneven, _ = zip(*max(runs, key=len))
-        left.plot(count, nll, label=label, color=colour)
-        right.plot(count, uneven, color=colour)
-        if label in PAPER[name]:
-            left.axhline(PAPER[name][label][2], ls=":", color=colour)
-    left.set(ylim=(-1.7, 2), xscale="log", ylabel="test NLL; dotted, the paper", xlabel="iterations")
-    right.set(xscale="log", ylabel="1 − mean‖φ‖²/max‖φ‖²", xlabel="iterations")
-    left.legend()
-    plt.savefig(options.plot, dpi=110)
-
-
 def main():
     options = bench.parsed(
         __doc__,
@@ -332,7 +314,6 @@ def main():
         rest=1e-3,  # of all else
         keep=None,
         out=None,
-        plot=None,  # where a picture of the runs goes
         sets=["pol", "protein"],
         methods=METHODS,
         seconds=60.0,
@@ -342,8 +323,6 @@ def main():
     )
     pyro.enable_validation(False)
     table(options)
-    if options.plot:
-        picture(options)
 
 
 if __name__ == "__main__":
