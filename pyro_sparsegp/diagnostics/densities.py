@@ -17,12 +17,11 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..numerics.tilted import tilted
-from ..program.declared import expectation, parameter_of, rewrapped
 from ..program.explore import TERM, Program
 from ..program.facts import Owners
 from ..program.handlers import held_trace, mapped
 from ..program.reader import normal_nodes
-from ..program.traces import bare, whole_plates
+from ..program.traces import bare, expectation, parameter_of, rewrapped, whole_plates
 
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
 Values = Mapping[str, Tensor]

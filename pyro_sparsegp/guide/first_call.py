@@ -28,8 +28,7 @@ from ..numerics.linalg import default_jitter
 from ..posterior.drawing import ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks
-from ..program.data import TrainingData, first_tensor
-from ..program.declared import is_normal
+from ..program.data import TrainingData, tensors
 from ..program.explore import explore
 from ..program.facts import COUPLED, ClosedForms, Structure
 from ..program.handlers import held_runs
@@ -38,6 +37,7 @@ from ..program.traces import (
     bare,
     grouped,
     is_free,
+    is_normal,
     is_observation,
     log_densities,
     piecewise_constant,
@@ -58,7 +58,8 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         raise ValueError(
             "the guide's first call makes its parameters: call it outside of torch.inference_mode(), guide(x, y)."
         )
-    guide.like = first_tensor((args, kwargs))
+    given = (t.new_empty(0) for t in tensors((args, kwargs)) if t.is_floating_point())
+    guide.like = next(given, torch.empty(0))
     try:
         run = _Setup(guide, at_medians=True)
         with torch.no_grad(), poutine.block():

@@ -25,7 +25,7 @@ from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess, PriorProcess
 from ..program.checks import warn_of_groups
-from ..program.data import TrainingData
+from ..program.data import TrainingData, is_plain
 from ..program.facts import Structure
 from ..program.handlers import stand_in
 from ..program.traces import as_process, bare, fill_masked, piecewise_constant, without_event
@@ -311,7 +311,7 @@ class SiteMessenger(KnownGuide):
             return {}
         state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.structure)}
         data = self.core.data
-        if data is not None and self.is_about_rows and data.is_plain:
+        if data is not None and self.is_about_rows and is_plain([data.args, data.kwargs]):
             state["data"] = {"args": data.args, "kwargs": data.kwargs}
         return state
 

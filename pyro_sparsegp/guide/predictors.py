@@ -15,11 +15,22 @@ from torch import Tensor
 
 from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import above_rounding
-from ..program.declared import LINKS, candidates, expectation, is_declared, parameters, rebuilt, rewrapped
 from ..program.facts import Values
 from ..program.handlers import mapped
 from ..program.reader import normal_nodes
-from ..program.traces import bare, is_observation, sample_sites, unmasked
+from ..program.traces import (
+    LINKS,
+    bare,
+    candidates,
+    expectation,
+    is_declared,
+    is_observation,
+    parameters,
+    rebuilt,
+    rewrapped,
+    sample_sites,
+    unmasked,
+)
 from .field import Layout
 
 Place = tuple[str, str]  # a site, and its parameter

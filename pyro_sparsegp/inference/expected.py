@@ -31,11 +31,21 @@ from ..numerics.linalg import above_rounding
 from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import graph_of
-from ..program.declared import expectation, over_scale, parameter_of, parameters, rebuilt
 from ..program.facts import COUPLED, ClosedForms
 from ..program.handlers import Rerun, held_trace, mapped
 from ..program.reader import normal_nodes
-from ..program.traces import RandomState, bare, free_values, sample_sites, without_event
+from ..program.traces import (
+    RandomState,
+    bare,
+    expectation,
+    free_values,
+    over_scale,
+    parameter_of,
+    parameters,
+    rebuilt,
+    sample_sites,
+    without_event,
+)
 
 
 def sum_of_expectations(

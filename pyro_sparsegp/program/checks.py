@@ -23,9 +23,19 @@ def require_sizes(sites: Mapping[str, Any]) -> None:
     distribution, are a column, or one row beside many; or if a latent is under a mask of rows.
     """
     for name, site in sites.items():
-        shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
-        if site["is_observed"]:
-            _require_meeting(name, site["value"], tuple(site["fn"].shape()))
+        shape, mask, value = torch.Size(site["fn"].batch_shape), site["mask"], site["value"]
+        # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters. (1,) beside (N,): one
+        # datum that counts N times. A number, of shape (), is taken for a constant:
+        # test_messages.py::test_one_level_for_all_rows_is_no_fault
+        whole = tuple(site["fn"].shape())
+        pairs = zip(reversed(value.shape), reversed(whole)) if site["is_observed"] else ()
+        if any(own != its and (its != 1 or value.dim() < len(whole)) for own, its in pairs):
+            raise ValueError(
+                f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {whole}, so "
+                "that they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; "
+                f"if one value is that of many rows, y.expand({whole}); for P outputs in P columns let the "
+                "distribution have them too, .to_event(1)."
+            )
         # test_missing.py::test_a_mask_of_the_whole_model
         if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
             raise ValueError(
@@ -41,20 +51,6 @@ def require_sizes(sites: Mapping[str, Any]) -> None:
                     f"subsample=...), whose size is {frame.full_size}: they would be weighed by "
                     f"{frame.full_size}/{frame.size}. Give the plate the number of all rows, size=N."
                 )
-
-
-def _require_meeting(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    pairs = zip(reversed(value.shape), reversed(shape))
-    # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters. (1,) beside (N,): one datum
-    # that counts N times. A number, of shape (), is taken for a constant:
-    # test_messages.py::test_one_level_for_all_rows_is_no_fault
-    if any(own != its and (its != 1 or value.dim() < len(shape)) for own, its in pairs):
-        raise ValueError(
-            f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {shape}, so that "
-            "they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; if one "
-            f"value is that of many rows, y.expand({shape}); for P outputs in P columns let the distribution have them "
-            "too, .to_event(1)."
-        )
 
 
 def holds_part(trace: poutine.Trace) -> str:

@@ -131,11 +131,6 @@ class TrainingData:
         """Whether tensors that it holds have other values than they had."""
         return any(_version(leaf) != seen for leaf, seen in self.leaves.values())
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether they are tensors, numbers and strings in lists, tuples and mappings, which every file can hold."""
-        return _is_plain(self.args) and _is_plain(self.kwargs)
-
 
 def _version(leaf: Any) -> int:
     """How often torch has counted a write to a tensor."""
@@ -187,11 +182,12 @@ def _walk(tree: Any) -> Iterator[tuple[tuple, Any]]:
         yield from (((key, *path), leaf) for path, leaf in _walk(part))
 
 
-def _is_plain(item: Any) -> bool:
+def is_plain(item: Any) -> bool:
+    """Whether it is of tensors, numbers and strings in lists, tuples and mappings, which every file can hold."""
     # What torch.load(weights_only=True) takes, by its type: a subclass of dict is not.
     if type(item) is dict:
-        return all(isinstance(key, (str, int)) and _is_plain(part) for key, part in item.items())
-    return all(map(_is_plain, item)) if type(item) in (list, tuple) else isinstance(item, _PLAIN)
+        return all(isinstance(key, (str, int)) and is_plain(part) for key, part in item.items())
+    return all(map(is_plain, item)) if type(item) in (list, tuple) else isinstance(item, _PLAIN)
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any = Tensor) -> Any:
@@ -199,9 +195,9 @@ def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any
     of = partial(map_tensors, function, kinds=kinds)
     if isinstance(tree, kinds):
         return function(tree, *alike)
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping) and hasattr(tree, "__or__"):  # what has none cannot be made of other parts
         parts: Any = {key: of(part, *(one[key] for one in alike)) for key, part in tree.items()}
-        return copy.copy(tree) | parts
+        return tree | parts
     if isinstance(tree, (list, tuple)):
         parts = list(map(of, tree, *alike))
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
@@ -216,8 +212,3 @@ def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and mappings, such as a model's arguments."""
     return [leaf for _, leaf in _walk(tree) if isinstance(leaf, Tensor)]
-
-
-def first_tensor(tree: Any) -> Tensor:
-    """An empty tensor of the dtype and device of the first floating point one in a tree."""
-    return next((leaf.new_empty(0) for leaf in tensors(tree) if leaf.is_floating_point()), torch.empty(0))

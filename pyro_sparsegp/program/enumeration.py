@@ -28,8 +28,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .declared import rewrapped
-from .traces import as_process, bare, filled, unmasked_rows
+from .traces import as_process, bare, filled, rewrapped, unmasked_rows
 
 PLATES = 4  # dimensions from the right that are left to plates
 Plates = Mapping[str, Any]  # Pyro's frames by name; none of a plate that is iterated over, whose sites are single ones

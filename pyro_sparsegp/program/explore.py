@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..process import GaussianProcess
-from .declared import is_declared, is_normal, others_of, parameter_of, parameters
 from .facts import (
     COUPLED,
     DATAWISE,
@@ -29,7 +28,7 @@ from .facts import (
     stacked_runs,
 )
 from .handlers import Rerun
-from .traces import as_process, bare, entries, sample_sites
+from .traces import as_process, bare, entries, is_declared, is_normal, others_of, parameter_of, parameters, sample_sites
 
 # What a program shows of a site: its log densities, in whose place a declared one has what it is made of, the parameter
 # and all else; and what the process of a layer above is made of.

@@ -143,22 +143,20 @@ def find_owners(
                 hidden = hidden | (moves & known & ~nan[0])
         for name, nan in zip(base, nans):
             touched = nan[0] & ~hidden
-            by_row, by_output = (_owner(spelt, touched) for spelt in nan[1:].tensor_split([2 * bits[name]]))
-            owners[name][key] = Owners(touched | hidden, by_row, by_output)
+            spelled = []
+            for spelt in nan[1:].tensor_split([2 * bits[name]]):  # of rows, and of outputs
+                # The binary number that the runs' NaN spell; −1 where in one place both digits are NaN: of several.
+                zeros, ones = spelt[0::2], spelt[1::2]
+                places = torch.arange(len(ones), device=nan.device).reshape(-1, *[1] * touched.dim())
+                alone = touched & (zeros ^ ones).all(0)
+                spelled.append(torch.where(alone, (ones.long() << places).sum(0), -1))
+            owners[name][key] = Owners(touched | hidden, *spelled)
     return owners, moved
 
 
 def codes_of(numbers: Tensor) -> list[Tensor]:
     """For each binary place, the values whose number has a 0 there, and those whose number has a 1."""
     return [(numbers >> bit) & 1 == one for bit in range(int(numbers.max()).bit_length()) for one in (0, 1)]
-
-
-def _owner(nan: Tensor, touched: Tensor) -> Tensor:
-    """The number that the runs' NaN spell, −1 where they spell several."""
-    zeros, ones = nan[0::2], nan[1::2]
-    places = torch.arange(len(ones), device=nan.device).reshape(-1, *[1] * touched.dim())
-    number = (ones.long() << places).sum(0)
-    return torch.where(touched & (zeros ^ ones).all(0), number, -1)
 
 
 MAX_AXES = 2  # of a grid of nodes

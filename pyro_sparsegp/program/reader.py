@@ -19,10 +19,9 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..process import GaussianProcess
-from .declared import expectation, parameter_of
 from .facts import DATAWISE, ELEMENTWISE, Structure, find_owners
 from .handlers import Rerun, mapped
-from .traces import entries, log_densities, sample_sites, share_of
+from .traces import entries, expectation, log_densities, parameter_of, sample_sites, share_of
 
 Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 
@@ -77,7 +76,15 @@ class Terms:
             for site, own in by_site.items()
             if own.touched.any()
         }
-        self.rowwise = {*rows} - {name for (name, _), owner in self.owners.items() if not _rowwise(owner, rows[name])}
+        self.rowwise = {*rows}
+        for (name, _), owner in self.owners.items():
+            # Terms stand, along one of their dimensions, in the rows of their values, and each has one.
+            places, last = torch.arange(rows[name], device=owner.device), owner.dim() - 1
+            rowwise = not (owner < 0).any() and any(
+                size == rows[name] and bool((owner % size == places.reshape(-1, *[1] * (last - dim))).all())
+                for dim, size in enumerate(owner.shape)
+            )
+            self.rowwise -= set() if rowwise else {name}
 
     def log_density(self, name: str, nodes: Tensor) -> Tensor:
         """log p(yₙ | fₙ) at nodes ``(K, ..., N)`` of GP site ``name``, of the same shape, without plates' scales."""
@@ -97,15 +104,6 @@ class Terms:
             part = torch.where(owner < 0, 0.0, part).flatten(1).to(total.dtype)
             total = total.index_add(1, owner.clamp(min=0).flatten(), part)
         return total.reshape(nodes.shape)
-
-
-def _rowwise(owner: Tensor, rows: int) -> bool:
-    """Whether terms stand, along one of their dimensions, in the rows of their values, and each has one."""
-    places = torch.arange(rows, device=owner.device)
-    return not (owner < 0).any() and any(
-        size == rows and bool((owner % rows == places.reshape(-1, *[1] * (owner.dim() - dim - 1))).all())
-        for dim, size in enumerate(owner.shape)
-    )
 
 
 Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
