@@ -155,7 +155,7 @@ def test_algebra():
     assert sum([a, b]).terms == (a, b)
     assert_close((a * b * c)(X, Z), a(X, Z) * b(X, Z) * c(X, Z))
     assert ((a + b) + (c + kernels.White())).terms[:3] == (a, b, c)
-    assert (a * (b * c)).factors == (a, b, c)
+    assert (a * (b * c)).parts == (a, b, c)
     for two in (2, 2.0, np.float32(2.0), torch.tensor(2.0)):
         assert_close((two * a)(X, Z), 2 * a(X, Z))
         assert_close((a * two)(X, Z), 2 * a(X, Z))

@@ -313,10 +313,8 @@ class UserPolicy(Policy):
 
     def __init__(self, policy: Callable[[Any, Sites], Tensor], num: int) -> None:
         super().__init__(num)
-        if isinstance(policy, torch.nn.Module):
-            self.policy = copy.deepcopy(policy)  # each guide owns its parameters
-        else:
-            self.__dict__["policy"] = policy
+        # each guide owns its parameters
+        self.policy = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else policy
 
     def actions(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
         matrix = self.policy(kernel, sites)

@@ -97,6 +97,7 @@ class Compound(Kernel):
 
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
         """The kernel's features from its parts' features, ``(..., N, R_c)``."""
+        # φ(x)ᵀφ(x') = Σ_c φ_c(x)ᵀφ_c(x')
         return side_by_side(features)
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
@@ -158,12 +159,7 @@ class Product(Compound):
 
     def __init__(self, *kernels: Kernel) -> None:
         super().__init__(kernels, "Product's factor {}")
-        self.parts = tuple(f for k in self.parts for f in (k.factors if isinstance(k, Product) else [k]))
-
-    @property
-    def factors(self) -> tuple[Kernel, ...]:
-        """k_1, …, k_C."""
-        return self.parts
+        self.parts = tuple(f for k in self.parts for f in (k.parts if isinstance(k, Product) else [k]))
 
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
         # φ(x)ᵀφ(x') = Π_c φ_c(x)ᵀφ_c(x') for φ all products of the factors' features.
@@ -171,11 +167,11 @@ class Product(Compound):
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         # The spectral measure of a product is the convolution of the factors': add independent draws.
-        found: list[Any] = [factor.frequencies(shape, x) for factor in self.factors]
+        found: list[Any] = [factor.frequencies(shape, x) for factor in self.parts]
         return None if any(omega is None for omega in found) else functools.reduce(torch.add, found)
 
     def __repr__(self) -> str:
-        return " * ".join(_bracketed(factor, Sum) for factor in self.factors)
+        return " * ".join(_bracketed(factor, Sum) for factor in self.parts)
 
 
 class _Modified(Compound):
@@ -228,6 +224,7 @@ class Scaled(_Modified):
         return variance[(..., *[None] * dims)] * values[0]
 
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
+        # (√s φ(x))ᵀ(√s φ(x')) = s φ(x)ᵀφ(x')
         return as_tensor(self.variance, features[0]).sqrt()[..., None, None] * features[0]
 
     @property
@@ -292,6 +289,7 @@ class Select(_Modified):
         omega = super().frequencies(shape, x)
         if omega is None:
             return None
+        # ωᵀx of the columns that k₀ reads is that of all, with 0 for the others
         full = omega.new_zeros(*omega.shape[:-1], x.shape[-1])
         full[..., list(self._numbers(x.shape[-1]))] = omega
         return full

@@ -164,6 +164,7 @@ class Anova(Kernel):
         require_one(x, *_ONE)
         other = x if z is None else z
         if not self.in_closed_form:
+            # k(x, x') − m(x)m(x')/v (eq. 8)
             left, inverse = self._means(x)
             right = left if z is None else self._means(z)[0]
             return self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
@@ -192,19 +193,15 @@ class Anova(Kernel):
     def _profile(self) -> _Profile:
         return _PROFILES[type(self.base)]
 
-    def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return as_tensor(self.low, x)[..., None], as_tensor(self.high, x)[..., None]
-
     def _ends(self, x: Tensor) -> _Ends:
         length = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
         inverse = self._profile.root / length.double()
         inverse = inverse[..., 0] if inverse.dim() else inverse[None]
-        low, high = (bound * inverse for bound in self._bounds(x.double()))
+        low, high = (as_tensor(bound, inverse)[..., None] * inverse for bound in (self.low, self.high))
         return _Ends(inverse, low, high - low, self._profile.spread(high - low))
 
     def _deficits(self, x: Tensor) -> Tensor:
         # c(x) = m(x) − v, (..., N).
-        #
         # k₀ = (1 − v) − (1 − k(x, x')) − c(x) − c(x') − c(x)c(x')/v: for a long length scale all of k, m and v are
         # nearly 1; k₀ is made of their differences from 1, found in double precision, of N numbers only.
         inverse, low, width, spread = self._ends(x)
@@ -213,7 +210,7 @@ class Anova(Kernel):
 
     def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         nodes, weights = _legendre(_NUM_NODES, x.dtype, x.device)
-        low, high = self._bounds(x)
+        low, high = (as_tensor(bound, x)[..., None] for bound in (self.low, self.high))
         return ((low + high) / 2 + (high - low) / 2 * nodes)[..., None], weights
 
     def _means(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,10 +221,7 @@ class Anova(Kernel):
         return self.base(x, nodes) @ weights, known / torch.where(known, v, 1.0)
 
     def check_inputs(self, x: Tensor) -> None:
-        """Refuse a base that has no function of mean zero.
-
-        :raises ValueError: if only the function 0 has mean zero, as for ``Linear`` on [0, 1].
-        """
+        """Refuse a base without functions of mean zero but 0, such as ``Linear`` on [0, 1]."""
         super().check_inputs(x)
         nodes, least = self._nodes(x.detach())[0], 100 * torch.finfo(x.dtype).eps
         if not self.in_closed_form and (self.diag(nodes) <= least * self.base.diag(nodes)).all():
@@ -250,4 +244,5 @@ def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
         if inner is None or found.keys() & inner.keys():
             return None
         found |= inner
+    # a column of k₀ has another number outside of k₀[dims]
     return {kernel.dims[column]: box for column, box in found.items()} if isinstance(kernel, Select) else found

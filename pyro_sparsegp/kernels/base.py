@@ -107,7 +107,7 @@ class CovarianceFunction(Documented, ABC):
 
     def with_parts(self, parts: Sequence[Any]) -> Any:
         """The kernel made of other parts; itself if they are the same objects."""
-        if all(map(operator.is_, parts, self.parts)):
+        if all(map(operator.is_, parts, self.parts)):  # in a step nothing is copied where nothing was to be resolved
             return self
         new = copy.copy(self)
         new.parts = tuple(parts)
@@ -188,6 +188,7 @@ class CovarianceFunction(Documented, ABC):
             return None
         phi = self.features(x[..., :1, :])
         if phi is not None:
+            # f = φ(x)ᵀw, w ~ N(0, I)
             weights = torch.randn(num, *phi.shape[:-2], phi.shape[-1], 1, dtype=x.dtype, device=x.device)
             return lambda x: (self.features(x) @ weights)[..., 0]  # type: ignore[operator]
         batch = broadcast_shapes(self.batch_shape, x.shape[:-2])

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..numerics.arguments import require_codes
-from .algebra import Kernel
-from .base import CovarianceFunction, PriorFunctions
+from .algebra import Kernel, as_kernel
+from .base import PriorFunctions
 from .stationary import Matern12
 
 
@@ -34,8 +34,7 @@ class Derivative(Kernel):
     """
 
     def __init__(self, kernel: Any) -> None:
-        if not isinstance(kernel, CovarianceFunction):
-            raise ValueError(f"Derivative's kernel must be a kernel of pyro_sparsegp.kernels, got {kernel!r}")
+        kernel = as_kernel(kernel, "Derivative's kernel")
         if kernel.depends_on_rows:
             raise ValueError(
                 f"Derivative of {kernel!r}: a variance correction has no derivative; variance_correction=False leaves "
@@ -96,6 +95,7 @@ class Derivative(Kernel):
         def by_right(left: Tensor) -> tuple[Tensor, Tensor]:
             return _jvp(lambda right: self.kernel(left, right), (right,), (along_right,))
 
+        # k and ∂_z k, and how they change with x: ∂_x k and ∂_x ∂_z k (Solak et al., 2003), along each row's direction
         (k, k_right), (k_left, k_both) = _jvp(by_right, (left,), (along_left,))
         columns = slopes_right[..., None, :]
         return torch.where(
@@ -103,6 +103,7 @@ class Derivative(Kernel):
         )
 
     def diag(self, x: Tensor) -> Tensor:
+        # N matrices of one row each, of which those of slopes alone count: k's own diagonal knows that of values.
         inner, _, slopes = _split(x)
 
         def one(row: Tensor) -> Tensor:
@@ -118,6 +119,7 @@ class Derivative(Kernel):
         return torch.where(slopes[..., None], change, value)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        # the derivative of a draw is a draw of the derivative
         functions = self.kernel.prior_functions(num, num_features, x[..., :-1])
         return None if functions is None else self.of(functions)
 

@@ -63,6 +63,7 @@ class Linear(FeatureKernel):
         self.variance = positive(variance, "Linear's variance")
 
     def features(self, x: Tensor) -> Tensor:
+        # φ_d = √v_d x_d
         return x * per_column(self.variance, x, "Linear's variance").sqrt()
 
 
@@ -91,6 +92,7 @@ class Polynomial(FeatureKernel):
         # (xᵀx' + b)^p = (aᵀa')^p with a = (x, √b); expand the power of the inner product.
         a = side_by_side([x, as_tensor(self.bias, x).sqrt()[..., None, None]])
         columns = []
+        # a monomial has the root of its multinomial coefficient, p!/Π_d p_d!
         for powers in itertools.combinations_with_replacement(range(a.shape[-1]), self.degree):
             count = math.factorial(self.degree)
             for column in set(powers):
@@ -163,6 +165,7 @@ class White(Level):
         return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2]), x.shape[-2], z.shape[-2])
 
     def features(self, x: Tensor) -> Tensor:
+        # of size 0: all of it is residual
         return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)
 
 
@@ -358,12 +361,7 @@ class Coregionalisation(CodeKernel):
                 f"Coregionalisation's own must be a standard deviation for each of {mixing.shape[-2]} outputs; got "
                 f"{shape_of(own)}"
             )
-        self.mixing, self.own = mixing, own
-
-    @property
-    def num_codes(self) -> int:  # type: ignore[override]
-        """P."""
-        return self.mixing.shape[-2]
+        self.mixing, self.own, self.num_codes = mixing, own, mixing.shape[-2]
 
     def features(self, x: Tensor) -> Tensor:
         rows = self.indicators(x).to(x.dtype)

@@ -99,6 +99,7 @@ class Convolutional(Kernel):
         if self.base.depends_on_rows:
             raise ValueError(f"{type(self).__name__}'s base has a variance correction, {base!r}: turn it off")
         self.grid = patch_grid(image_shape, patch_shape, stride)
+        self.num_patches = math.prod(self.grid)  # P = H'W'
         self.image_shape, self.patch_shape, self.stride = tuple(image_shape), tuple(patch_shape), stride
         if weights is not None and (not isinstance(weights, Tensor) or weights.shape[-1:] != (self.num_patches,)):
             raise ValueError(
@@ -106,11 +107,6 @@ class Convolutional(Kernel):
                 f"the {self.grid[0]} x {self.grid[1]} patches, got {shape_of(weights)}"
             )
         self.weights = weights
-
-    @property
-    def num_patches(self) -> int:
-        """P = H'W'."""
-        return self.grid[0] * self.grid[1]
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -152,6 +148,7 @@ class Convolutional(Kernel):
 
         def covariance(rows: slice) -> Tensor:
             some = p[..., rows, :, :]
+            # Σ_p a_p k_g(x[p], z), with one a for all z, or one for each
             k = self.base(some.flatten(-3, -2), own).unflatten(-2, some.shape[-3:-1])  # (..., n, P, M)
             a_ = a[..., None, :, :]
             return (a_.mT @ k)[..., 0, :] if a.shape[-1] == 1 else (a_ * k).sum(-2)
@@ -165,6 +162,7 @@ class Convolutional(Kernel):
         batch = broadcast_shapes(self.batch_shape, p.shape[:-3], q.shape[:-3])
 
         def covariance(rows: slice) -> Tensor:
+            # Σ_p Σ_q W_pq k_g(x[p], x'[q])
             some = p[..., rows, :, :]
             k = self.base(some.flatten(-3, -2), columns).unflatten(-1, q.shape[-3:-1])
             return torch.einsum("...npmq,...pq->...nm", k.unflatten(-3, some.shape[-3:-1]), mix)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..numerics.functions import broadcast_shapes
 from .algebra import Kernel, Product, Scaled, Select
 from .anova import Anova
-from .base import Scalar, as_tensor
+from .base import as_tensor
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic
 
 _STACKED = (RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Anova, Product, Scaled, Select)
@@ -40,17 +40,15 @@ def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
     for name, dims in first.event_dims:
         values = [getattr(kernel, name) for kernel in kernels]
         # A number that all share, such as a bound, stays one: no tensor has to be made of it in each step.
-        shared = parts and not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1
-        setattr(new, name, values[0] if shared else _stack(values, dims, like))
+        if parts and not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
+            setattr(new, name, values[0])
+            continue
+        # Hyperparameters, (...,) or (..., D), as one, (..., C) or (..., C, D).
+        tensors = [value if isinstance(value, Tensor) else as_tensor(value, like) for value in values]
+        tensors = [tensor.reshape(1) if dims and not tensor.dim() else tensor for tensor in tensors]
+        shape = broadcast_shapes(*[tensor.shape for tensor in tensors])
+        setattr(new, name, torch.stack([tensor.expand(shape) for tensor in tensors], -1 - dims))
     return new
-
-
-def _stack(values: Sequence[Scalar], own: int, like: Tensor) -> Tensor:
-    # Hyperparameters, (...,) or (..., D), as one, (..., C) or (..., C, D).
-    tensors = [value if isinstance(value, Tensor) else as_tensor(value, like) for value in values]
-    tensors = [tensor.reshape(1) if own and not tensor.dim() else tensor for tensor in tensors]
-    shape = broadcast_shapes(*[tensor.shape for tensor in tensors])
-    return torch.stack([tensor.expand(shape) for tensor in tensors], -1 - own)
 
 
 # The matrices and the diagonal of one run are of the same inputs: what is made of these is found once. In a step of ten
