@@ -46,8 +46,7 @@ def predict(
 
     A guide's function values come from its sparse posterior. MCMC has drawn f at the training inputs, and f at new
     inputs is drawn given those values (:meth:`GaussianProcess.given`). Latents in a plate of data rows are drawn
-    from the model; subsampling is off. If the program allows ``torch.func.vmap``, it runs once for up to 100 draws, in
-    up to some 400 MB of memory. Otherwise it runs once for each draw.
+    from the model; subsampling is off. If the program allows ``torch.func.vmap``, it runs once for up to 100 draws.
     A :class:`~pyro_sparsegp.NumericalWarning` counts the transitions of an ``MCMC`` that diverged.
 
     :param model: the guide's model, or one with the same latent sites and another likelihood.
@@ -69,7 +68,7 @@ def predict(
         samples: Samples = {"": torch.arange(num_samples or 100)}
         one: Callable[[Draw], Draw] = partial(_of_guide, model, result, joint, args, kwargs)
         apart, facts = result.has_random_latents, result.facts
-        rows = sum(facts.rows.values()) if facts.classes else 0  # whose values classes are drawn given
+        rows = sum(facts.rows.values()) if facts.classes else 0  # given which classes are drawn
     else:
         chains, old, diverging = sampled(result, None if data is None else (tuple(data), {}))
         model, warned = bare_model(model), Warned()
@@ -192,8 +191,8 @@ class AtNewInputs(Messenger):
     def __init__(self, before: poutine.Trace, values: Samples, warned: Warned, function: Callable) -> None:
         super().__init__()
         self.values, self.warned, self.function = values, warned, function
-        plates = {name: plate_sizes(site) for name, site in sample_sites(before).items()}
-        self.local = {name for name in plates if data_plates(before) & plates[name].keys()}
+        plates, data = {name: plate_sizes(site) for name, site in sample_sites(before).items()}, data_plates(before)
+        self.local = {name for name in plates if data & plates[name].keys()}
         self.groups = {name: plates[name] for name in grouped(before)}
 
     def run(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
@@ -227,7 +226,9 @@ class Trained(Messenger):
         summed = Enumeration(sample)
         with self:
             self.trace = poutine.trace(summed(model)).get_trace(*args, **kwargs)
-        self.values = {**sample, **summed.draw_of(summed.groups(data_plates(self.trace)))}
+        # Without data, as of ``data=(x,)``, nothing is known of classes.
+        seen = any(map(is_observation, sample_sites(self.trace).values()))
+        self.values = {**sample, **summed.draw_of(summed.groups(data_plates(self.trace)) if seen else ())}
 
     def _pyro_sample(self, msg: Any) -> None:
         name, sample, process = msg["name"], self.sample, as_process(msg["fn"])[0]

@@ -27,25 +27,11 @@ from ..modules import at_path
 from ..numerics.linalg import default_jitter
 from ..posterior.drawing import ExpectedSite, Site
 from ..process import GaussianProcess
-from ..program import checks
+from ..program import checks, traces
 from ..program.data import TrainingData, tensors
 from ..program.explore import explore
 from ..program.facts import COUPLED, ClosedForms, Structure
 from ..program.handlers import held_runs
-from ..program.traces import (
-    all_sites,
-    bare,
-    grouped,
-    is_free,
-    is_normal,
-    is_observation,
-    log_densities,
-    piecewise_constant,
-    plate_sizes,
-    repeatable,
-    sample_sites,
-    whole_plates,
-)
 from .field import is_normal_prior
 from .known import Core, KnownGuide
 from .runs import Priors, Run, note_rows, probed
@@ -73,7 +59,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         guide.core = Core(_describe(run))
         if guide.corrected_modules() and checks.holds_part(run.trace):
             # Plates with a subsample_size leave rows out, on which kernels' diagonals depend.
-            with torch.enable_grad(), poutine.block(), whole_plates():
+            with torch.enable_grad(), poutine.block(), traces.whole_plates():
                 note_rows(Priors(guide, at_medians=True).perform(args, kwargs))
             guide.trace = run.trace
         closed_forms_of(guide, args, kwargs, run)
@@ -109,7 +95,8 @@ class _Setup(Run):
     def module(self, name: str, process: GaussianProcess) -> Any:
         guide, x = self.guide, process.x
         if not self.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
-            free = {n: s for n, s in sample_sites(guide.trace).items() if is_free(s) and s["value"].numel() > 1}
+            met = traces.sample_sites(guide.trace).items()
+            free = {n: s for n, s in met if traces.is_free(s) and s["value"].numel() > 1}
             several = [other for other, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
             if several:
                 raise _FlatInputsError(*several)
@@ -139,19 +126,19 @@ class _Setup(Run):
 
 def _require_sites(run: Run) -> None:
     """Raise if a first run is none that its guide can learn from."""
-    guide, trace, posteriors = run.guide, run.trace, run.posteriors.keys()
+    guide, posteriors = run.guide, run.posteriors.keys()
     if not posteriors:
         raise ValueError(
             "the model has no GP site to approximate: no pyro.sample(..., GaussianProcess(kernel, x)) without obs= was "
             "reached. Data need a likelihood, such as Normal(f, noise); hyperparameters alone train with the exact "
             "density, by a guide without AutoSparseGP."
         )
-    if not any(is_observation(site) for _, site in all_sites(trace)):
+    if not any(traces.is_observation(site) for _, site in traces.all_sites(run.trace)):
         raise ValueError(
             "the guide's first call observes nothing, so that it has no posterior yet: give it the data, guide(x, y), "
             "train it first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
         )
-    gps, latents = sorted(posteriors), [name for name, site in sample_sites(trace).items() if is_free(site)]
+    gps, latents = sorted(posteriors), [name for name, site in run.sites.items() if traces.is_free(site)]
     others = [name for name in latents if name not in gps]
     named: dict[str, tuple[Any, list[str]]] = {
         "families": (guide.by_name, gps),
@@ -163,14 +150,14 @@ def _require_sites(run: Run) -> None:
         unknown = [] if names is True else [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"{what} names {unknown}; the GP sites are {gps}, the other latents {others}")
-    every = sample_sites(trace)
-    masked = [name for name in latents if every[name]["mask"] is False]
-    if masked and any(site["mask"] is not False for site in every.values()):  # not a prediction's mask, of all sites
+    masked = [name for name in latents if run.sites[name]["mask"] is False]
+    # A mask of all sites is a prediction's.
+    if masked and any(site["mask"] is not False for site in run.sites.values()):
         raise ValueError(
             f"site {masked[0]!r} is a latent under poutine.mask(mask=False), which leaves out the density of its "
             "posterior, too. For a flat prior mask the distribution: dist.Normal(0.0, 1.0).mask(False)."
         )
-    sites = {n: s for n, s in every.items() if n not in posteriors}
+    sites = {n: s for n, s in run.sites.items() if n not in posteriors}
     for name, site in sites.items() if pyro.settings.get("validate_infer") else ():
         try:
             site["log_prob"] = site["fn"].log_prob(site["value"])
@@ -186,17 +173,17 @@ def _describe(run: Run) -> Structure:
     gps = {name: at_path(run.guide.gps, name).spec() for name in run.posteriors}
     columns = {name: process.x.shape[-1] for name, process in run.processes.items()}
     enumerated = run.enumeration.names  # type: ignore[union-attr]
-    found = Structure(gps=gps, columns=columns, grouped=grouped(run.trace), enumerated=enumerated)
+    found = Structure(gps=gps, columns=columns, grouped=traces.grouped(run.trace), enumerated=enumerated)
     for name, site in run.sites.items():
-        plates = plate_sizes(site)
-        if is_free(site) and name not in gps:
+        plates = traces.plate_sizes(site)
+        if traces.is_free(site) and name not in gps:
             latent: dict[str, Any] = {"event_dim": 0, "shape": None, "plates": plates}
             own = at_path(run.guide, f"locs.{name}_unconstrained")
             if own is not None:  # else an overridden get_posterior has parameters of its own
                 event_dim = biject_to(site["infer"]["prior"].support).domain.event_dim
                 latent |= {"event_dim": event_dim, "shape": list(own.shape)}
             found.latents[name] = latent
-        elif is_observation(site):
+        elif traces.is_observation(site):
             found.rows[name] = int(site["value"].numel())
             found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
     found.classes = run.enumeration.groups(found.data_plates)  # type: ignore[union-attr]
@@ -206,7 +193,8 @@ def _describe(run: Run) -> Structure:
 def _require_densities(run: Run) -> None:
     """Raise where a family on sites, or of expectation propagation, does not fit."""
     guide, modules = run.guide, run.guide.site_modules()
-    for site, density in log_densities(run.trace, guide.facts.gps).items() if modules or guide.by_expectation else ():
+    densities = traces.log_densities(run.trace, guide.facts.gps) if modules or guide.by_expectation else {}
+    for site, density in densities.items():
         if not density.isfinite().all():
             raise ValueError(
                 f"the log density of site {site!r} is not finite at {checks.which(~density.isfinite())}: look for "
@@ -223,7 +211,7 @@ def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], firs
     """
     run, found = first or probed(guide, args, kwargs), guide.facts if first else replace(guide.facts)
     held = held_runs(guide.model, run.trace, args, kwargs)
-    with repeatable(guide.like), poutine.block():
+    with traces.repeatable(guide.like), poutine.block():
         guide.core.forms = explore(found, held, run.processes, list(guide.site_modules()))
     return guide.core.forms
 
@@ -233,7 +221,7 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
     why = [f"values of GP site {layer!r} enter another GP site" for layer in found.inner]
     if found.dependence[name] == COUPLED:
         why.append("its likelihood does not factorise: one term of a density depends on values at several inputs")
-    why += [f"the distribution of site {flat!r} is piecewise constant" for flat in piecewise_constant(trace)]
+    why += [f"the distribution of site {flat!r} is piecewise constant" for flat in traces.piecewise_constant(trace)]
     if why:
         raise ValueError(
             f"GP site {name!r} has {reads} reads Gaussian sites off the derivatives of the likelihood of each value, "
@@ -283,7 +271,7 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
 def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
     probe, core, facts = probed(guide, args, kwargs), guide.core, guide.facts
-    outputs = list(log_densities(probe.trace, probe.posteriors).values())
+    outputs = list(traces.log_densities(probe.trace, probe.posteriors).values())
     for name, q in probe.posteriors.items():  # a kernel's parameter may be in the divergence alone, a mean's in values
         outputs += [probe.values[name], q.process.kernel.diag(q.process.x), q.kl]
     free = {name for name, site in probe.sites.items() if not site["is_observed"]}
@@ -330,7 +318,7 @@ def _warn_of_widths(probe: Run) -> None:
             "likelihood: add its variance to a Normal's, or use quadrature in pyro.factor.",
             stacklevel=6,
         )
-    noise = {n: fn.variance.min() for n, site in probe.data.items() if is_normal(fn := bare(site["fn"]))}
+    noise = {n: fn.variance.min() for n, site in probe.data.items() if traces.is_normal(fn := traces.bare(site["fn"]))}
     for gp, process in probe.processes.items():
         parts = [part.jitter for part in probe.module(gp, process).modules() if isinstance(part, InducingPoints)]
         # a process' before a basis' own, as in InducingPoints.forward
@@ -350,13 +338,10 @@ def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
     """What is NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
         run = probed(guide, args, kwargs)
-    densities = log_densities(run.trace, run.posteriors)
+    densities = traces.log_densities(run.trace, run.posteriors)
     values = {f"the log density of site {name!r}": density for name, density in densities.items()}
-    for name, q in run.posteriors.items():
-        values |= {
-            f"the inputs of GP site {name!r}": q.process.x.sum(-1),
-            f"the KL divergence of GP site {name!r}": q.kl,
-        }
+    values |= {f"the inputs of GP site {name!r}": q.process.x.sum(-1) for name, q in run.posteriors.items()}
+    values |= {f"the KL divergence of GP site {name!r}": q.kl for name, q in run.posteriors.items()}
     values |= {f"parameter {name}": parameter for name, parameter in guide.named_parameters()}
     broken = {what: ~value.isfinite() for what, value in values.items() if not value.isfinite().all()}
     return "; ".join(f"{what} ({checks.which(bad)}) is not finite" for what, bad in broken.items()) or (

@@ -22,20 +22,11 @@ from ..gaussians.product import Whole
 from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
+from ..program import traces
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import NoRelation, TrainingData
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held, unrecorded
-from ..program.traces import (
-    as_process,
-    free_values,
-    is_free,
-    is_observation,
-    repeatable,
-    sample_sites,
-    share_of,
-    whole_plates,
-)
 from ..warned import warn_once
 from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
 from .known import KnownGuide
@@ -106,7 +97,7 @@ class Run(ABC):
     @cached_property
     def sites(self) -> dict[str, Any]:
         """The sample sites that it met, by name."""
-        return sample_sites(self.trace)
+        return traces.sample_sites(self.trace)
 
     @cached_property
     def data(self) -> dict[str, Any]:
@@ -184,7 +175,7 @@ class Posteriors(Run):
                 ahead.perform(args, kwargs)
             self.drawn, self._ahead = ahead.drawn, ahead
             others = self.guide.facts.latents.keys() - ahead.normal.keys()
-            values = {name: value for name, value in free_values(ahead.trace).items() if name in others}
+            values = {name: value for name, value in traces.free_values(ahead.trace).items() if name in others}
             self.conditions = replace(self.conditions, values=self.conditions.values | values)
             if self.at_medians and self.rows.new and ahead.normal:
                 zeros = {name: self.guide.like.new_zeros(fn.shape().numel()) for name, fn in ahead.normal.items()}
@@ -192,7 +183,7 @@ class Posteriors(Run):
                 def processes(z: Mapping[str, Tensor]) -> dict[str, GaussianProcess]:
                     handler = Standardised(self.guide, z, dict.fromkeys(ahead.bases, z0), bases=ahead.bases)
                     run_standardised(self.guide, args, kwargs, handler, values)
-                    return {n: self.settled(n, as_process(handler.priors[n])[0]) for n in ahead.bases}  # type: ignore
+                    return {n: self.settled(n, traces.as_process(handler.priors[n])[0]) for n in ahead.bases}  # type: ignore
 
                 z0 = self.guide.like.new_zeros(1)
                 self._with_means = with_means(processes, zeros, ahead.bases)
@@ -233,7 +224,7 @@ def with_classes(guide: KnownGuide, conditions: Conditions) -> Conditions:
         return conditions
     run = Posteriors(guide, conditions)
     if data is not None:
-        with unrecorded(same=False, learns=False), whole_plates():
+        with unrecorded(same=False, learns=False), traces.whole_plates():
             run.perform(data.args, data.kwargs)
     if data is None or not run.data or holds_part(run.trace):
         warn_once(
@@ -255,7 +246,7 @@ def with_classes(guide: KnownGuide, conditions: Conditions) -> Conditions:
 
 def probed(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
     """A run with the latents at their medians and the same random numbers, with its graph."""
-    with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
+    with traces.repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
         return Posteriors(guide, rows=Rows(same=False), at_medians=True).perform(args, kwargs)
 
 
@@ -285,7 +276,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
     # A latent that training first meets now would be drawn from its prior at each step, and data be met at f's mean:
     # test_guide.py::test_refusals.
     others = {name: site for name, site in sites.items() if name not in known}
-    new = [n for n, site in others.items() if (_is_prior(site) if is_free(site) else is_observation(site))]
+    new = [n for n, s in others.items() if (_is_prior(s) if traces.is_free(s) else traces.is_observation(s))]
     if new:
         raise ValueError(
             f"site {new[0]!r} is one that the guide's first call did not meet, which knows {sorted(known)}. Make a new "
@@ -308,10 +299,10 @@ def _is_prior(site: Any) -> bool:
 def require_data(run: Run) -> None:
     """Raise if an objective's run met no data: the model has drawn them, y=None."""
     guide, rows, sites = run.guide, run.guide.facts.rows, run.sites
-    observed = [name for name, site in sites.items() if is_observation(site)]
+    observed = [name for name, site in sites.items() if traces.is_observation(site)]
     # Beside what is given, data that are left out, not drawn, may be another step's:
     # test_data.py::test_measurements_that_are_not_of_f_are_data.
-    drawn = not observed or any(is_free(sites[name]) for name in rows if name in sites)
+    drawn = not observed or any(traces.is_free(sites[name]) for name in rows if name in sites)
     # test_messages.py::test_a_later_step_without_data
     if rows and drawn and all(guide.is_given(name, sites[name]) for name in observed):
         known = ", ".join(map(repr, rows))
@@ -349,7 +340,7 @@ def share_of_rows(run: Run) -> float:
     """
     guide, facts, sites = run.guide, run.guide.core.facts, run.sites
     # A plate that scales rows up does so whatever handlers' scales are.
-    shares = [share_of(site) for site in run.data.values()]
+    shares = [traces.share_of(site) for site in run.data.values()]
     least, known = min(shares, default=1.0), True
     scales = [sites[name]["scale"] for name in facts.gps if name in sites]  # of all that is scored, if that is scaled
     for (name, site), share in zip(run.data.items(), shares):
