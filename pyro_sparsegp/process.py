@@ -169,6 +169,7 @@ class GaussianProcess(TorchDistribution):
         def known(inputs: Tensor) -> Tensor:
             return solve_lower(factor, kernel(x, inputs))
 
+        # all is made of L⁻¹k(x, ·) with LLᵀ = k(x, x)
         def conditional_mean(inputs: Tensor) -> Tensor:
             return self.mean_at(inputs) + (known(inputs).mT @ white)[..., 0]
 
@@ -204,6 +205,7 @@ class GaussianProcess(TorchDistribution):
         self.require_place()
         shape = self._extended_shape(sample_shape)
         noise = torch.randn(shape, dtype=self.x.dtype, device=self.x.device)
+        # f = μ + Lε with LLᵀ = k(x, x)
         return self.mean + times(self.scale_tril, noise)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -243,13 +245,10 @@ def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -
         )
 
 
-SAMPLE_PLATES = ("num_particles_vectorized", "_num_predictive_samples")
-
-
 def _misplaced_in(num: int) -> Optional[str]:
     """Why the enclosing plates are no place for a process over ``num`` inputs, or ``None``."""
     for plate in get_plates():
-        if plate.name in SAMPLE_PLATES:
+        if plate.name in ("num_particles_vectorized", "_num_predictive_samples"):  # Pyro's own, over draws
             return SAMPLES_ARE_VECTORISED
         if plate.dim is not None and (plate.size == num > 1 or plate.size != (plate.full_size or plate.size)):
             return (

@@ -218,7 +218,7 @@ class Additive(Basis):
 
     def __init__(self, parts: Sequence[Basis], names: Sequence[str]) -> None:
         super().__init__()
-        self.names = tuple(names)
+        self.names, self.sizes = tuple(names), tuple(size for part in parts for size in part.sizes)
         for i, part in enumerate(parts):
             setattr(self, f"term_{i}", part)
 
@@ -226,11 +226,6 @@ class Additive(Basis):
     def parts(self) -> list[Any]:
         """The bases of the summands."""
         return [getattr(self, f"term_{i}") for i in range(len(self.names))]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of all blocks."""
-        return tuple(size for part in self.parts for size in part.sizes)
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> AdditiveFeatures:
         terms = kernel.terms

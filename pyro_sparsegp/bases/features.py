@@ -31,7 +31,7 @@ class ExplicitFeatures(Basis):
 
     def __init__(self, size: int, rows: Optional[Tensor] = None) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.sizes = size, (size,) if size else ()
         self.register_buffer("rows", None if rows is None else rows.detach().clone())
 
     @classmethod
@@ -39,11 +39,6 @@ class ExplicitFeatures(Basis):
         """Features that are followed at some random rows of x, ``(..., N, D)``, or at all where these are few."""
         num, most = x.shape[-2], max(_ROWS, _EACH * size)
         return cls(size, x if num <= most else x[..., torch.randperm(num, device=x.device)[:most], :])
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The size of the one block, if there is one."""
-        return (self.size,) if self.size else ()
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> KernelFeatures:
         return KernelFeatures(kernel, self.sizes, self.rows)

@@ -78,6 +78,7 @@ class Components(Sequence):
     @property
     def covariance_matrix(self) -> Tensor:
         """The joint covariance of all effects, one after the other, ``(..., ΣN_c, ΣN_c)``."""
+        # [c = d] k_c(x, x') + φ_c(x)ᵀ(S − I)_cd φ_d(x')
         return self._prior + self._whole.coefficients.covariance_change(self._features)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> dict[str, Tensor]:
@@ -86,6 +87,7 @@ class Components(Sequence):
         Where components share coefficients (inducing points of the whole kernel) in O((ΣN_c)³).
         """
         shape = torch.Size(sample_shape) + self._whole.batch_shape
+        # f_c = Φ_c w + r_c, whose w are drawn together
         w = self._whole.coefficients.rsample(shape)
         draws = [
             part.process.x.new_zeros(*shape, rows) + sum_blocks(part.features, [w[b] for b in blocks])
@@ -136,6 +138,7 @@ class Components(Sequence):
         grids = [self._grid(box) for box in boxes]
         drawn = self.at([x for x, _ in grids]).rsample((num_draws,)).values()
         parts = [f.square() @ weights * bool(box) for f, box, (_, weights) in zip(drawn, boxes, grids)]
+        # S_c = V[f_c]/Σ_d V[f_d] of each draw (Durrande et al., 2013, section 3)
         shares = dict(zip(self.names, torch.stack(parts) / sum(parts)))
         ends = parts[0].new_tensor([(1 - prob) / 2, (1 + prob) / 2])
         return shares if draws else {n: (s.mean(0).tolist(), *s.quantile(ends, 0).tolist()) for n, s in shares.items()}

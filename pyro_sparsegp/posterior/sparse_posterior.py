@@ -117,6 +117,7 @@ class SparsePosterior(TorchDistribution):
     @property
     def covariance_matrix(self) -> Tensor:
         """k(x, x) + Φ(S − I)Φᵀ, ``(..., N, N)``."""
+        # ρ + ΦSΦᵀ with ρ = k − ΦΦᵀ
         covariance = self.process.kernel(self.process.x) + self.coefficients.covariance_change(self.features)
         return covariance.expand(self._batch_shape + self._event_shape * 2)
 
