@@ -18,7 +18,7 @@ from ..bases.variables import Values
 from ..gaussians import Coefficients, Gaussian, Product, ProjectedGaussian, optimal
 from ..gaussians.base import eye_like
 from ..gaussians.factors import DenseFactor
-from ..gaussians.product import from_natural, weighted_gram
+from ..gaussians.product import from_natural, sums_of
 from ..gaussians.seats import seen_from
 from ..gaussians.sites import KeptSites, Sites
 from ..modules import AbstractModule, size_buffers
@@ -58,12 +58,8 @@ class SiteGP(AbstractModule):
         exact: bool = False,
         new: bool = False,
     ) -> SparsePosterior:
-        """The posterior of ``process`` given ``sites``, by default those kept.
-
-        :param exact: whether the sites are the likelihood itself, so that an optimal q(w) is where the bound is
-            stationary.
-        :param new: whether the process is at other inputs than the sites.
-        """
+        """The posterior of ``process`` given sites, by default those kept; ``new`` is at other inputs than theirs."""
+        # Sites are exact where they are the likelihood itself: an optimal q(w) is then where the bound is stationary.
         if sites is None and self.sites.empty:
             return self.unread(process, name, kind)
         sites = self.sites() if sites is None else sites
@@ -166,9 +162,6 @@ class BlockwiseGP(OptimalGP):
 class SemiCollapsedGP(OptimalGP):
     """Nested inducing points whose first set has the posterior that is optimal for the sites and for the other sets',
     ``others``, which are free.
-
-    q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂
-    (Shi, Titsias and Mnih, 2020, eq. 9 and appendix C).
     """
 
     def __init__(self, basis: Basis, others: Coefficients, *args: Any) -> None:
@@ -176,6 +169,8 @@ class SemiCollapsedGP(OptimalGP):
         self.others = others
 
     def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
+        # q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂
+        # (Shi, Titsias and Mnih, 2020, eq. 9 and appendix C)
         others = self.others()
         with gradients_unless(exact):
             linear = sites.linear - sites.precision * sum_blocks(phi[1:], others.loc)
@@ -185,16 +180,13 @@ class SemiCollapsedGP(OptimalGP):
 
 
 class ConditionalGP(OptimalGP):
-    """Inducing points whose posterior depends on what is left of f, q(w | r) = p(w | r, z).
-
-    (Shi, Titsias and Mnih, 2020, appendix A.)
-    """
+    """Inducing points whose posterior depends on what is left of f, q(w | r) = p(w | r, z)."""
 
     def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
         (known,) = phi
         with gradients_unless(exact):
             (head,) = optimal(phi, sites.precision, sites.linear, None, name).factors
-            # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X).
+            # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X) (Shi, Titsias and Mnih, 2020, appendix A)
             weights = sites.precision[..., None] * (known @ head.covariance_matrix)
         both = ConditionalFeatures(features, sites.inputs, weights, known, name)
         # (w, v) with w | v ~ N(m − Rv, S) and v ~ N(0, I), as under the prior: mean (m, 0), root [[S^½, −R], [0, I]]
@@ -219,11 +211,8 @@ class ExactWeightSpaceGP(OptimalGP):
             return features, None, from_natural(gram, pull, features.sizes, None, name)
 
     def at_new_inputs(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites) -> SparsePosterior:
-        """The posterior at new inputs, where the kernel's diagonal acts on the training data too.
-
-        q(w) is the optimum for sites of variance 1/λₙ + c(xₙ) (Zhu, Yuchi and Xie, 2025, eq. 12). For a likelihood that
-        is Gaussian in f they are those of ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is training's.
-        """
+        """The posterior at new inputs, where the kernel's diagonal acts on the training data too."""
+        # q(w) is the optimum for sites of variance 1/λₙ + c(xₙ) (Zhu, Yuchi and Xie, 2025, eq. 12)
         settled = process.relative_to(sites.inputs)
         features = self.basis(settled.kernel, process.jitter, name)
         gram, pull = features.gram(sites, settled is not process)
@@ -260,12 +249,11 @@ class ProjectedGP(SiteGP):
 
 
 class ExpectationGP(AbstractModule):
-    """q(w) ∝ N(w; 0, I) Πₙ exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw): precision P = I + Σₙ νₙφₙφₙᵀ, Pm = Σₙ bₙφₙ.
+    """q(w) ∝ N(w; 0, I) Πₙ exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw): precision P = I + Σₙ νₙφₙφₙᵀ, Pm = Σₙ bₙφₙ."""
 
-    Prediction needs P and Pm alone. A site is about the row φₙ under which it was last refined, and about the function
-    itself: when hyperparameters move, u = Lw keeps its meaning, and so does υₙ = L⁻ᵀφₙ (eq. 2). What was
-    added is what is taken away, however far they have moved.
-    """
+    # Prediction needs P and Pm alone. A site is about the row φₙ under which it was last refined, and about the
+    # function itself: when hyperparameters move, u = Lw keeps its meaning, and so does υₙ = L⁻ᵀφₙ (eq. 2). What was
+    # added is what is taken away, however far they have moved.
 
     precision: Tensor  # ν, (..., N)
     linear: Tensor  # b, (..., N)
@@ -304,10 +292,8 @@ class ExpectationGP(AbstractModule):
 
     @torch.no_grad()
     def put(self, index: Optional[Tensor], num: int, sites: Sites, anchor: Optional[Tensor]) -> None:
-        """Put sites, at features under ``anchor``, in the place of those that some data had; the sums stay.
-
-        :param index: the data's row numbers, distinct, ``(B,)``; ``None`` for all.
-        :param num: how many data there are; those without sites have none refined yet.
+        """Put sites, at features under ``anchor``, in the place of those that some data had, of distinct row numbers
+        below ``num``, or all; the sums stay.
         """
         phi, anchor = sites.inputs, sites.inputs.new_zeros(0, 0) if anchor is None else anchor
         # υ = L⁻ᵀφ: rows ΦL⁻¹
@@ -334,7 +320,7 @@ class ExpectationGP(AbstractModule):
     def sums(self, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
         """Σ νφφᵀ and Σ bφ, of the batch's shape."""
         # Sites found in float64 are summed in phi's dtype (test_float32.py, data far from the prior).
-        gram, pull = weighted_gram(phi, precision.to(phi)), (phi.mT @ linear.to(phi)[..., None])[..., 0]
+        gram, pull = sums_of(phi, precision.to(phi), linear.to(phi))
         return gram.expand(self.gram.shape), pull.expand(self.pull.shape)
 
     def spec(self) -> dict[str, Any]:
@@ -347,10 +333,10 @@ class ExpectationGP(AbstractModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def require_refined(modules: Mapping[str, Any], predicting: bool = True) -> None:
+def require_refined(modules: Mapping[str, Any]) -> None:
     """Raise if a GP site's module has no sites yet: what it gives is the prior, which would pass for a posterior."""
     for name, module in modules.items():
-        if isinstance(module, ExpectationGP) and module.empty and predicting:
+        if isinstance(module, ExpectationGP) and module.empty:
             raise ValueError(
                 f"GP site {name!r} has the family {module.family['name']}, and has taken no step yet. Take one "
                 "first, ExpectationPropagation(model, guide, optim).step(x, y), or load the state of a trained guide."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..gaussians.base import Gaussian
-from ..gaussians.product import weighted_gram
+from ..gaussians.product import sums_of
 from ..gaussians.seats import AtRows
 from ..gaussians.sites import Sites
 from ..numerics.functions import by_rows, dropping, is_long, pieces
@@ -98,7 +98,7 @@ class KernelFeatures(Features):
                 shrunk = 1 / (1 + precision * residual)
                 precision, linear = precision * shrunk, linear * shrunk
             # ΦᵀΛΦ and Φᵀλ(z − μ)
-            return weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
+            return sums_of(phi, precision, linear)
 
         x = sites.inputs
         if not is_long(x):

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributions import constraints
 
 from ..numerics.arguments import Documented
-from ..numerics.functions import Function
+from ..numerics.functions import Unmapped
 from ..numerics.linalg import cholesky, gram, plus_one, root_of_inverse, row_squares, solve_lower, times
 from .base import Stack, each_times
 
@@ -86,13 +86,8 @@ class Factor(Documented):
         return 0.5 * (w.square().sum(-1) - self.unscale(w - self.loc).square().sum(-1) - log_det)
 
 
-class _Moments(Function):
-    """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ.
-
-    Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,
-    dΦ = 2 diag(c)Φ(S − I) + a mᵀ for gradients a of the means and c of the variances. The gradient by S, Φᵀ diag(c) Φ,
-    is half of a natural step's sum of sites. The last output, for the way back, has no gradient.
-    """
+class _Moments(Unmapped):
+    """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ; the last output, Φ(S − I), is for the way back."""
 
     @staticmethod
     def forward(phi: Tensor, loc: Tensor, covariance: Tensor) -> tuple[Tensor, ...]:
@@ -105,6 +100,11 @@ class _Moments(Function):
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)  # a matrix of zeros for the last output
 
+    # Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,
+    #     Φ̄ = 2 diag(c)Φ(S − I) + a mᵀ
+    # for gradients a by the means and c by the variances. The gradient by S, Φᵀ diag(c) Φ, is half of a natural step's
+    # sum of sites.
+
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
@@ -113,11 +113,6 @@ class _Moments(Function):
         needs = ctx.needs_input_grad
         by_covariance = gram(phi, phi * c[:, None]) if needs[2] else None
         return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_covariance
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        # which torch asks for: test_a_step_and_a_posterior_run_a_model_once
-        raise ValueError("q(w) does not depend on quadrature nodes")
 
 
 class DenseFactor(Factor):
@@ -213,10 +208,7 @@ class IdentityFactor(DiagonalFactor):
 class ShiftFactor(IdentityFactor):
     """N(√κ, 1) over one coefficient, a free mean function of known norm; KL = κ/2.
 
-    :param square: gives κ, ``(...,)``, exactly.
-    :param estimate: gives an unbiased estimate of κ, for a training step; draws, and what has no gradient,
-        are exact.
-    :param batch_shape: the shape of κ.
+    :param square: gives κ, ``(...,)``; ``estimate``: gives an unbiased estimate of it, for a training step.
     """
 
     def __init__(self, square: Callable[[], Tensor], estimate: Callable[[], Tensor], batch_shape: torch.Size) -> None:
@@ -233,15 +225,15 @@ class ShiftFactor(IdentityFactor):
 
 
 class LowRankFactor(Factor):
-    """N(m, S) with S = L(I + BBᵀ)⁻¹Lᵀ of stacked L and B, in whitened coordinates "block plus low rank":
-
-    S⁻¹ = blockdiag((L_bL_bᵀ)⁻¹) + L⁻ᵀBBᵀL⁻¹ contains the block-diagonal mean field, B = 0, and at L = I eq. 7 of Adam,
-    Durrande and John, 2018. With L_aL_aᵀ = I + BᵀB and T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ, log|S| = 2 log|L| − log|L_aL_aᵀ|:
-    nothing of size (ΣM_b)² is formed, storage and the divergence's cost are linear in the number of blocks.
+    """N(m, S) with S⁻¹ = blockdiag((L_bL_bᵀ)⁻¹) + L⁻ᵀBBᵀL⁻¹ of stacked L and B, "block plus low rank".
 
     :param b: B, ``(..., C, M, R)``.
     :param tril: L, ``(..., C, M, M)``.
     """
+
+    # B = 0 is the block-diagonal mean field, L = I eq. 7 of Adam, Durrande and John, 2018. With L_aL_aᵀ = I + BᵀB and
+    # T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ: nothing of size (ΣM_b)² is formed, storage and the divergence's cost are linear in
+    # the number of blocks.
 
     def __init__(self, stack: Stack, loc: Tensor, b: Tensor, tril: Tensor) -> None:
         super().__init__(loc)

@@ -94,18 +94,13 @@ class CholeskyIdentity(_Factored):
 
 
 def leading_directions(features: Sequence[Tensor], small: Tensor) -> tuple[Tensor, Tensor]:
-    """U = ΦᵀP, ``(..., ΣM_b, R)``, for R orthonormal columns P that hold the leading directions of ΦᵀΦ.
-
-    By subspace iteration: UUᵀ is at most ΦᵀΦ. The level that plain kernels share is the first of them, which B would
-    find very slowly from a random start.
-
-    :param small: a small random U, whose columns stay where the data have fewer directions: at 0 they would have no
-        gradient.
-    :returns: U, with zeros there; and with these columns.
+    """U = ΦᵀP, ``(..., ΣM_b, R)``, for R orthonormal columns P that hold the leading directions of ΦᵀΦ; with zeros
+    where the data have fewer, and with columns of a ``small`` random U there, which at 0 would have no gradient.
     """
     phi, random = side_by_side(features), small.to(features[0])
     found = random
-    # P ← orth(ΦΦᵀP), U = ΦᵀP
+    # By subspace iteration, P ← orth(ΦΦᵀP), U = ΦᵀP: UUᵀ is at most ΦᵀΦ. The level that plain kernels share is the
+    # first direction, which B would find very slowly from a random start.
     for _ in range(5):
         found = phi.mT @ torch.linalg.qr(phi @ found)[0]  # (..., M, min(R, n))
     mixing = torch.linalg.svd(found, full_matrices=False)[2]
@@ -223,11 +218,9 @@ class ProjectedGaussian(Given):
         return 0.5 * (trace - self.sizes[0] + fit + of_g - of_d)
 
     def log_evidence(self, log_gram: Tensor) -> Tensor:
-        """log N(ỹ; 0, SᵀK̂S) for orthonormalised S, in nats (eq. 9): −½(ỹᵀG⁻¹ỹ + log|G| − log|SᵀS| + i log 2π).
-
-        :param log_gram: log|SᵀS|.
-        """
+        """log N(ỹ; 0, SᵀK̂S) for orthonormalised S, in nats (eq. 9), of log|SᵀS|."""
         of_g, _ = self._log_dets()
+        # −½(ỹᵀG⁻¹ỹ + log|G| − log|SᵀS| + i log 2π)
         return -0.5 * (self.white.square().sum(-1) + of_g - log_gram + self.sizes[0] * math.log(2 * math.pi))
 
     def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:

@@ -68,11 +68,9 @@ def _root(matrix: Tensor, what: str) -> Tensor:
 
 
 def _lifted(matrix: Tensor, least: Tensor) -> Tensor:
-    """A matrix, with this added to its diagonal, in place, where less than that is left to its being singular.
-
-    Added at each step, of rate ρ, it would be in the next P̂ too, and add up to 1/ρ of it: by float32's rounding of a
-    precise level each effect's own would be as precise.
-    """
+    """A matrix, with this added to its diagonal, in place, where less than that is left to its being singular."""
+    # Added at each step, of rate ρ, it would be in the next P̂ too, and add up to 1/ρ of it: by float32's rounding of a
+    # precise level each effect's own would be as precise.
     lower = matrix.clone()
     lower.diagonal(dim1=-2, dim2=-1).sub_(least)
     short = torch.linalg.cholesky_ex(lower).info != 0
@@ -129,11 +127,8 @@ class Products:
         return (1 - rate) * (self._blocks + low @ low.mT) + rate * eye_like(data) + joined(data)[0]
 
     def solve(self, right: Tensor, blocks: Tensor, low_rank: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-        """P̂⁻¹ of a wide vector by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come; and 0.
-
-        :param blocks: D of a positive definite P that is near P̂; ``low_rank``: B of it.
-        """
-        # P⁻¹, near P̂⁻¹: few iterations are enough
+        """P̂⁻¹ of a wide vector by conjugate gradients, without a look at how far it has come; and 0."""
+        # with P⁻¹ of D and B, near P̂⁻¹: few iterations are enough
         inverse = _Inverse(self.stack, blocks, low_rank)
 
         def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -176,13 +171,11 @@ class _Inverse:
 def sweep(
     target: Union[Formed, Products], aims: Optional[Tensor], blocks: Tensor, low_rank: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
-    D ← blockdiag(P̂ − BβP̂), which rounding may leave indefinite; then B ← BE^½, the expansion.
-
-    :param target: P̂.
-    :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
-    :returns: D; D to be factorised, lifted where B has nearly all of a block of P̂ and what is left is rounding; and B.
+    """One sweep of factor analysis: D; D to be factorised, lifted where B has nearly all of a block of P̂ and what is
+    left is rounding; and B. ``aims`` are the blocks of P̂ on its diagonal; ``None`` leaves D.
     """
+    # β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and D ← blockdiag(P̂ − BβP̂), which rounding may
+    # leave indefinite; then B ← BE^½, the expansion.
     inverse = _Inverse(target.stack, blocks, low_rank)
     root = solve_lower(inverse.inner, eye_like(inverse.inner))
     # β and E of the factors given the rest (Rubin and Thayer, 1982)

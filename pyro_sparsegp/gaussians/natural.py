@@ -153,10 +153,8 @@ class NaturalGaussian(Natural):
         return min(seat.kept.numel(), self.seat.numel()) > 0
 
     def _seen_from(self, seat: Seat) -> Seen:
-        """The same sites from another seat, and under its level.
-
-        Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
-        """
+        """The same sites from another seat, and under its level."""
+        # Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
         loc = self._kept("loc")
         if not self._turns(seat):
             return Seen(loc, torch.zeros_like(loc), (self.gram,), seat)

@@ -129,14 +129,7 @@ class Recorded(Product):
 
 
 class Continued(Product):
-    """q(w) = N(m, S) after q₀(w) = N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w)/Z: its divergence is that from q₀, P₀ = I + G₀,
-
-    KL[q ‖ q₀] = KL[q ‖ N(0, I)] + E[½wᵀG₀w − r₀ᵀw] + log Z.
-
-    :param q: N(m, S).
-    :param gram: G₀, ``(..., M, M)``.
-    :param pull: r₀, ``(..., M)``.
-    """
+    """q(w) = N(m, S) after q₀(w) = N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w)/Z, which its divergence is from."""
 
     def __init__(self, q: Product, gram: Tensor, pull: Tensor) -> None:
         vars(self).update(vars(q))
@@ -145,16 +138,16 @@ class Continued(Product):
     def kl(self) -> Tensor:
         factor = cholesky(plus_one(self.gram), 0.0, "I + G of the rows seen before")
         white = solve_lower(factor, self.pull[..., None]).square().sum((-2, -1))
-        # log Z = ½r₀ᵀP₀⁻¹r₀ − ½log|P₀|, and E[½wᵀG₀w − r₀ᵀw] under q
+        # KL[q ‖ q₀] = KL[q ‖ N(0, I)] + E[½wᵀG₀w − r₀ᵀw] + log Z, log Z = ½r₀ᵀP₀⁻¹r₀ − ½log|P₀| with P₀ = I + G₀
         log_normaliser = 0.5 * white - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         loc = side_by_side(self.loc)
         square = (self.gram * (self.covariance_matrix + loc[..., None] * loc[..., None, :])).sum((-2, -1))
         return super().kl() + 0.5 * square - (self.pull * loc).sum(-1) + log_normaliser
 
 
-def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
-    """ΦᵀΛΦ, ``(..., M, M)``, of Φ, ``(..., N, M)``, and the diagonal of Λ, ``(..., N)``."""
-    return gram(phi, phi * weights[..., None])
+def sums_of(phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+    """G = ΦᵀΛΦ, ``(..., M, M)``, and r = Φᵀλ(z − μ), ``(..., M)``, of Φ, ``(..., N, M)``, λ and λ(z − μ)."""
+    return gram(phi, phi * precision[..., None]), (phi.mT @ linear[..., None])[..., 0]
 
 
 def optimal(
@@ -175,20 +168,14 @@ def optimal(
     :param groups: blocks that share a covariance; ``None`` is all of them.
     :param name: the site, for errors.
     """
-    phi = side_by_side(features)
-    # G = ΦᵀΛΦ, r = Φᵀλ(z − μ)
-    gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
-    return from_natural(gram, pull, [block.shape[-1] for block in features], groups, name)
+    sums = sums_of(side_by_side(features), precision, linear)
+    return from_natural(*sums, [block.shape[-1] for block in features], groups, name)
 
 
 def from_natural(
     gram: Tensor, pull: Tensor, sizes: Sequence[int], groups: Optional[Sequence[Sequence[int]]] = None, name: str = "f"
 ) -> Product:
-    """q(w) with precision P = I + G and Pm = r, or its best approximation by independent groups of blocks.
-
-    :param gram: G = ΦᵀΛΦ, ``(..., M, M)``; ``pull``: r = Φᵀλ(z − μ), ``(..., M)``.
-    :param sizes: the sizes of the blocks of w; ``groups`` and ``name`` are as in :func:`optimal`.
-    """
+    """q(w) with precision P = I + G and Pm = r, or its best approximation by independent groups of blocks of w."""
     whole = plus_one(gram)
     what = f"I + ΦᵀΛΦ of site {name!r}"
     factor = cholesky(whole, 0.0, what)
@@ -208,10 +195,6 @@ def from_natural(
 class Whole:
     """q(w) of one run, w = (w₁, …, w_K), of which the sites' draws are parts.
 
-    A site's features are those of all coefficients, zero for the others', so that moments, draws and steps of the whole
-    are the sites'. The divergence is the whole's, counted at the site that is met first in a run.
-
-    :param q: over the coefficients of all sites.
     :param blocks: of each site, the numbers of its blocks.
     """
 
@@ -236,10 +219,7 @@ class Whole:
 
 
 class Share(Gaussian):
-    """q of one site's blocks of coefficients; draws go with those of the other sites.
-
-    :param counts: whether the divergence, and the density of a draw, of the whole are told here; else they are 0.
-    """
+    """q of one site's blocks; the divergence and density of the whole are told where it ``counts``, else they are 0."""
 
     def __init__(self, whole: Whole, blocks: Sequence[int], counts: bool) -> None:
         self.whole, self.blocks, self.counts = whole, tuple(blocks), counts
@@ -256,6 +236,7 @@ class Share(Gaussian):
 
     def padded(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Features of all sites' blocks, ``(..., N, M_b)`` each; others' are 0."""
+        # so that moments and steps of the whole are the site's
         own, like = dict(zip(self.blocks, parts)), parts[0]
         sizes = enumerate(self.whole.q.sizes)
         return [own[b] if b in own else like.new_zeros(*like.shape[:-1], n) for b, n in sizes]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..numerics.functions import Function
+from ..numerics.functions import Unmapped
 from ..numerics.linalg import (
     cholesky,
     plus_one,
@@ -121,19 +121,10 @@ class AtRows(Seat):
         return torch.block_diag(*[turn if turn.dim() > 1 else turn.diag() for turn in turns]).to(self.kept)
 
 
-class Known(Function):
+class Known(Unmapped):
     """m = a + P⁻¹b, S = P⁻¹, tr S and log|S|, unbatched; the gradient is that by hyperparameters which move sites along
-    with L alone.
-
-    P = K + TᵀAT and r = Pm = Tᵀr₀ with a block-diagonal T = L₀⁻¹L and the part K that does not turn, I or ``stays``,
-    have dP = DᵀA + AD and dr = Dᵀr for D = L⁻¹dL, so that dS = −S dP S and AS = I − KS leave one product and the blocks
-    of another: with V = S̄ + tI and the gradients S̄ by S, which is symmetric, a by the mean, t by the trace and l by
-    log|S|, the diagonal blocks are those of
-
-        D̄ = 2K(SVS + lS + ½(Sa mᵀ + m(Sa)ᵀ)) − 2VS − 2lI − a mᵀ,
-
-    of which the lower triangle counts where T is triangular. It goes to the zeros of :meth:`Seat.turn`, stacked
-    where there are several blocks; ``None`` where nothing moves sites.
+    with L alone. It goes to ``turn``, the zeros of :meth:`Seat.turn`, stacked where there are several blocks; ``None``
+    where nothing moves sites.
     """
 
     @staticmethod
@@ -151,6 +142,13 @@ class Known(Function):
         ctx.save_for_backward(*output[:2])
         *_, ctx.stays, turn, ctx.stack = inputs  # constants
         ctx.turned = None if turn is None else turn.shape
+
+    # P = K + TᵀAT and r = Pm = Tᵀr₀ with a block-diagonal T = L₀⁻¹L and the part K that does not turn, I or ``stays``,
+    # have dP = DᵀA + AD and dr = Dᵀr for D = L⁻¹dL, so that dS = −S dP S and AS = I − KS leave one product and the
+    # blocks of another: with V = S̄ + tI and the gradients S̄ by S, which is symmetric, a by the mean, t by the trace and
+    # l by log|S|, the diagonal blocks are those of
+    #     D̄ = 2K(SVS + lS + ½(Sa mᵀ + m(Sa)ᵀ)) − 2VS − 2lI − a mᵀ,
+    # of which the lower triangle counts where T is triangular.
 
     @staticmethod
     @once_differentiable
@@ -172,11 +170,6 @@ class Known(Function):
         total.diagonal(dim1=-2, dim2=-1).sub_(by_log_det)
         total.baddbmm_(stack.columns(a), m.mT, alpha=-0.5)
         return None, None, None, None, total.mul_(2).view(ctx.turned), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        # which torch asks for: test_a_step_and_a_posterior_run_a_model_once
-        raise ValueError("q(w) does not depend on quadrature nodes")
 
 
 def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:

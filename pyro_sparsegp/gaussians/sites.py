@@ -54,16 +54,12 @@ def update(
 ) -> Sites:
     """One damped step of Gaussian sites towards λ = h and λ(z − m) = g, their pull on f at the marginal's mean m.
 
-    Of conjugate-computation VI (Khan and Lin, 2017, eq. 9 and 10) g = E[ℓ'] and h = −E[ℓ''] under the marginals; of
-    expectation propagation they are the tilted distribution's factor to the cavity. No guard moves the fixed point.
-
-    :param sites: those that the marginals come from.
-    :param gradient: g, ``(..., N)``.
-    :param curvature: h, ``(..., N)``; 0 where a negative one is cut.
+    :param gradient: g, ``(..., N)``; ``curvature``: h, 0 where a negative one is cut.
     :param marginals: m − μ and v; the graph of μ is the prior mean's: z stays where it is when μ moves.
-    :param rate: of the step; 1 is undamped.
     :param farthest: that a pull moves, in standard deviations of the mean.
     """
+    # Of conjugate-computation VI (Khan and Lin, 2017, eq. 9 and 10) g = E[ℓ'] and h = −E[ℓ''] under the marginals; of
+    # expectation propagation they are the tilted distribution's factor to the cavity. No guard moves the fixed point.
     away, variance = marginals
     centre, variance = away.detach(), variance.clamp(min=torch.finfo(variance.dtype).tiny)
     # A datum without pull or curvature is masked, and dropped at once: test_a_mask_that_changes_drops_what_was_seen.
@@ -85,11 +81,9 @@ def update(
 
 
 def within_reach(sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) -> Sites:
-    """Sites with precisions raised so that |z − m| ≤ ``_REACH`` √(v + 1/λ̄), their pull on f at m kept.
-
-    Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + g/λ runs away. λ̄ is the larger mean
-    precision, these sites' or those ``kept`` before: the same at the fixed point whatever the damping.
-    """
+    """Sites with precisions raised so that |z − m| ≤ ``_REACH`` √(v + 1/λ̄), their pull on f at m kept."""
+    # Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + g/λ runs away. λ̄ is the larger mean
+    # precision, these sites' or those kept before: the same at the fixed point whatever the damping.
     away, variance = marginals
     # |z − m| = |pull|/λ
     pull = sites.linear - sites.precision * away

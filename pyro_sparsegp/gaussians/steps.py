@@ -328,9 +328,8 @@ def steppers(guide: torch.nn.Module) -> list[Natural]:
 
 
 def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor:
-    """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
-    deviations, or half of one where negative curvatures are cut, and several functions of this posterior meet in
-    densities, such as a mean and its log-noise: a slope along them meets the prior's precision alone.
+    """A step of m, ``(..., M)``, that moves no function value by more than three of the prior's deviations, or half of
+    one where negative curvatures are cut and several functions of this posterior meet in densities.
     """
     # of draws inputs are not known
     most = shift.abs().amax(-1, keepdim=True) if taken.draws else torch.zeros_like(shift[..., :1])
@@ -339,7 +338,8 @@ def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor
         moved = (row.phi @ shift[..., None])[..., 0].abs_()
         by = torch.linalg.vector_norm(row.phi, dim=-1).clamp_(min=torch.finfo(shift.dtype).tiny)
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
-    # test_a_mean_and_its_noise_do_not_diverge
+    # Along them, such as a mean and its log-noise, a slope meets the prior's precision alone:
+    # test_a_mean_and_its_noise_do_not_diverge.
     if cut is not None and taken.crosses:
         most = torch.where(cut[..., None], _CLOSER * most, most)
     return shift * (_FARTHEST / largest(most.clamp(min=_FARTHEST)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..gaussians import NaturalGaussian
-from ..gaussians.product import Continued, weighted_gram
+from ..gaussians.product import Continued, sums_of
 from ..gaussians.sites import KeptSites, Sites
 from ..numerics.linalg import side_by_side
 from ..posterior.sparse_posterior import SparsePosterior
@@ -57,8 +57,8 @@ class _Sums:
 
     def plus(self, sites: Sites) -> tuple[Tensor, Tensor]:
         """G₀ + ΦᵀΛΦ and r₀ + Φᵀλ(z − μ)."""
-        phi, (gram, pull) = side_by_side(self.phi), self._sums
-        return gram + weighted_gram(phi, sites.precision), pull + (phi.mT @ sites.linear[..., None])[..., 0]
+        gram, pull = sums_of(side_by_side(self.phi), sites.precision, sites.linear)
+        return self._sums[0] + gram, self._sums[1] + pull
 
     def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Sites], SparsePosterior]:
         """The posterior under new sites."""

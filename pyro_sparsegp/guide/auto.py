@@ -118,7 +118,8 @@ class AutoSparseGP(SiteMessenger):
         rows, conditions = self._given(args, kwargs)
         asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
         has_data = not asks or observes(self.model, self.facts.rows, self.like, args, kwargs)
-        require_refined(self.modules_by_site(), not has_data)
+        if not has_data:
+            require_refined(self.modules_by_site())
         joint_up_to = (LARGEST_JOINT if rows.relation.fewer else 0) if self.training else torch.inf
         if not has_data:
             rows, conditions = replace(rows, same=False, new=True), with_classes(self, conditions)

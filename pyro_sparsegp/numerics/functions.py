@@ -64,6 +64,15 @@ class Function(torch.autograd.Function):
         return super(torch.autograd.Function if is_plain else Function, cls).apply(*args)  # type: ignore[misc]
 
 
+class Unmapped(Function):
+    """One of what does not depend on quadrature nodes, over which likelihoods are mapped."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        # which torch asks for: test_a_step_and_a_posterior_run_a_model_once
+        raise ValueError("q(w) does not depend on quadrature nodes")
+
+
 def aligned(in_dims: Sequence[Optional[int]], tensors: Sequence[Optional[Tensor]]) -> list[Optional[Tensor]]:
     """For a rule of ``vmap``: the tensors with the mapped dimension first, of size 1 where there is none, and the same
     number of dimensions; what is ``None`` stays so.

@@ -82,11 +82,8 @@ def residual_cholesky(
     scale: Optional[Tensor] = None,
     made_of: Callable[[], str] = str,
 ) -> Tensor:
-    """The factor of ρ = k − ΦΦᵀ, the residual's covariance at N inputs, ``(..., N, N)``.
-
-    :param prior: k; ``features``: Φ, a block ``(..., N, M_b)`` each.
-    :param jitter: relative to ``scale``, by default the mean of k's diagonal; by default it covers what the difference
-        loses of k.
+    """The factor of ρ = k − ΦΦᵀ, the residual's covariance at N inputs, ``(..., N, N)``. The jitter is relative to
+    ``scale``, by default the mean of k's diagonal; by default it covers what the difference loses of k.
     """
     if jitter is None:
         # Rounding adds up along rows of the factor and columns of Φ:
@@ -210,21 +207,17 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def variance_floor(prior: Tensor) -> Tensor:
-    """10ε·max(kₙ, ε·max_n kₙ): what is rounding error of variances whose prior's are kₙ, ``(..., N)``.
-
-    Above 0 where kₙ is 0, so that logarithms and square roots have finite gradients.
-    """
+    """10ε·max(kₙ, ε·max_n kₙ): what is rounding error of variances whose prior's are kₙ, ``(..., N)``."""
+    # above 0 where kₙ is 0, so that logarithms and square roots have finite gradients
     info = torch.finfo(prior.dtype)
     prior = prior.detach()
     return 10 * info.eps * torch.maximum(prior, info.eps * prior.amax(-1, keepdim=True)).clamp(min=info.tiny / info.eps)
 
 
 def above_rounding(variance: Tensor, prior: Tensor) -> Tensor:
-    """Variances, ``(..., N)``, of which rounding leaves none below :func:`variance_floor` of the prior's.
-
-    Gradients are those of the variances themselves: one at the floor still has to become smaller, where a clamp would
-    say that it does not matter, and curvatures of natural steps would be 0 where the data are the most precise.
-    """
+    """Variances, ``(..., N)``, of which rounding leaves none below :func:`variance_floor` of the prior's."""
+    # Gradients are those of the variances themselves: one at the floor still has to become smaller, where a clamp would
+    # say that it does not matter, and curvatures of natural steps would be 0 where the data are the most precise.
     with torch.no_grad():
         lacking = (variance_floor(prior) - variance).clamp_(min=0)
     return variance + lacking

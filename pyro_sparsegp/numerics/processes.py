@@ -91,12 +91,11 @@ def is_shared() -> bool:
 
 
 def joined(*values: Tensor) -> list[Tensor]:
-    """What one process with the batches of all would have for sums over a batch's rows that plates scale up to N.
-
-    Of process r's batch the sum is s_r = c + (N/b_r) Σₙ tₙ, with the same c (a divergence) in all. With weights b_r
-    the joined batch has Σ_r b_r s_r / Σ_r b_r = c + (N/Σ_r b_r) Σₙ tₙ. Losses, gradients and sums of sites are such.
-    Outside of :func:`sharing`, the values themselves. All processes give as many, in the same order.
+    """What one process with the batches of all would have for sums over a batch's rows that plates scale up to N, as
+    losses and gradients are. Outside of :func:`sharing`, the values. All processes give as many, in the same order.
     """
+    # Of process r's batch the sum is s_r = c + (N/b_r) Σₙ tₙ, with the same c (a divergence) in all. With weights b_r
+    # the joined batch has Σ_r b_r s_r / Σ_r b_r = c + (N/Σ_r b_r) Σₙ tₙ.
     workers, weight = _sharing.get()
     if workers.num == 1:
         return list(values)
@@ -117,9 +116,9 @@ def total_share(share: float, like: Tensor) -> float:
 
 def by_draws(draw: Tensor, value: Tensor) -> list[tuple[float, Tensor, Tensor]]:
     """Of what is a nonlinear function of a draw and of a sum over rows: the draws of all processes, each once, with its
-    share of the rows and the sum, :func:`joined`, over the processes that have it. With one seed in all of them that is
-    one draw with all rows. Outside of :func:`sharing`, the draw and the value themselves.
+    share of the rows and the sum, :func:`joined`, over the processes that have it.
     """
+    # with one seed in all of them that is one draw with all rows
     workers, weight = _sharing.get()
     if workers.num == 1:
         return [(1.0, draw, value)]

@@ -39,19 +39,16 @@ def tilted(
 ) -> Tilted:
     """Moments of p(y | f)^α N(f | m, v): by the trapezoidal rule around where that density is, or in panels.
 
-    On the whole line that rule's error for a Gaussian, or a Gaussian's integral, of standard deviation s is
-    2exp(−2π²s²/h²): at spacing h = s that is 5e-9. The nodes reach 8 standard deviations to each side, or as far as
-    balances the two errors if they are few. Each pass sets centre and spread by the moments that the pass before
-    found: a likelihood narrower than the nodes' spacing is closed in on. Where the last pass is not borne out by every
-    other of its nodes, its ends or the pass before, as with two humps of different widths, a cusp or a peak many
-    standard deviations away, all is integrated anew by adaptive Gauss-Legendre quadrature, whose nodes are more.
-
     :param log_density: f at nodes, ``(K, ..., N)``, to log p(yₙ | fₙ), of the same shape.
-    :param mean: m, ``(..., N)``.
     :param variance: v; 0 is as good as the smallest positive number.
     :param centre: a guess of the tilted mean; ``spread``: of its standard deviation.
-    :param power: α.
     """
+    # On the whole line the trapezoidal rule's error for a Gaussian, or a Gaussian's integral, of standard deviation s
+    # is 2exp(−2π²s²/h²): at spacing h = s that is 5e-9. The nodes reach 8 standard deviations to each side, or as far
+    # as balances the two errors if they are few. Each pass sets centre and spread by the moments that the pass before
+    # found: a likelihood narrower than the nodes' spacing is closed in on. Where the last pass is not borne out by
+    # every other of its nodes, its ends or the pass before, as with two humps of different widths, a cusp or a peak
+    # many standard deviations away, all is integrated anew by adaptive Gauss-Legendre quadrature, whose nodes are more.
 
     def finite(f: Tensor) -> Tensor:
         return log_density(f).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
@@ -107,9 +104,7 @@ def _in_panels(
     log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, guess: tuple[Tensor, Tensor], power: float
 ) -> tuple[Tensor, ...]:
     """Nodes f − m, log p there, weights, log Z, E f − m and Var f, by Gauss-Legendre quadrature in panels: those of the
-    largest error are split.
-
-    :param guess: a place, relative to m, and a spread, about which there are panels from the start.
+    largest error are split. About a ``guess``, a place, relative to m, and a spread, there are panels from the start.
     """
     like, scale = mean, variance.sqrt()
     found, own = np.polynomial.legendre.leggauss(_ORDER)
@@ -173,16 +168,12 @@ _NEAR = [-8.0, -3.0, -1.0, 1.0, 3.0, 8.0]  # in units of the guessed spread, abo
 def log_normaliser(
     at: Tilted, mean: Tensor, variance: Tensor, values: Optional[Tensor] = None, power: float = 1.0
 ) -> Tensor:
-    """log ∫ p(y | f)^α N(f | m, v) df, ``(..., N)``, with its gradients by m, v and log p.
-
-    With the nodes held, ∂/∂m = (E f − m)/v, ∂/∂v = ½((Var f + (E f − m)²)/v² − 1/v), and the derivative by log p at a
-    node is α times its weight.
-
-    :param mean: m, with its graph, of the value it had when the moments were taken; ``variance``: v, likewise.
-    :param values: log p at ``at.nodes``, ``(K, ..., N)``, with its graph, if it has one.
+    """log ∫ p(y | f)^α N(f | m, v) df, ``(..., N)``, with its gradients by m and v, of the values that they had when
+    the moments were taken, and by log p at the nodes, ``values``, ``(K, ..., N)``, if it has a graph.
     """
     m, v = at.cavity
-    # By parts, ∂log Z/∂m = E[(f − m)/v] and ∂log Z/∂v = ½E[(f − m)²/v² − 1/v] under the tilted density.
+    # By parts, ∂log Z/∂m = E[(f − m)/v] and ∂log Z/∂v = ½E[(f − m)²/v² − 1/v] under the tilted density; by log p at a
+    # node it is α times its weight.
     slope = (at.mean - m) / v
     curve = 0.5 * (slope.square() + (at.variance / v - 1) / v)
     result = at.log_z + slope * (mean - m) + curve * (variance - v)
