@@ -100,7 +100,7 @@ class _Effects(NamedTuple):
             at, (mean, low, high) = places.cpu().numpy(), (self.change(value).cpu().numpy() for value in ends)
             if smooth:
                 label = "".join(f"{self.labels[by]} = {level:g}" for by, level in fixed.items())
-                (line,) = axis.plot(at, mean, label=label or None)
+                (line,) = axis.plot(at, mean, label=label)
                 axis.fill_between(at, low, high, color=line.get_color(), alpha=0.25, lw=0)
             else:
                 axis.errorbar(at, mean, [mean - low, high - mean], fmt="o", capsize=3)

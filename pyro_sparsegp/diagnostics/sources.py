@@ -128,12 +128,11 @@ class GuideSource(Source, Messenger):
         try:
             with pyro.validation_enabled(False), poutine.block(), self:
                 run = self.guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
-            trace, posterior_trace = self.guide.get_traces()
         finally:
+            # That of a mapped run has tensors that nobody can copy.
             self.guide.trace = poutine.Trace()
         require_sizes(run.sites)
         sites, values = run.sites, free_values(run.trace)
-        priors, posteriors = sample_sites(trace), sample_sites(posterior_trace)
         self.sites = self.sites or {name: site for name, site in sites.items() if site["is_observed"]}
         missing = self.facts.rows.keys() - self.sites.keys()
         if missing:
@@ -148,23 +147,24 @@ class GuideSource(Source, Messenger):
         latents = {name: values[name] for name in sites if name in values.keys() - draw.functions.keys()}
         draw.posterior = latents | draw.posterior
         for name in latents:
-            if priors[name]["fn"] is not posteriors[name]["fn"]:  # else it is drawn from the model
-                prior, self.log_q[name] = priors[name], log_density_of(posteriors[name])
-                if isinstance(fn := posteriors[name]["fn"], FieldLatent):  # its density is relative to its prior
-                    prior = {**prior, "fn": fn.prior}
-                    self.log_q[name] = self.log_q[name] + log_density_of(prior)
+            q, prior = sites[name]["fn"], sites[name]["infer"]["prior"]
+            if q is not prior:  # else it is drawn from the model
+                of_field = isinstance(q, FieldLatent)
+                log_prior = log_density_of({**sites[name], "fn": q.prior if of_field else prior})
+                # The density of a member of the field is relative to its prior.
+                self.log_q[name] = log_density_of(sites[name]) + (log_prior if of_field else 0.0)
                 if name not in self.read:  # those whose densities move with f have their own terms
-                    draw.log_prior[name] = log_density_of(prior)
+                    draw.log_prior[name] = log_prior
         draw.sample_stats["log_q"] = sum(self.log_q.values(), torch.zeros((), dtype=torch.float64))
         # The bound's target, or expectation propagation's: a q(w) under a kernel's variance correction is optimal for
         # integrated densities, as expectation propagation's is.
         exact = [n for n, module in self.guide.modules_by_site().items() if isinstance(module, ExactWeightSpaceGP)]
-        corrected = any(without_event(priors[name]["fn"])[0].kernel.depends_on_rows for name in exact)
+        corrected = any(run.processes[name].kernel.depends_on_rows for name in exact)
         self.attrs["target"] = "fitc" if self.guide.by_expectation or corrected else "vfe"
         if new is not None:
             with poutine.block():
                 known = latents | (run.enumeration.draw_of(self.facts.classes) if run.enumeration else {})
-                elsewhere = AtNewInputs(trace, known, self.guide.warned, self._at_new_inputs)
+                elsewhere = AtNewInputs(run.trace, known, self.guide.warned, self._at_new_inputs)
                 draw.predictions = predictions(elsewhere.run(self.model, *new), latents)
         return draw
 
