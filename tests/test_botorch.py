@@ -43,18 +43,12 @@ def test_batches_are_blocks_of_the_joint_posterior(name, shape):
     inputs = torch.rand(*shape, 2)
     found = Model(model, guide).posterior(inputs)
     assert found.mean.shape == found.variance.shape == (*shape, 1)
-    flat = inputs.reshape(-1, *inputs.shape[-2:])
-    mean, covariance = (part.reshape(len(flat), *part.shape[-1:] * k) for part, k in _moments(found, shape))
+    flat, normal, q = inputs.reshape(-1, *inputs.shape[-2:]), found.distribution, shape[-1]
+    mean, covariance = normal.mean.reshape(-1, q), normal.covariance_matrix.reshape(-1, q, q)
     for each, m, c in list(zip(flat, mean, covariance))[:: max(1, len(flat) // 5)]:
         q = guide.posterior(each)["f"]
         torch.testing.assert_close(m, q.mean)
         torch.testing.assert_close(c, q.covariance_matrix)
-
-
-def _moments(found, shape):
-    normal = found.distribution
-    q = shape[-1]
-    return (normal.mean.reshape(-1, q), 1), (normal.covariance_matrix.reshape(-1, q, q), 2)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
