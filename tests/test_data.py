@@ -185,10 +185,13 @@ def test_a_weight_of_the_data_is_no_size(weight):
         train(scaled, guide, x[:7], y[:7], steps=1)
 
 
-def test_what_is_the_same():
-    def model(x, y=None, scale=1.0, mask=None, more=()):
+class Taking(pyro.nn.PyroModule):
+    def forward(self, x, y=None, scale=1.0, mask=None, more=()):
         pass
 
+
+@pytest.mark.parametrize("model", [Taking(), Taking().forward], ids=["module", "function"])
+def test_what_is_the_same(model):
     x, y = torch.rand(7, 2), torch.rand(7)
     known = TrainingData(model, (x, y), {"more": [x + 1]})
 

@@ -22,12 +22,12 @@ from ..approximations.on_sites import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
 from ..guide.latents import FieldLatent
 from ..guide.runs import LARGEST_JOINT
-from ..inference.batches import signature_of
 from ..inference.expected import weighted_sum
 from ..inference.quadrature import own_guide
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs, Call, Trained, bare_model, sampled
 from ..program.checks import require_sizes
+from ..program.data import signature_of
 from ..program.enumeration import Enumeration
 from ..program.facts import COUPLED
 from ..program.handlers import in_blocks

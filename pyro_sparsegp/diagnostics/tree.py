@@ -15,9 +15,10 @@ from pyro.infer.inspect import get_dependencies
 from torch import Tensor
 
 from .._version import __version__
-from ..inference.batches import arguments_of, signature_of
+from ..inference.batches import arguments_of
 from ..numerics.arguments import require_count
 from ..predict import Call
+from ..program.data import signature_of
 from ..program.traces import as_process, is_observation, sample_sites, unmasked_rows, whole_plates
 from .sources import Draws, Source, as_source, is_factor, require_call, seeded
 

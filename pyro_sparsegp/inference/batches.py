@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -64,11 +63,6 @@ def arguments_of(data: Any) -> tuple[tuple, dict[str, Any]]:
         if isinstance(data, Mapping):
             return (), {key: of(value) for key, value in data.items()}
         return tuple(map(of, data if isinstance(data, (tuple, list)) else (data,))), {}
-
-
-def signature_of(model: Callable) -> inspect.Signature:
-    """The arguments that a model takes."""
-    return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
 
 def _rows(*arguments: Any) -> list[int]:

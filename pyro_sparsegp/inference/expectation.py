@@ -16,11 +16,10 @@ from ..guide.runs import Priors, require_data, rows_of, share_of_rows
 from ..numerics.arguments import require_choice, require_count, require_share
 from ..numerics.processes import Workers, put_gradients
 from ..program.checks import require_sizes
-from ..program.data import TrainingData
+from ..program.data import TrainingData, signature_of
 from ..program.facts import ELEMENTWISE, NONE
 from ..program.handlers import held_runs
 from ..program.reader import Owners, Terms
-from .batches import signature_of
 from .optimisers import agree
 from .quadrature import finite, own_guide
 from .refinement import Progress, SiteRun

@@ -24,8 +24,9 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import check
 from ..numerics.processes import Workers, sharing
+from ..program.data import signature_of
 from . import checkpoint as files
-from .batches import Batch, LoadedBatches, TensorBatches, as_batches, signature_of
+from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .expectation import ExpectationPropagation
 from .optimisers import FallingAdam, agree, falling, shared_step
 from .quadrature import TraceQuadrature_ELBO, own_guide

@@ -47,7 +47,7 @@ class Relation:
     def moved(self) -> list[Any]:
         """What the call brings that is not training's, by the parameter's name and the path within it."""
         if self.call is self._known:
-            return [path for path, (leaf, seen) in self.call.leaves.items() if _version(leaf) != seen]
+            return self._known.overwritten
         old, new = self._leaves
         return [path for path, (leaf, _) in new.items() if path not in old or not _is_still(*old[path], leaf)]
 
@@ -108,7 +108,7 @@ class TrainingData:
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = map_tensors(_kept, (args, kwargs), kinds=(Tensor, np.ndarray))
         # A keyword is the argument that it names, in whatever way it is given: test_what_is_the_same.
-        found = _walk(inspect.signature(model).bind(*self.args, **self.kwargs).arguments)
+        found = _walk(signature_of(model).bind(*self.args, **self.kwargs).arguments)
         leaves = {path: torch.from_numpy(leaf) if _is_numeric(leaf) else leaf for path, leaf in found}
         #: tensors with rows, and objects of which it is not known what they hold; with a version that writes change
         self.leaves = {
@@ -127,9 +127,14 @@ class TrainingData:
         self.__dict__ = state | {"leaves": leaves}
 
     @property
-    def overwritten(self) -> bool:
-        """Whether tensors that it holds have other values than they had."""
-        return any(_version(leaf) != seen for leaf, seen in self.leaves.values())
+    def overwritten(self) -> list[Any]:
+        """The tensors that have other values than they had, by their places."""
+        return [path for path, (leaf, seen) in self.leaves.items() if _version(leaf) != seen]
+
+
+def signature_of(model: Callable) -> inspect.Signature:
+    """The arguments that a model takes."""
+    return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
 
 def _version(leaf: Any) -> int:
