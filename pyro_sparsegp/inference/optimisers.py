@@ -22,6 +22,7 @@ _HELD = 0.4  # share of the steps in which rates stay
 _LAST = 0.01  # share of a rate at the end
 _POINTS = 256  # inducing inputs of a set from which on each takes smaller steps
 _NETWORK = 0.2  # share of the rate that a network's biases and other vectors take
+_UNIQUE = re.compile(r"_[0-9a-f]{12}(?=\.|$)")
 _INPUTS = re.compile(r"\.gps\..*\.basis\.(.*\.)?inputs_\d+$")
 
 
@@ -95,14 +96,6 @@ def shared_step(svi: SVI, *args: Any, **kwargs: Any) -> float:
     return float(joined(torch.tensor(loss, dtype=torch.float64))[0])
 
 
-# modules.unique_name's, which differs between processes.
-_UNIQUE = re.compile(r"_[0-9a-f]{12}(?=\.|$)")
-
-
-def _name(parameter: Tensor) -> str:
-    return _UNIQUE.sub("", str(pyro.get_param_store().param_name(parameter)))
-
-
 def agree(guide: AutoSparseGP, workers: Workers) -> None:
     """Give a guide and the model's parameters in Pyro's store the values that they have in the first process.
 
@@ -115,5 +108,6 @@ def agree(guide: AutoSparseGP, workers: Workers) -> None:
             "each process has other rows. Train in one process."
         )
     own = {id(p) for p in guide.parameters()}
-    store = [p for p in dict(pyro.get_param_store().named_parameters()).values() if id(p) not in own]
-    workers.agree([*guide.parameters(), *guide.buffers(), *sorted(store, key=_name)])
+    # By names without those of modules.unique_name, which differ between processes.
+    named = sorted(pyro.get_param_store().named_parameters(), key=lambda pair: _UNIQUE.sub("", pair[0]))
+    workers.agree([*guide.parameters(), *guide.buffers(), *(p for _, p in named if id(p) not in own)])

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..bases.actions import ProjectedFeatures
 from ..guide import AutoSparseGP
-from ..program.facts import Structure
 from ..program.traces import without_event
 from .expected import log_density_minus_kl, weighted_sum
 from .quadrature import TraceQuadrature_ELBO
@@ -36,16 +35,13 @@ class ProjectedLikelihood(TraceQuadrature_ELBO):
         nodes = dict.fromkeys(facts.gps, guide.like.new_zeros(()))
         model_trace, guide_trace, _ = guide.at_nodes(nodes, wrapped, args, kwargs)
         # Σ log p(Sᵀy) of the GP sites, lemma S2, log p(y) of sites that are not after one, − Σ KL of other latents
-        evidence = [_evidence(name, model_trace.nodes[name], guide_trace.nodes[name], facts) for name in facts.gps]
-        skip = {*facts.gps, *facts.downstream}
-        return log_density_minus_kl(model_trace, guide_trace, skip) + sum(evidence, guide.like.new_zeros(()))
-
-
-def _evidence(name: str, site: Any, guide_site: Any, structure: Structure) -> Tensor:
-    q, _ = without_event(guide_site["fn"])
-    if not isinstance(q.basis, ProjectedFeatures) or name not in structure.quadratic:
-        raise ValueError(
-            "ProjectedLikelihood is for GP sites of the family ComputationAware whose likelihood is Gaussian in the "
-            f"function values; site {name!r} is not. Use TraceQuadrature_ELBO."
-        )
-    return weighted_sum(q.coefficients.log_evidence(q.basis.actions.log_gram), site)
+        total = log_density_minus_kl(model_trace, guide_trace, {*facts.gps, *facts.downstream})
+        for name in facts.gps:
+            q, _ = without_event(guide_trace.nodes[name]["fn"])
+            if not isinstance(q.basis, ProjectedFeatures) or name not in facts.quadratic:
+                raise ValueError(
+                    "ProjectedLikelihood is for GP sites of the family ComputationAware whose likelihood is Gaussian "
+                    f"in the function values; site {name!r} is not. Use TraceQuadrature_ELBO."
+                )
+            total = total + weighted_sum(q.coefficients.log_evidence(q.basis.actions.log_gram), model_trace.nodes[name])
+        return total
