@@ -1,8 +1,4 @@
-"""Kernels of functions whose mean over an interval is zero: the terms of an analysis of variance (Durrande et
-al., 2013; Adam et al., 2018, eq. 8).
-
-f₀ = f − E[f | f̄] for f ~ GP(0, k) and f̄ its mean over [a, b], so f₀ is f given f̄ = 0.
-"""
+"""Kernels of functions whose mean over an interval is zero: f₀ = f − E[f | f̄] for f ~ GP(0, k) and f̄ its mean."""
 
 from __future__ import annotations
 

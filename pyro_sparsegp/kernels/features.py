@@ -1,13 +1,6 @@
 """Kernels with a finite feature map, k(x, x') = φ(x)ᵀφ(x'), such as a network (Zhu, Yuchi and Xie, 2025); white noise.
 
-Sparse families use these features themselves as the basis: inducing points of a kernel of rank R are
-singular beyond R points. A kernel of your own needs ``features`` alone:
-
->>> class Trend(FeatureKernel):
-...     def features(self, x):
-...         return torch.cat([x, x.square()], -1)
->>> Trend()(torch.ones(2, 1)).shape
-torch.Size([2, 2])
+Sparse families use these features themselves as the basis: inducing points of a kernel of rank R are singular beyond R.
 """
 
 from __future__ import annotations
@@ -34,7 +27,7 @@ _UNREPEATABLE = "Dropout", "BatchNorm"  # in the names of torch's classes, whate
 
 
 class FeatureKernel(Kernel):
-    """A kernel with finitely many features: k(x, x') = φ(x)ᵀφ(x'), ``features(x)`` of shape ``(..., N, R)``."""
+    """A kernel with finitely many features, k(x, x') = φ(x)ᵀφ(x'); your own has ``features(x)``, ``(..., N, R)``."""
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor: ...
@@ -176,10 +169,9 @@ class DeepBasis(FeatureKernel):
 
         c(x) = maxₙ ‖φ(xₙ)‖² − ‖φ(x)‖² ≥ 0
 
-    to f. By itself, and in a step of training, the maximum is over the rows that the kernel is given; its gradient is
-    that of the largest row. ``relative_to(rows)`` is the kernel of prediction: the maximum is over those rows,
-    evaluated now, and the row itself. Guides and :meth:`GaussianProcess.given` call it with the training inputs.
-    Without the correction, training tends to a kernel of rank one and vanishing uncertainty (theorem 1).
+    to f. By itself, and in a step of training, the maximum is over the rows that the kernel is given. In predictions of
+    guides and of :meth:`GaussianProcess.given` it is over the training inputs and the row itself. Without the
+    correction, training tends to a kernel of rank one and vanishing uncertainty (theorem 1).
 
     In training the correction is the penalty Σₙ c(xₙ)/(2σ²). A network as torch initialises it has features of uneven
     norm, and the penalty at first outweighs the fit many times: training shrinks the features towards a constant and
@@ -187,9 +179,8 @@ class DeepBasis(FeatureKernel):
     ``s * torch.nn.functional.normalize(h, dim=-1)`` with a learned s has c = 0 throughout.
 
     In a model the network must be registered, ``pyro.module("net", net)``, and the kernel is built in each run. It is
-    evaluated several times a run, in parts: its output must depend on the row alone. Sums, products, scaled
-    and column-selecting kernels carry the diagonal along: a summand or factor is corrected by itself. A kernel of
-    your own with other features is a :class:`FeatureKernel`.
+    evaluated several times a run, in parts: its output must depend on the row alone. In sums and products a summand or
+    factor is corrected by itself.
 
     >>> network = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh())
     >>> kernel = DeepBasis(network)

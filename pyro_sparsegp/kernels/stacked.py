@@ -39,10 +39,6 @@ def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
     vars(new).update(vars(first), parts=tuple(parts))
     for name, dims in first.event_dims:
         values = [getattr(kernel, name) for kernel in kernels]
-        # A number that all share, such as a bound, stays one: no tensor has to be made of it in each step.
-        if parts and not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
-            setattr(new, name, values[0])
-            continue
         # Hyperparameters, (...,) or (..., D), as one, (..., C) or (..., C, D).
         tensors = [value if isinstance(value, Tensor) else as_tensor(value, like) for value in values]
         tensors = [tensor.reshape(1) if dims and not tensor.dim() else tensor for tensor in tensors]

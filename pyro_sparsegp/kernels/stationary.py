@@ -234,7 +234,7 @@ class RationalQuadratic(RBF):
         return tau.sqrt()[..., None] * super().frequencies(shape, x)
 
 
-class Periodic(RBF):
+class Periodic(Stationary):
     """Periodic functions: k = exp(−2 Σ_d sin²(π(x_d − x'_d)/p_d)/ℓ_d²), an RBF on a circle (MacKay, 1998).
 
     :param lengthscale: ℓ > 0, without unit: relative to a circle of radius 1.
@@ -242,6 +242,7 @@ class Periodic(RBF):
     """
 
     event_dims = (("lengthscale", 1), ("period", 1))
+    value_and_slope = staticmethod(RBF.value_and_slope)  # of distances on the circle
 
     def __init__(self, lengthscale: Scalar = 1.0, period: Scalar = 1.0) -> None:
         super().__init__(lengthscale)
@@ -251,6 +252,3 @@ class Periodic(RBF):
         angle = x * (2 * math.pi / per_column(self.period, x, "Periodic's period"))
         # ‖(cos a, sin a) − (cos a', sin a')‖² = 4 sin²((a − a')/2)
         return torch.cat([super().scale(angle.cos()), super().scale(angle.sin())], -1)
-
-    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
-        return None  # a discrete spectrum; sample paths fall back on exact conditioning
