@@ -110,18 +110,15 @@ def _of_guide(model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kw
     with whole_plates(), Held({name: values[name] for name in names if name in values}):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     sites = sample_sites(trace)
-    fixed = next((name for name in names if name in sites and sites[name]["is_observed"]), None)
-    if fixed is not None:
+    # Else it is drawn from its prior: test_a_latent_that_training_held_is_not_drawn_from_its_prior_in_silence.
+    here = {name: site["is_observed"] for name, site in sites.items()}
+    differ = [name for name in names if here.get(name)]
+    differ += [name for name in guide.facts.rows if not here.get(name, True) and guide.is_given(name, sites[name])]
+    if differ:
         raise ValueError(
-            f"the model given to predict fixes site {fixed!r}, and the guide was trained without that value: make "
-            "the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), ...), and train it."
-        )
-    free = [name for name in guide.facts.rows if name in sites and not sites[name]["is_observed"]]
-    held = next((name for name in free if guide.is_given(name, sites[name])), None)
-    if held is not None:
-        raise ValueError(
-            f"the guide was trained with site {held!r} held at a value, and the model given to predict draws it from "
-            "its prior: give predict the guide's own model."
+            f"site {differ[0]!r} is held at a value in one of the guide's model and the model given to predict, and "
+            "drawn in the other: give predict the guide's own model, or make the guide of the conditioned model, "
+            "AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
     require_own_rows(trace.nodes)
     return {name: site["value"] for name, site in sites.items()}

@@ -76,6 +76,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         raise ValueError(f"absorb's forget is a share of what was learned, in [0, 1], got {forget!r}")
     _require_sums(guide)
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like), poutine.block(), whole_plates():
+        # μ and φ at the new rows; no posterior is asked for.
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         trace = run.trace
         if not any(is_observation(site) for _, site in all_sites(trace)):
@@ -89,6 +90,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         explore(found, reader.run, run.processes, list(run.processes))
         for name in run.processes:
             require_separate_sites(found, name, "rows to absorb, of which absorb", trace, _TOGETHER)
+        # Sites of new rows under q of all rows, which they move: as those of SiteGP, with the old sums for a prior.
         readings = [SiteReading(n, process, _Sums(run, n, forget), reader) for n, process in run.processes.items()]
         Readings(reader, readings, {}).settle(_MOST, _TOLERANCE[guide.like.dtype])
         # test_absorb.py::test_bad_arguments_leave_the_guide_as_it_is

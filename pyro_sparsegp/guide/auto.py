@@ -118,10 +118,10 @@ class AutoSparseGP(SiteMessenger):
         rows, conditions = self._given(args, kwargs)
         asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
         has_data = not asks or observes(self.model, self.facts.rows, self.like, args, kwargs)
-        if not has_data:
-            require_refined(self.modules_by_site())
+        # In a step values that no density couples are drawn by their marginals. Whoever leaves data out looks at draws.
         joint_up_to = (LARGEST_JOINT if rows.relation.fewer else 0) if self.training else torch.inf
         if not has_data:
+            require_refined(self.modules_by_site())
             rows, conditions = replace(rows, same=False, new=True), with_classes(self, conditions)
         run = Posteriors(self, conditions, rows, sums_out=has_data, joint_up_to=joint_up_to)
         self._perform(run, args, kwargs)
@@ -283,6 +283,7 @@ class AutoSparseGP(SiteMessenger):
                 )
         for module in self.site_modules().values():
             module.sites.forget()
+        # Numbers of 0 are learned anew: the next rows may be more or fewer, and no mini-batch.
         self.core.data, self.core.facts.rows = None, dict.fromkeys(self.core.facts.rows, 0)
 
     @property

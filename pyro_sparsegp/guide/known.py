@@ -194,6 +194,7 @@ class KnownGuide(AutoNormalMessenger):
     def is_given(self, name: str, site: Any) -> bool:
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""
         known = self.core.facts.downstream
+        # It stands in no plate, and its density does not move with f.
         return bool(known) and not site["cond_indep_stack"] and name not in known
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Any:

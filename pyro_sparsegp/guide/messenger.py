@@ -175,6 +175,7 @@ class SiteMessenger(KnownGuide):
         (process, event_dim), run, facts = as_process(prior), self.run, self.core.facts
         if process is None:
             own = facts.latents.get(name)
+            # Before anything is learned every latent is the guide's.
             if facts.gps and (own is None or own["plates"]) and _is_new(self, name, prior):
                 return prior
             _require_latent(self, name, prior)
