@@ -49,7 +49,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     :param whole: whether weighted draws are asked too, and every other start; else Newton's step, and the best start.
     """
     facts, able = guide.facts, guide.facts.able_to_couple
-    apart = ", ".join(repr(name) for name in able if name not in facts.coupled and name not in facts.field)
+    apart = ", ".join(repr(name) for name in able if name not in {*facts.coupled, *facts.field})
     held = apart and f"q takes {apart} to be independent of f: intervals may be too narrow. "
     names = ", ".join(map(repr, able))
     beyond = [f"latents {names} can't be checked here. {held}Look at diagnostics.psis(tree), or compare with NUTS."]
@@ -194,11 +194,12 @@ class _Compared:
 
     def _advice(self, name: str, late: bool) -> str:
         facts, search = self.guide.facts, self.search
-        if name in search.priors and name not in facts.coupled and name not in facts.field:
+        if name in search.priors.keys() - {*facts.coupled, *facts.field}:
             if not self.guide.is_independent(name):
                 return f"Under this family {name!r} is independent of f: take SVGP or SGPR."
             return ("Train longer, or drop" if late else "Drop") + " independent=, or this name from it."
-        given = [n for n in search.priors if self.guide.is_point(n) or (n in search.normal and n not in facts.field)]
+        apart = search.normal.keys() - facts.field.keys()
+        given = [name for name in search.priors if self.guide.is_point(name) or name in apart]
         if given:
             return f"Its q is given {', '.join(map(repr, given))}: drop point_estimates= or independent=, or that name."
         return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."

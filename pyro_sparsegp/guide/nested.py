@@ -306,8 +306,7 @@ def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Ten
 def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, Tensor]:
     """½ Σₙ ρₙWₙₙ of each GP site."""
     parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in curvature.items()]
-    like = next(iter(found.residuals.values()))
-    each = 0.5 * sum(parts, like.new_zeros(like.shape[-1]))
+    each = 0.5 * sum(parts, found.x.new_zeros(found.layout.extended - found.layout.num))
     return {name: each[own].sum() for name, own in slices(found.layout.residuals).items()}
 
 

@@ -122,7 +122,7 @@ class Search:
         self.guide, self.whole, self.gps, self.fixed, self.tell = guide, whole, guide.facts.gps, fixed, tell
         sites = dict(all_sites(first.trace))
         self.inputs = {name: process.x for name, process in first.processes.items()}
-        self.members = [name for name in sites if name in guide.facts.latents or name in self.gps]  # in their order
+        self.members = [name for name in sites if name in {*guide.facts.latents, *self.gps}]  # in their order
         rows = next(iter(first.processes.values())).event_shape[0]
         # A plate that draws so many rows has all of them, by their numbers.
         drawn = {n: site["fn"] for n, site in sites.items() if is_free(site) and site_is_subsample(site)}
@@ -246,9 +246,9 @@ class _Mode:
         free = {n for n in facts.latents if not guide.is_point(n) and not guide.is_independent(n)}
         facts.coupled = joint = [name for name in hyper.rows if name in free]
         intercepts = self._intercepts()
-        field = [name for name in layout.field if name in facts.gps or name in free]
+        field = [name for name in layout.field if name in {*facts.gps, *free}]
         field = field if self._wants_field(field, intercepts) else []
-        left = [name for name in self.search.normal if name in free and name not in field]
+        left = [name for name in self.search.normal if name in free.difference(field)]
         if left and self.search.is_exact and self.search.rows < self.search.num:
             warnings.warn(
                 f"latents {', '.join(map(repr, left))} have one posterior with f under Exact() up to {_MOST_VALUES} "
