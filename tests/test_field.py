@@ -599,6 +599,21 @@ def test_f_follows_an_intercept_of_another_prior(prior):
     assert into(draws["mu"]).mean().item() == pytest.approx(mean.item(), abs=0.2 * sd.item())
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_mask_makes_a_prior_flat_where_data_are(padded):
+    x, group, y = _data()
+
+    def model(x, y=None):
+        with pyro.plate("groups", GROUPS):
+            g = pyro.sample("g", dist.Normal(0.0, 1.0).mask(torch.arange(GROUPS) > 0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        with poutine.mask(mask=group > 0 if padded else group < 3):
+            observed(dist.Normal(f + g[group], NOISE), y)
+
+    guide, _ = _step(model, families.SVGP(8), (x, y))
+    assert (list(guide.facts.field), guide.facts.coupled) == ((["g", "f"], []) if padded else (["f"], ["g"]))
+
+
 def test_each_hyperparameter_is_followed_where_predictors_are_nearest_to_linear():
     def model(x, y=None):  # log a + b log(1 + 9x) + f
         a, b = pyro.sample("a", dist.Exponential(1.0)), pyro.sample("b", dist.Exponential(1.0))

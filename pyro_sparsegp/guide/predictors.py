@@ -74,12 +74,13 @@ def find_links(
         off = [n for n, move, sites in zip(members, moves, ends) if not its.tells(name, sites, its.moved(move))]
         return off, of_site, list(its.rows.values())
 
-    links, bent, slopes = dict[str, dict[str, str]](), list[str](), list[Tensor]()
+    links, bent, slopes, total = dict[str, dict[str, str]](), list[str](), list[Tensor](), 0.0 * x.sum()
     for name, site in here.items():
         fn = bare(site["fn"])
         density = fn.log_prob(site["value"]) if is_observation(site) else zero
         if not depends(density, x):
             continue
+        total = total + scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]).sum()
         made_of = {} if fn.event_shape else parameters(fn)
         moving = [key for key, part in made_of.items() if depends(part, x)]
         # What is observed may move, as in obs=y - a: test_what_is_observed_may_be_made_of_latents.
@@ -100,16 +101,17 @@ def find_links(
             return None
         off, links[name], rows = min(tried, key=lambda each: len(each[0]))
         bent, slopes = bent + off, slopes + rows
-    bent += [n for n, own in layout.rows.items() if _is_flat(here[n], [J[:, own] for J in slopes])]
+    (pull,) = torch.autograd.grad(total, x)
+    bent += [name for name, own in layout.rows.items() if _is_flat(here[name], pull[own])]
     several = [name for name, num in layout.numbers.items() if name not in layout.residuals and num > 1]
     owned = [n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in slopes)]
     return links, owned, list(dict.fromkeys(bent))
 
 
-def _is_flat(site: Any, slopes: list[Tensor]) -> bool:
-    """Whether the mask of a prior leaves out values that predictors have slopes by, so that theirs is flat."""
+def _is_flat(site: Any, pull: Tensor) -> bool:
+    """Whether the mask of a prior leaves out values that data pull at, so that theirs is flat."""
     seen = unmasked(site["fn"], site["value"], None)
-    return seen is not None and any((each[:, ~seen.reshape(-1)] != 0).any() for each in slopes)
+    return seen is not None and bool(pull[~seen.reshape(-1)].any())
 
 
 def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
