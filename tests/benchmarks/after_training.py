@@ -75,7 +75,8 @@ def main():
     for how, program, num in (("", bench.regression(0.7), 1), (", priors", with_priors, 100)):
         with torch.enable_grad():
             guide = bench.Training(program, bench.AutoSparseGP(program, SVGP(64)), more, y[:1000]).until(50).guide
-        draws, loop = partial(predict, program, guide, few, num_samples=100), partial(guide.draws, 100, few)
+        draws = partial(predict, program, guide, few, num_samples=100)
+        loop = partial(lambda guide: [guide.draw(few) for _ in range(100)], guide)
         if not how:
             sample = partial(lambda guide: guide.posterior(more)["f"].rsample((1000,)), guide)
             cases["`rsample((1000,))`, 1,000 inputs"] = sample, "GPyTorch", lambda: model(more).rsample(more.shape[:1])
