@@ -124,15 +124,15 @@ class RobustMax(TorchDistribution):
         :param variance: ``(..., P)``. π has errors of 1e-8 for equal variances, 1e-6 where standard deviations differ
             threefold, 3e-3 tenfold, and up to 1e-2 beside values that are fixed (variance 0).
         """
+        # π_y log(1 − ε) + (1 − π_y) log(ε/(P − 1))
         self._require_classes(value)
         hit, miss = self._levels()
         return hit + self._losing_probability(value.long(), variance) * (miss - hit)
 
     def expected_probs(self, variance: Tensor) -> Tensor:
-        """E[p(y | f)] of each class for independent f_c ~ N(this distribution's f_c, variance), ``(..., P)``.
+        """E[p(y | f)] of each class, ``(..., P)``, for independent f_c ~ N(this distribution's f_c, variance).
 
-        With the posterior's means and variances this is the predictive probability of each class:
-        ``RobustMax(q.mean.mT, epsilon).expected_probs(q.variance.mT)``.
+        The predictive one is ``RobustMax(q.mean.mT, epsilon).expected_probs(q.variance.mT)``.
         """
         shape = broadcast_shapes(self.f.shape, variance.shape)
         classes = [torch.full(shape[:-1], c, device=self.f.device) for c in range(self.num_classes)]

@@ -127,7 +127,7 @@ class Anova(Kernel):
     event_dims = (("low", 0), ("high", 0))
 
     def __new__(cls, base: Any = None, low: Scalar = 0.0, high: Scalar = 1.0) -> Any:
-        if isinstance(base, Scaled):  # whose functions are √v f, and √v f₀ less their means
+        if isinstance(base, Scaled):  # of √v f the part with mean zero is √v f₀
             return Scaled(cls(base.kernel, low, high), base.variance)
         return super().__new__(cls)
 
@@ -152,14 +152,14 @@ class Anova(Kernel):
         return self.parts[0]
 
     @property
-    def in_closed_form(self) -> bool:
-        """Whether its integrals are."""
-        return type(self.base) in _PROFILES
+    def profile(self) -> Any:
+        """That of k, whose integrals are in closed form; ``None`` where they are by quadrature."""
+        return _PROFILES.get(type(self.base))
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         require_one(x, *_ONE)
         other = x if z is None else z
-        if not self.in_closed_form:
+        if self.profile is None:
             # k(x, x') − m(x)m(x')/v (eq. 8)
             left, inverse = self._means(x)
             right = left if z is None else self._means(z)[0]
@@ -170,14 +170,14 @@ class Anova(Kernel):
         centre = other.detach().mean(-2)
         rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
         at, others = ((part[..., 0] - centre) * ends.inverse.to(x) for part in (x, other))
-        less = ProfileOfDistance.apply(at[..., None], None if z is None else others[..., None], self._profile)[0]
+        less = ProfileOfDistance.apply(at[..., None], None if z is None else others[..., None], self.profile)[0]
         # (rest − c(xᵢ)) − (1 + c(xᵢ)/v)c(zⱼ): of rank 2
         ends_share = torch.stack([rest - left, -1 - left / v], -1) @ torch.stack([torch.ones_like(right), right], -2)
         return less + ends_share
 
     def diag(self, x: Tensor) -> Tensor:
         require_one(x, *_ONE)
-        if self.in_closed_form:
+        if self.profile is not None:
             spread, left = self._ends(x).spread, self._deficits(x)
             value = spread.to(x) - left * (2 + left / (1 - spread).to(x))
         else:
@@ -185,16 +185,12 @@ class Anova(Kernel):
             value = self.base.diag(x) - mean.square() * inverse[..., None]
         return value.clamp(min=0)  # near 0 where x says most about the mean
 
-    @property
-    def _profile(self) -> _Profile:
-        return _PROFILES[type(self.base)]
-
     def _ends(self, x: Tensor) -> _Ends:
         length = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
-        inverse = self._profile.root / length.double()
+        inverse = self.profile.root / length.double()
         inverse = inverse[..., 0] if inverse.dim() else inverse[None]
         low, high = (as_tensor(bound, inverse)[..., None] * inverse for bound in (self.low, self.high))
-        return _Ends(inverse, low, high - low, self._profile.spread(high - low))
+        return _Ends(inverse, low, high - low, self.profile.spread(high - low))
 
     def _deficits(self, x: Tensor) -> Tensor:
         # c(x) = m(x) − v, (..., N).
@@ -202,7 +198,7 @@ class Anova(Kernel):
         # nearly 1; k₀ is made of their differences from 1, found in double precision, of N numbers only.
         inverse, low, width, spread = self._ends(x)
         since = x.double()[..., 0] * inverse - low
-        return (spread - self._profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
+        return (spread - self.profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
 
     def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         nodes, weights = _legendre(_NUM_NODES, x.dtype, x.device)
@@ -220,7 +216,7 @@ class Anova(Kernel):
         """Refuse a base without functions of mean zero but 0, such as ``Linear`` on [0, 1]."""
         super().check_inputs(x)
         nodes, least = self._nodes(x.detach())[0], 100 * torch.finfo(x.dtype).eps
-        if not self.in_closed_form and (self.diag(nodes) <= least * self.base.diag(nodes)).all():
+        if self.profile is None and (self.diag(nodes) <= least * self.base.diag(nodes)).all():
             raise ValueError(
                 f"{self!r} is identically 0: of the functions of {self.base!r}, none but 0 has mean zero over "
                 f"[{describe(self.low)}, {describe(self.high)}]. For a linear effect write Anova(Polynomial(1), low, "

@@ -140,10 +140,7 @@ class CovarianceFunction(Documented, ABC):
         return None if phi is None else (phi, self.diag(x))
 
     def check_inputs(self, x: Tensor) -> None:
-        """Raise an error for inputs that the kernel does not take. A guide calls it once, at its first call.
-
-        :raises ValueError: saying what is wrong with them.
-        """
+        """Refuse inputs that the kernel does not take, by a ValueError. A guide calls it once, at its first call."""
         for part in self.parts:
             part.check_inputs(self.own_columns(x))
 
@@ -158,11 +155,9 @@ class CovarianceFunction(Documented, ABC):
 
     @property
     def source(self) -> Optional[Any]:
-        """The kernel of g, where f(x) = Σ_p w_p g(x_p) is made of the values of another process; else ``None``.
+        """The kernel of g, where f(x) = Σ_p w_p g(x_p), whose inputs are then inducing ones by default; or ``None``.
 
-        Inducing inputs are then by default those of g, such as the patches of an image. A kernel that has a source
-        gives ``source_inputs(x)``, the inputs x_p of g, ``(..., N, P, d)``, and ``from_source(x, z)``, cov(f(xₙ),
-        g(zₘ)), ``(..., N, M)``, too.
+        A kernel that has one has ``source_inputs(x)``, x_p, and ``from_source(x, z)``, cov(f(xₙ), g(zₘ)), too.
         """
         return None
 

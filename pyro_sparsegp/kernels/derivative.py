@@ -113,7 +113,7 @@ class Derivative(Kernel):
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         inner, along, slopes = _split(x)
-        if self.kernel.features(inner) is None:
+        if self.kernel.features(inner[..., :1, :]) is None:
             return None
         value, change = _jvp(self.kernel.features, (inner,), (along,))
         return torch.where(slopes[..., None], change, value)

@@ -155,6 +155,7 @@ class White(Level):
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         if z is None:
             return torch.diag_embed(self.diag(x))
+        # rows that are equal to others have values of their own
         return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2]), x.shape[-2], z.shape[-2])
 
     def features(self, x: Tensor) -> Tensor:
@@ -259,7 +260,7 @@ class DeepBasis(FeatureKernel):
         with torch.no_grad():
             largest = self._squares(rows).argmax(-1, keepdim=True)  # stays on the device
         kernel = copy.copy(self)
-        # The largest row alone is evaluated with its gradient.
+        # The largest row alone is evaluated with its gradient, which is that of the maximum.
         kernel.level = row_squares(self.features(rows.index_select(0, largest)))[0]
         return kernel
 
@@ -311,6 +312,7 @@ class Categorical(Level, CodeKernel):
         self.num_levels = self.num_codes = num_levels
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        # a new level is equal to itself only: k(x) has what φφᵀ lacks
         return as_tensor(self.variance, x)[..., None, None] * self.equal(x, (x if z is None else z).mT)
 
     def features(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def structure(kernel: Any) -> Optional[tuple[Any, ...]]:
     """All that kernels must share to be stacked; ``None`` for one that can't be."""
     parts = tuple(map(structure, kernel.parts))
     known = type(kernel) in _STACKED and None not in parts
-    if not known or (isinstance(kernel, Anova) and not kernel.in_closed_form):
+    if not known or (isinstance(kernel, Anova) and kernel.profile is None):
         return None
     numbers = [(getattr(kernel, name), dims) for name, dims in kernel.event_dims]
     widths = [value.shape[-1] if isinstance(value, Tensor) and dims and value.dim() else 1 for value, dims in numbers]

@@ -77,7 +77,7 @@ class ProfileOfDistance(Function):
             return None, None, None
         if torch.is_grad_enabled():  # double backward wants the slope as a function of x and z
             slope = ctx.profile.value_and_slope(_clean(x, z))[1]
-        if z is None:
+        if z is None:  # each pair stands twice, and ds is 0 on the diagonal
             return _towards((grad + grad.mT) * slope, x, x), None, None
         grad = grad * slope
         by_x = _towards(grad, x, z) if ctx.needs_input_grad[0] else None
@@ -86,6 +86,7 @@ class ProfileOfDistance(Function):
     @staticmethod
     def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor], _: Any) -> tuple[Tensor, None]:
         x, z = ctx.saved_tensors
+        # dg(s) = dg/ds ds, in which both inputs may move
         s, (other, dz) = _clean(x, z), (x, dx) if z is None else (z, dz)
         change = torch.zeros_like(s)
         if dx is not None:
@@ -139,6 +140,7 @@ class RBF(Stationary):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        # dg/ds = −g/2
         value = s.mul_(-0.5).exp_()
         return value, -0.5 * value
 
@@ -182,6 +184,7 @@ class Matern32(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        # dg/da da/ds = −ae^(−a) · 3/(2a)
         a = root(s.mul_(3))
         e = (-a).exp_()
         return torch.addcmul(e, a, e), -1.5 * e
@@ -194,6 +197,7 @@ class Matern52(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        # dg/da da/ds = −(a/3)(1 + a)e^(−a) · 5/(2a)
         a = root(s.mul_(5))
         e = (-a).exp_()
         slope = torch.addcmul(e, a, e)  # (1 + a)e^(−a)
