@@ -236,7 +236,7 @@ def test_the_state_holds_the_data_and_says_when_it_cannot():
     assert "data" not in state["_extra_state"]
     fresh = AutoSparseGP(model, SGPR(6), independent=True)
     fresh.load_state_dict(state)
-    refused(r"without its training data.*'f'.*guide\(x, y\)", predict, model, fresh, new, num_samples=2)
+    refused(r"holds no training data.*'f'.*guide\(x, y\)", predict, model, fresh, new, num_samples=2)
     fresh(x, y)
     torch.testing.assert_close(fresh.posterior(new)["f"].mean, guide.posterior(new)["f"].mean)
 

@@ -243,7 +243,7 @@ def levels(x, group, y=None):
 
 
 def test_predictions_have_the_classes_of_known_groups():
-    """Given the rows of training, of MCMC's samples and of a guide, which says so where it does not have these."""
+    """Given the rows of training, of MCMC's samples and of a guide, which is refused where it does not have these."""
     x, y = data()
     rows, f, num = (x[:3], GROUP[:3]), torch.sin(5 * x[:, 0]), 400
     draws = predict(levels, {"f": f.expand(num, -1)}, *rows, data=(x, GROUP, y))
@@ -263,8 +263,7 @@ def test_predictions_have_the_classes_of_known_groups():
         found = predict(levels, one, *rows, num_samples=num)["z"].mean(0)
         assert ((found - sum(exact)[:, 1] / 100).abs() < 5 * (0.25 / num) ** 0.5).all()
     guide.forget_data()
-    with pytest.warns(UserWarning, match="drawn from its prior, not as the rows of its groups say"):
-        guide.draw(*rows)
+    refused("holds no training data, .* the posterior of site 'whole' needs these", guide.draw, *rows)
 
 
 def test_pointwise_densities_add_up_by_group():

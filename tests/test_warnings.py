@@ -17,7 +17,6 @@ WARNINGS = {
     "are not what they were around the values of": "for a kink beside a latent give independent=True.",
     "have one posterior with f under Exact()": "Take SVGP(64).",
     "has a variance correction relative to the training inputs": "before or after training.",
-    "is drawn from its prior, not as the rows": "not under torch.no_grad().",
     "is made of values of GP site": "plus the values of a GP site of mean 0.",
     "is drawn from the model, not as it was learned": "and leave the latent in its own.",
     "is independent noise at each row": "effects of single rows into a plate of latents.",

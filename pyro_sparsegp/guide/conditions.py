@@ -22,9 +22,8 @@ from ..program.explore import explore
 from ..program.handlers import held_runs, unrecorded
 from ..program.reader import Expectation, Marginal, Reader, total_after
 from ..program.traces import free_values, repeatable
-from ..warned import warn_once
 from .known import KnownGuide
-from .runs import Conditions, Priors, Rows
+from .runs import Conditions, Priors, Rows, require_rows
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
@@ -44,24 +43,9 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
     :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
     """
-    data = guide.core.data
-    if not guide.on_sites or (data is None and not guide.has_random_latents):
+    if not guide.on_sites or (guide.core.data is None and not guide.has_random_latents):
         return Conditions()
-    name = next(iter(guide.site_modules()))
-    if data is None:  # test_conditioned.py::test_the_state_holds_the_data_and_says_when_it_cannot
-        raise ValueError(
-            f"the guide was loaded from a state without its training data, which the posterior of GP site {name!r} "
-            "needs. Call the guide with them once, guide(x, y), not under torch.no_grad()."
-        )
-    if data.overwritten:  # test_data.py::test_data_that_are_written_to_after_training_are_told_of
-        warn_once(
-            guide.warned,
-            "overwritten",
-            "",
-            f"the training data were changed in place after training, as y.mul_(2.0) does, and the posterior of GP "
-            f"site {name!r} now uses the changed values. Train on copies, y.clone(), or change copies.",
-            stacklevel=4,
-        )
+    data = guide.data_for(next(iter(guide.site_modules())))
     # Sites that are kept must serve training, too: no tensors of inference mode.
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
         return condition(guide, Rows(same=known), data.args, data.kwargs, median)
@@ -127,12 +111,8 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
 def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
     guide, learns, found = run.guide, rows.learns, reader.found
-    if not rows.same and found.rows and not run.data:  # test_data.py::test_a_model_that_holds_its_data
-        raise ValueError(
-            f"the posterior of GP site {next(iter(modules))!r} belongs to the training data, and the model, run with "
-            "the arguments of training, now observes nothing: it holds its data itself, and they were changed. Give it "
-            "the data as arguments, model(x, y=None); or make a new model for other data, and keep this."
-        )
+    if not rows.same:
+        require_rows(run, next(iter(modules)))
     if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
         guide.core.looks += 1
         if found.quadratic and guide.core.looks in _LOOKS:

@@ -21,7 +21,7 @@ from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, Group
 from ..program.data import NoRelation, Relation, TrainingData
 from ..program.facts import COUPLED, ClosedForms, Structure
 from ..program.handlers import is_blocked
-from ..warned import Warned
+from ..warned import Warned, warn_once
 
 Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
 
@@ -196,6 +196,25 @@ class KnownGuide(AutoNormalMessenger):
         known = self.core.facts.downstream
         # It stands in no plate, and its density does not move with f.
         return bool(known) and not site["cond_indep_stack"] and name not in known
+
+    def data_for(self, name: str) -> TrainingData:
+        """The data of training, which the posterior of a site needs; raise if the guide was loaded without them."""
+        data = self.core.data
+        if data is None:  # test_conditioned.py::test_the_state_holds_the_data_and_says_when_it_cannot
+            raise ValueError(
+                "the guide holds no training data, as when it was loaded from a state without them, and the posterior "
+                f"of site {name!r} needs these. Call it with them once, guide(x, y), not under torch.no_grad()."
+            )
+        if data.overwritten:  # test_data.py::test_data_that_are_written_to_after_training_are_told_of
+            warn_once(
+                self.warned,
+                "overwritten",
+                "",
+                f"the training data were changed in place after training, as y.mul_(2.0) does, and the posterior of "
+                f"site {name!r} now uses the changed values. Train on copies, y.clone(), or change copies.",
+                stacklevel=5,
+            )
+        return data
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a call's data have to do with the training data; a state may have none."""

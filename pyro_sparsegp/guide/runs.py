@@ -23,7 +23,7 @@ from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import traces
-from ..program.checks import holds_part, require_full_batch
+from ..program.checks import require_full_batch
 from ..program.data import NoRelation, TrainingData
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held, unrecorded
@@ -219,24 +219,13 @@ class Posteriors(Run):
 @torch.no_grad()
 def with_classes(guide: KnownGuide, conditions: Conditions) -> Conditions:
     """Conditions with a draw of the classes of groups, given the rows of training and a draw of all else there."""
-    data, facts = guide.core.data, guide.core.facts
+    facts = guide.core.facts
     if not facts.classes:
         return conditions
-    run = Posteriors(guide, conditions)
-    if data is not None:
-        with unrecorded(same=False, learns=False), traces.whole_plates():
-            run.perform(data.args, data.kwargs)
-    if data is None or not run.data or holds_part(run.trace):
-        warn_once(
-            guide.warned,
-            "classes",
-            facts.classes[0],
-            f"discrete site {facts.classes[0]!r} is drawn from its prior, not as the rows of its groups say: the guide "
-            "does not hold the training data, or a part of them. Call it once with all, guide(x, y), not under "
-            "torch.no_grad().",
-            stacklevel=4,
-        )
-        return conditions
+    data, run = guide.data_for(facts.classes[0]), Posteriors(guide, conditions)
+    with unrecorded(same=False, learns=False), traces.whole_plates():
+        run.perform(data.args, data.kwargs)
+    require_rows(run, facts.classes[0])
     # Those of hyperparameters and classes go together. f there and here are apart, as q has no draw of both.
     kept = facts.latents.keys() - {*facts.field, *facts.local_latents}
     values = {name: run.values[name] for name in kept if name in run.values}
@@ -309,6 +298,16 @@ def require_data(run: Run) -> None:
         raise ValueError(
             f"this step observes nothing, where the first call observed {known}. Give it the data, svi.step(x, y); "
             "predictions are predict(model, guide, x), and a loss without a step is evaluate_loss."
+        )
+
+
+def require_rows(run: Run, name: str) -> None:
+    """Raise if a run with the arguments of training, for the posterior of a site, met no data."""
+    if run.guide.facts.rows and not run.data:  # test_data.py::test_a_model_that_holds_its_data
+        raise ValueError(
+            f"the posterior of site {name!r} belongs to the training data, and the model, run with the arguments of "
+            "training, now observes nothing: it holds its data itself, and they were changed. Give it the data as "
+            "arguments, model(x, y=None); or make a new model for other data, and keep this."
         )
 
 
