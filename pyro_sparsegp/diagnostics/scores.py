@@ -120,6 +120,7 @@ def predictive_scores(
             method, scored = _method(source.reader, source.sites[site])
             kept.append(densities.normals[site] if method == "gaussian" else (draws.posterior_predictive[site] * 1.0,))
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
+        # log p(y | data) = log (1/S) Σₛ ∫ p(y | f, θₛ) q(f | θₛ) df
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
         scores = {"log_score": log_score, **scored(node["value"].to(parts[0]), log_score, *parts)}
     of = node["fn"], node["value"], node["mask"]
@@ -168,7 +169,8 @@ def _of_two_classes(y: Tensor, log_score: Tensor, _: Tensor) -> dict[str, Tensor
     """CRPS is (P(1) − y)²; ``log_score`` is that of the class that was observed."""
     own = log_score.exp()
     one = torch.where(y > 0.5, own, 1 - own)
-    below = (1 - one) * (y > 0.5)  # P(Y < y)
+    # P(Y < y) + uP(Y = y) with u uniform, which is uniform itself if P is right (Czado, Gneiting and Held, 2009).
+    below = (1 - one) * (y > 0.5)
     return {"crps": (one - y).square(), "pit": (below + own * torch.rand_like(own)).clamp(0, 1)}
 
 

@@ -9,8 +9,6 @@ import arviz_stats
 import numpy as np
 import xarray
 
-_FEWEST = 25  # draws that a tail can be fitted to
-
 
 @dataclass(frozen=True)
 class PSIS:
@@ -55,8 +53,6 @@ class PSIS:
 def psis(tree: xarray.DataTree) -> PSIS:
     """Pareto-smoothed importance weights of a posterior's draws, and their k-hat.
 
-    >>> psis(to_datatree(model, guide, x, y, num_samples=5000))  # doctest: +SKIP
-
     Trust the weights if k-hat is at most min(0.7, 1 − 1/log₁₀ S). It compares q with the target that the guide was
     trained towards (:func:`to_datatree`): errors of the family and the optimiser show, and not that inducing points are
     too few.
@@ -88,8 +84,9 @@ def psis(tree: xarray.DataTree) -> PSIS:
             + "Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
         )
     ratio = stats["lp"] - stats["log_q"]  # of θ and w, both in float64
-    if ratio.size < _FEWEST:
-        raise ValueError(f"k-hat needs at least {_FEWEST} draws, got {ratio.size}: take more, num_samples=1000")
+    if ratio.size < 25:
+        # Fewer have no tail that a distribution could be fitted to.
+        raise ValueError(f"k-hat needs at least 25 draws, got {ratio.size}: take more, num_samples=1000")
     log_weights, khat = ratio.values.ravel(), -np.inf
     # Equal weights, but for rounding, have no tail to fit (test_khat_comes_with_its_standard_error).
     if np.ptp(log_weights) <= 1e-4:
