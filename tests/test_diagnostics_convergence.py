@@ -16,7 +16,7 @@ pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
 plots = pytest.importorskip("arviz_plots")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
-ARVIZ = pytest.mark.filterwarnings("ignore")  # ArviZ's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # of ArviZ's own
 
 
 @pytest.fixture
@@ -27,7 +27,6 @@ def pictures():
     matplotlib.pyplot.close("all")
 
 
-@ARVIZ
 def test_stock_plots_take_the_trees(pictures):
     x, y = data(num=30)
     guide = trained(regression, SVGP(6), x, y, steps=5)
@@ -71,7 +70,6 @@ def fitted(program, **options):
     return diagnostics.to_datatree(program, guide, x, y, **{"seed": 0} | options), guide, x, y
 
 
-@ARVIZ
 def test_prior_groups():
     x, y = waves(20)
     alone = diagnostics.prior_predictive(series, x, y, num_samples=100, seed=0, include_f=True)
@@ -86,7 +84,6 @@ def test_prior_groups():
     refused("num_samples", diagnostics.prior_predictive, series, x, num_samples=0)
 
 
-@ARVIZ
 def test_one_dimension_for_all_draws():
     """Stacked by xarray, stock ArviZ takes it."""
     tree, *_ = fitted(series, num_samples=25)
@@ -96,7 +93,6 @@ def test_one_dimension_for_all_draws():
     assert diagnostics.psis(flat).khat == diagnostics.psis(tree).khat
 
 
-@ARVIZ
 def test_counts_and_classes_are_whole_numbers(pictures):
     tree, _, x, y = fitted(counts, num_samples=30, predict=waves(4)[0])
     tree["prior_predictive"] = diagnostics.prior_predictive(counts, x, y, num_samples=5)["prior_predictive"]

@@ -51,14 +51,6 @@ def test_two_processes_are_one(of_two, job):
     require_as_one_process(of_two, 2, job)
 
 
-def test_a_joined_batch_of_one_process_is_its_own():
-    from pyro_sparsegp.numerics.processes import joined, sharing
-
-    value = torch.rand(3)
-    with sharing(None):
-        assert joined(value)[0] is value
-
-
 @pytest.mark.filterwarnings("ignore:latent site .e. has a value for each datum")
 def test_latents_of_rows_are_refused(monkeypatch):
     import pyro

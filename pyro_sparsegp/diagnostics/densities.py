@@ -196,8 +196,7 @@ class DensityReader:
             beside = {key: value.expand(len(f), *value.shape).flatten(0, 1) for key, value in stack.items()}
             return self._at(name, {**beside, gp: f.flatten(0, 1)}).reshape(f.shape)
 
-        # Nodes follow the tilted distribution: those of N(h, d) miss a likelihood that is far narrower
-        # (test_likelihoods_narrow_against_q). E[log p] has the bound's own, as q was trained by them.
+        # Its nodes follow a likelihood far narrower than N(h, d) (test_likelihoods_narrow_against_q).
         integrated = tilted(log_density, h, d, h, d.sqrt(), num_nodes=_NODES).log_z
         return integrated, (weights * log_density(h + d.sqrt() * columns)).sum(0)
 
