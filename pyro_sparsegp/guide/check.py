@@ -41,6 +41,7 @@ _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
 _NATS = 3.0  # between two modes, within which a lower one is told, and beyond which a fit tells of a higher one
 _APART = 3.0  # standard deviations between two modes
+_Moments = dict[str, tuple[Tensor, ...]]  # by name means and variances, the approximation's and q's
 
 
 def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
@@ -117,12 +118,9 @@ class _Compared:
         self.noise = noise[[found is not self.nested.none for found in tried]]
         self.seen = [self._moments(found, *self.nested.of_means(found)) for found in self.found if meets]
 
-    def _moments(
-        self, at: Optimum, x: Tensor, root: Tensor, posteriors: Mapping[str, Any] = {}
-    ) -> dict[str, tuple[Tensor, ...]]:
-        """Of all values at a θ means and variances, the approximation's and q's.
-
-        :param posteriors: of GP sites that are no part of the field.
+    def _moments(self, at: Optimum, x: Tensor, root: Tensor, apart: Mapping[str, Any] = {}) -> _Moments:
+        """Of all values at a θ means and variances, the approximation's and q's; ``apart`` are posteriors of GP sites
+        that are no part of the field.
         """
         layout, guide, covariance = self.nested.layout, self.guide, torch.cholesky_inverse(root)
         every = layout.extend(x + self.shift).requires_grad_()
@@ -131,7 +129,7 @@ class _Compared:
         # Members are affine in x, residuals at its end; a prior's mean may be another member.
         slopes = jacobian(torch.cat(list(values.values())), every).mT.detach()
         own = {name: sites[name]["value"].reshape(-1) for name in self.hyper.rows}
-        found: dict[str, tuple[Tensor, ...]] = {name: (value, 0 * value) * 2 for name, value in own.items()}
+        found: _Moments = {name: (value, 0 * value) * 2 for name, value in own.items()}
         places = index_of(layout.rows, guide.facts.field, x)
         if guide.facts.field:
             q = guide.field(anchor_of(guide, handler.bases, handler.priors, sites)).q
@@ -142,9 +140,9 @@ class _Compared:
             if name in guide.facts.field:
                 along = by_x[:, places]
                 found[name] = (*here, mean + along @ move, _quadratic(along, wide) + left)
-            elif name in posteriors:
+            elif name in apart:
                 some = self.search.chosen[:_ROWS]
-                found[name] = (*here, posteriors[name].mean[some], posteriors[name].variance[some])
+                found[name] = (*here, apart[name].mean[some], apart[name].variance[some])
             elif name in self.search.normal and not guide.is_point(name):
                 loc, scale = guide._get_params(name, self.search.priors[name])
                 found[name] = (*here, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
@@ -163,9 +161,8 @@ class _Compared:
         return self._beside_draws([{name: found[name] for name in apart}], (alone, alone), "the best", True)
 
     def of_draws(self, late: bool) -> list[str]:
-        """Of latents and GP sites whose means or widths are not those of weighted draws.
-
-        :param late: whether a hyperparameter's are told of by now.
+        """Of latents and GP sites whose means or widths are not those of weighted draws; ``late`` says whether that of
+        a hyperparameter is told of by now.
         """
         weights, num = self._weights(), len(self.found)
         worth = float(1 / weights[0].square().sum())
@@ -175,13 +172,10 @@ class _Compared:
                 f"{names}: {num} weighted draws have effective size {worth:.1f}, so q is far from the posterior. "
                 + ("Train longer." if late else "Compare with NUTS.")
             ]
-        return self._beside_draws(
-            self.seen, weights, f"that of {num} weighted draws (effective size {worth:.0f})", late
-        )
+        best = f"that of {num} weighted draws (effective size {worth:.0f})"
+        return self._beside_draws(self.seen, weights, best, late)
 
-    def _beside_draws(
-        self, seen: list[dict[str, tuple[Tensor, ...]]], weights: tuple[Tensor, ...], best: str, late: bool
-    ) -> list[str]:
+    def _beside_draws(self, seen: list[_Moments], weights: tuple[Tensor, ...], best: str, late: bool) -> list[str]:
         lines = []
         for name in seen[0]:
             mean, sd, own, its = moments_of([values[name] for values in seen], *weights)

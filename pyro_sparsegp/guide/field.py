@@ -215,9 +215,8 @@ def run_standardised(
     values: Values = NO_VALUES,
     like: poutine.Trace = NO_RUN,
 ) -> poutine.Trace:
-    """A run of the model with a field's members at values of x.
+    """A run of the model with a field's members at values of x, and values of other latents and plates' row numbers.
 
-    :param values: of other latents, and plates' row numbers.
     :param like: a run under the handlers around this one, whose scales and masks sites get.
     """
     held = poutine.condition(Enumeration()(guide.model), data=dict(values))
@@ -246,9 +245,7 @@ def anchor_of(
     guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
 ) -> AtRows:
     """Of each member A with u = Ax, whose meaning hyperparameters and inducing inputs do not change: its values at some
-    rows, and a latent's own, times what the program multiplies them by; of independent values a diagonal.
-
-    :param sites: hyperparameters' in a run.
+    rows, and a latent's own, times what the program, in a run of these sites, multiplies them by.
     """
     parts: list[Tensor] = []
     for i, name in enumerate(guide.facts.field):

@@ -63,12 +63,7 @@ class Optimum:
 
 
 class Nested:
-    """F of a program.
-
-    :param layout: of its field.
-    :param links: of its likelihoods.
-    :param run: the program under a handler, with some of its sites' values given.
-    """
+    """F of a program, which ``run`` runs under a handler, with some of its sites' values given."""
 
     def __init__(
         self, guide: KnownGuide, layout: Layout, links: Links, hyper: Hyperparameters, run: Callable[..., poutine.Trace]

@@ -51,12 +51,11 @@ def find_links(
     """By observed site and parameter, the link under which it is affine in x, the latents that are owned, and the
     members in which one is affine under no link, or whose prior is flat; ``None`` if a density is not known.
 
-    It is affine if densities are those of predictors that move from x = 0 with each member as their slopes at a draw of
-    x say: products have other slopes there, kinks other values, and comparisons no slope that tells
-    (test_what_bends_at_a_kink_is_no_predictor).
-
     :param run: the program with a field at x, ``(extended,)``, and some of its sites' values given.
     """
+    # It is affine if densities are those of predictors that move from x = 0 with each member as their slopes at a draw
+    # of x say: products have other slopes there, kinks other values, and comparisons no slope that tells:
+    # test_what_bends_at_a_kink_is_no_predictor.
     x = torch.randn(layout.extended, generator=torch.Generator().manual_seed(0)).to(like).requires_grad_()
     members, zero = [name for name in layout.field for _ in _MOVED], torch.zeros_like(x)
     moves = x.new_zeros(len(members), layout.extended)
@@ -139,9 +138,7 @@ def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
 class Predictors:
     """The linear predictors η = η(0) + Jx + J'√ρt of a run's likelihoods, and densities at values of theirs.
 
-    :param sites: of a run that is standardised by ``x``, ``(extended,)``.
-    :param links: by site and parameter.
-    :param again: makes that run anew.
+    :param sites: of a run that is standardised by ``x``, ``(extended,)``, and that ``again`` makes anew.
 
     ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J, ``(N, num)``, and ``residuals`` J'.
     """
@@ -239,10 +236,7 @@ class Predictors:
         return rows[:, self.layout.common(rows)], [(own, rows.gather(1, own[:, None])) for own in self._owned[place]]
 
     def covariances(self, root: Tensor) -> dict[Pair, Tensor]:
-        """Of each datum's predictors where x ~ N(·, P⁻¹), by pairs of places, the first one's before.
-
-        :param root: the Cholesky factor of P.
-        """
+        """Of each datum's predictors, by :attr:`pairs`, where x ~ N(·, P⁻¹), P of the Cholesky factor ``root``."""
         # J P⁻¹ J'ᵀ and what residuals add are products of one row each
         parts = {
             place: torch.cat([torch.linalg.solve_triangular(root, rows.mT, upper=False), self.residuals[place].mT])
@@ -256,10 +250,8 @@ class Predictors:
         return [pair for pair in combinations_with_replacement(self.eta, 2) if pair[0][0] == pair[1][0]]
 
     def expected(self, eta: Mapping[Place, Tensor], covariance: Mapping[Pair, Tensor], num_nodes: int) -> Tensor:
-        """E[ℓ] over normal predictors, in closed form or at Gauss-Hermite nodes.
-
-        :param eta: their means, ``(N,)``.
-        :param covariance: by :attr:`pairs`.
+        """E[ℓ] over normal predictors of the means η, ``(N,)``, with covariances by :attr:`pairs`, in closed form or at
+        Gauss-Hermite nodes.
         """
 
         def of_site(name: str) -> Tensor:

@@ -41,7 +41,7 @@ from .nested import Nested, Optimum
 from .predictors import find_links
 from .runs import Run
 
-_MOST_ROWS = 2000  # of a start; more are taken at equal distances
+_MOST_ROWS = 2000  # of a start; of more so many are drawn
 _MOST_VALUES = 500  # of rows that are a basis themselves
 _MOST_BESIDE = 50  # normal latents beside more of these
 _BESIDE = 0.3  # in unconstrained space
@@ -120,9 +120,8 @@ class Search:
         self, guide: KnownGuide, first: Run, whole: _Call, fixed: Collection[str], tell: Callable[[], Any]
     ) -> None:
         self.guide, self.whole, self.gps, self.fixed, self.tell = guide, whole, guide.facts.gps, fixed, tell
-        sites = dict(all_sites(first.trace))
+        self.sites = sites = dict(all_sites(first.trace))
         self.inputs = {name: process.x for name, process in first.processes.items()}
-        self.members = [name for name in sites if name in {*guide.facts.latents, *self.gps}]  # in their order
         rows = next(iter(first.processes.values())).event_shape[0]
         # A plate that draws so many rows has all of them, by their numbers.
         drawn = {n: site["fn"] for n, site in sites.items() if is_free(site) and site_is_subsample(site)}
@@ -198,7 +197,7 @@ class Search:
         guide, facts, rows = self.guide, self.guide.facts, self.rows
         sizes = {name: list(module.basis.sizes) or [rows] for name, module in guide.modules_by_site().items()}
         sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
-        field = {name: sizes[name] for name in self.members if name in sizes}
+        field = {name: sizes[name] for name in self.sites if name in sizes}
         layout = Layout(field, residuals_of(facts, dict.fromkeys(self.gps, self.num)))
         if layout.num > LARGEST or layout.extended * rows > _MOST_SLOPES:
             raise ValueError(f"{layout.extended} numbers that are normal a priori, at {rows} rows, are too many")
