@@ -77,8 +77,7 @@ class DecoupledFeatures(CrossFeatures):
         """κ, ``(...,)``, from all of K_OO, in blocks; computed once."""
         if self._square is None:
             index = torch.arange(self.means.size, device=self.weights.device)
-            whole = not isinstance(self.means, Values)  # formed at once
-            cost = 1 if whole else self.means.size
+            cost = self.means.size if isinstance(self.means, Values) else 1  # those of a user's own are formed at once
             against = in_pieces(lambda rows: self._against(index[rows]), len(index), cost, self.weights, -1)
             # κ = aᵀC_OO a = aᵀK_OO a − ‖L⁻¹k(Z, O)a‖²
             total = (self.weights * against).sum(-1)

@@ -36,6 +36,7 @@ class InducingFeatures(CrossFeatures):
     def __init__(self, kernel: Any, variables: Sequence[Variables], whitened: Whitening) -> None:
         super().__init__(kernel, tuple(map(attrgetter("size"), variables)))
         self.variables, self.factor, self.whitened = list(variables), whitened.factor, whitened
+        self.are_values = {*map(type, variables)} == {Values}  # whether u is f(Z)
         self._wide = self._joined = _join(self.variables)
         if self.factor.dtype != getattr(self._joined[0], "z", self.factor).dtype:  # found in float64
             self._wide, self.factor = _join(widened(kernel, self.variables)), self.factor.to(self.z)
@@ -58,11 +59,6 @@ class InducingFeatures(CrossFeatures):
     @functools.cached_property
     def anchor(self) -> Any:  # type: ignore[override]
         return self.factor
-
-    @property
-    def are_values(self) -> bool:
-        """Whether u is f(Z)."""
-        return all(type(part) is Values for part in self.variables)
 
     @property
     def ones(self) -> Optional[Tensor]:

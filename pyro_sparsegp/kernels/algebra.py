@@ -247,9 +247,8 @@ class Select(_Modified):
     def __init__(self, kernel: Kernel, dims: Union[int, slice, Sequence[int]]) -> None:
         super().__init__(kernel, "Select's kernel")
         if isinstance(dims, slice) and dims.stop is not None and min(dims.stop, dims.start or 0) >= 0:
-            dims = range(dims.stop)[
-                dims
-            ]  # inputs of fewer columns are refused; a slice would read those that are there
+            # inputs of fewer columns are refused: a slice would read those that are there
+            dims = range(dims.stop)[dims]
         if not isinstance(dims, slice):
             dims = tuple(map(int, [dims] if isinstance(dims, (int, numbers.Integral)) else dims))
         self.dims: Any = dims
