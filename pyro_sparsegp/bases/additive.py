@@ -19,7 +19,7 @@ from ..gaussians.base import Gaussian
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
 from ..numerics.functions import broadcast_shapes, in_pieces
-from ..numerics.linalg import Unbound, Whitening, cholesky, on_diagonal, over_upper, solve_lower
+from ..numerics.linalg import Whitening, cholesky, on_diagonal, over_upper, solve_lower
 from .base import Basis, Component, CrossFeatures, Features
 from .features import ExplicitFeatures
 from .inducing import InducingFeatures, InducingPoints, features_of
@@ -136,13 +136,9 @@ class AdditiveFeatures(Features):
     def __init__(self, kernel: Any, bases: Sequence[Any], groups: Sequence[tuple[Sequence[int], Any]]) -> None:
         super().__init__(kernel, tuple(size for basis in bases for size in basis.sizes))
         self.bases, self.groups = bases, groups
-        # What is asked of summands that are all in one stack stays one tensor.
-        self._stack = groups[0][1] if len(groups) == 1 and len(groups[0][0]) > 1 else None
 
     def _in_order(self, ask: Callable[[Any], Sequence[Any]]) -> list[Any]:
         # What features give, a list of one entry a block each, summand by summand.
-        if self._stack is not None:
-            return Unbound(*ask(self._stack))
         found: dict[int, Sequence[Any]] = {}
         for members, features in self.groups:
             given = ask(features)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ..modules import AbstractModule
 from ..numerics.arguments import Documented
-from ..numerics.linalg import Unbound, factorised, rounding, row_squares, sum_blocks, total
+from ..numerics.linalg import factorised, rounding, row_squares, sum_blocks, total
 
 
 class Gaussian(ABC):
@@ -167,8 +167,6 @@ class Stack:
 
     def rows(self, blocks: Sequence[Tensor]) -> Tensor:
         """Matrices, ``(..., M_b, K)`` a block, as ``(..., C, M, K)``."""
-        if isinstance(blocks, Unbound):
-            return blocks.whole
         parts = [pad(block, (0, 0, 0, more)) if (more := self.size - block.shape[-2]) else block for block in blocks]
         return torch.stack(torch.broadcast_tensors(*parts), -3)
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import (
-    Unbound,
     cholesky,
     flags_kept,
     over_upper,
@@ -293,8 +292,6 @@ class NaturalLowRank(NaturalGaussian):
         like = next((part for part in anchor or () if part is not None), None)
         if like is None:
             return Seat(self.seat.new_zeros(0, 0))
-        if isinstance(anchor, Unbound):
-            return Seat(softened(anchor.whole, self.softness, (self._stack.size,)))
         parts = zip(anchor, self.sizes)
         soft = [torch.eye(n).to(like) if p is None else softened(p, self.softness, (n,)) for p, n in parts]
         return Seat(self._stack.squares(soft))

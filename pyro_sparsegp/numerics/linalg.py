@@ -186,20 +186,10 @@ def on_diagonal(blocks: Sequence[Tensor], whole: Tensor) -> Tensor:
     return whole
 
 
-class Unbound(list[Tensor]):
-    """The matrices of one tensor, ``(..., C, N, M)``, which stays at hand."""
-
-    def __init__(self, whole: Tensor) -> None:
-        super().__init__(whole.unbind(-3))
-        self.whole = whole
-
-
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Matrices ``(..., N, M_b)``, or vectors, as one, ``(..., N, ΣM_b)``; leading dimensions broadcast."""
     if len(parts) == 1:
         return parts[0]
-    if isinstance(parts, Unbound):
-        return parts.whole.transpose(-3, -2).flatten(-2)
     if any(part.shape[:-1] != parts[0].shape[:-1] for part in parts):
         shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
         parts = [part.expand(*shape, part.shape[-1]) for part in parts]
