@@ -25,17 +25,19 @@ _MOST = 4000  # rows that Exact takes: a step takes some five times N³ operatio
 class OnInducingPoints(BasisFamily):
     """A family on inducing points of the whole kernel, in one or several sets.
 
+    :param inducing: their number M, or the inputs ``(M, D)``, or :class:`~pyro_sparsegp.bases.InducingVariables`.
     :param init: how M inducing inputs are chosen. "greedy", the default up to 1024 rows, takes the rows of largest
         conditional variance. "pivots", the default above, draws rows by that variance. Others are "kmeans", "grid"
         (regular, at most M, for kernels of one or two columns) and a callable ``(kernel, x, num) -> (num, D)``.
     :param trainable: whether the inducing inputs are learned. By default they are, except under :class:`SparseEP`.
     """
 
+    inducing: Inducing = 64
     init: Union[str, Initialiser, None] = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
 
     def sets(self, num_terms: int = 1) -> list[Any]:
-        return [self.inducing]  # type: ignore[attr-defined]
+        return [self.inducing]
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         require_own_diagonal(process.kernel, name)
@@ -55,12 +57,8 @@ class SVGP(InducingFamily):
     q(f) has mean μ + Φm and covariance k − ΦΦᵀ + ΦSΦᵀ. Here LLᵀ = K_ZZ and Φ = K_XZ L⁻ᵀ; m and S = RRᵀ are free, with
     R lower triangular. It takes any likelihood and mini-batches; a step on B rows costs O(BM² + M³).
 
-    :param inducing: their number M, or the inputs ``(M, D)``, or
-        :class:`~pyro_sparsegp.bases.InducingVariables`.
     :raises ValueError: at the guide's first call, if that has fewer than M distinct inputs.
     """
-
-    inducing: Inducing = 64
 
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
@@ -72,11 +70,7 @@ class SGPR(OnInducingPoints, OptimalFamily):
 
     For a Gaussian likelihood the bound is Titsias' collapsed one, log N(y; μ, Q + σ²I) − tr(K − Q)/(2σ²) (eq. 9),
     with Q = ΦΦᵀ = K_XZ K_ZZ⁻¹ K_ZX and noise variance σ². A step takes O(NM² + M³), on all N rows.
-
-    :param inducing: their number M, or the inputs ``(M, D)``.
     """
-
-    inducing: Inducing = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,11 +104,8 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
 
     Its objective is no bound: inducing inputs that are trained by it overfit it, as they do FITC's (Bauer, van der Wilk
     and Rasmussen, 2016). So they stay where they start, unless ``trainable=True`` is given, as the paper has them.
-
-    :param inducing: their number M, or the inputs ``(M, D)``.
     """
 
-    inducing: Inducing = 64
     trainable: bool = field(default=False, kw_only=True)
 
 
@@ -126,7 +117,6 @@ class OnNestedPoints(OnInducingPoints):
     :param orthogonal: the second set, or a list of further sets.
     """
 
-    inducing: Inducing = 64
     orthogonal: Union[Inducing, Sequence[Inducing]] = 64
 
     def sets(self, num_terms: int = 1) -> list[Any]:
