@@ -15,6 +15,7 @@ from ..numerics.arguments import Documented
 from ..numerics.functions import Unmapped
 from ..numerics.linalg import cholesky, gram, plus_one, root_of_inverse, row_squares, solve_lower, times
 from .base import Stack, each_times
+from .steps import is_recorded
 
 
 class Factor(Documented):
@@ -123,10 +124,19 @@ class DenseFactor(Factor):
     def __init__(self, loc: Tensor, root: Tensor, upper: bool = False) -> None:
         super().__init__(loc)
         self.root, self.upper = root, upper
+        # Known from the start: rows whose features are made again on the way back take the same way,
+        # test_deep_basis.py::test_blocks_change_nothing.
+        self.is_recorded = is_recorded()
 
     @staticmethod
     def scale_of(phi: Tensor) -> Tensor:
         return root_of_inverse(plus_one(phi.mT @ phi))
+
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        # In a step by S = RRᵀ, once differentiable: SGPR's takes 10 ms for 15, of 5,000 rows and 50 coefficients.
+        if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
+            return _Moments.apply(phi, self.loc, self.root @ self.root.mT)[:2]
+        return super().moments(phi)
 
 
 class CovarianceFactor(DenseFactor):

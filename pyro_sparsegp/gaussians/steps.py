@@ -195,6 +195,11 @@ def recorded() -> Optional[Record]:
     return _RECORD.get() if torch.is_grad_enabled() else None
 
 
+def is_recorded() -> bool:
+    """Whether this is part of such an evaluation, differentiated or not."""
+    return _RECORD.get() is not None
+
+
 _BY_MARGINALS = 0.1  # the largest rate where marginals are drawn from: at 1 a first draw throws an inner layer away
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
 _CLOSER = 6  # times as close where negative curvatures are cut, half a deviation
