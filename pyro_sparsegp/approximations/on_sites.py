@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -55,26 +56,24 @@ class SiteGP(AbstractModule):
         name: str,
         kind: Kind = SparsePosterior,
         sites: Optional[Sites] = None,
-        exact: bool = False,
         new: bool = False,
     ) -> SparsePosterior:
         """The posterior of ``process`` given sites, by default those kept; ``new`` is at other inputs than theirs."""
-        # Sites are exact where they are the likelihood itself: an optimal q(w) is then where the bound is stationary.
         if sites is None and self.sites.empty:
             return self.unread(process, name, kind)
         sites = self.sites() if sites is None else sites
         if new:
             return self.at_new_inputs(process, name, kind, sites)
-        return self.given(process, name, kind, sites, exact)
+        return self.given(process, name, kind, sites)
 
     def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
         """The prior, before any sites are read."""
-        return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)
+        return self.given(process, name, kind, Sites.none(process.x, process.batch_shape))
 
     def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Sites], SparsePosterior]:
         """The posterior as a function of sites at the process's inputs, while they are read: no gradient passes."""
         known = self.prepared(process, name, process.x)
-        return lambda sites: self.given(process, name, SparsePosterior, sites, False, known)
+        return lambda sites: self.given(process, name, SparsePosterior, sites, known)
 
     def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> Any:
         """What :meth:`given` makes of sites' inputs x alone."""
@@ -82,7 +81,8 @@ class SiteGP(AbstractModule):
 
     def at_new_inputs(self, process: GaussianProcess, name: str, kind: Kind, sites: Sites) -> SparsePosterior:
         """The posterior at new inputs, where a kernel's diagonal that depends on the rows is that beside the sites'."""
-        return self.given(process.relative_to(sites.inputs), name, kind, sites, False)
+        # where the bound is not stationary, and q(w) has its gradient
+        return self.given(process.relative_to(sites.inputs), name, kind, replace(sites, exact=False))
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
@@ -91,7 +91,7 @@ class SiteGP(AbstractModule):
 
     @abstractmethod
     def given(
-        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool, known: Any = None
+        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, known: Any = None
     ) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``; ``known`` is :meth:`prepared` at their inputs, if it is."""
 
@@ -106,9 +106,9 @@ def same_rows(inputs: Tensor, x: Tensor) -> bool:
     return torch.equal(inputs, x)
 
 
-def gradients_unless(exact: bool) -> Any:
-    """Where sites are exact the bound's gradient by q(w) is 0: none has to be found."""
-    return torch.set_grad_enabled(torch.is_grad_enabled() and not exact)
+def gradients_by(sites: Sites) -> Any:
+    """Where sites are exact an optimal q(w) is where the bound is stationary: no gradient by it has to be found."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and not sites.exact)
 
 
 class OptimalGP(SiteGP):
@@ -121,10 +121,10 @@ class OptimalGP(SiteGP):
         self.basis = basis
 
     def given(
-        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool, known: Any = None
+        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, known: Any = None
     ) -> SparsePosterior:
         features, phi = self.prepared(process, name, sites.inputs) if known is None else known
-        features, phi, q = self.conditioned(features, phi, sites, exact, name)
+        features, phi, q = self.conditioned(features, phi, sites, name)
         return kind(process, features, q, name, sites, phi if same_rows(sites.inputs, process.x) else None)
 
     def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
@@ -132,11 +132,11 @@ class OptimalGP(SiteGP):
         features = self.basis(process.kernel, process.jitter, name)
         return features, features(x)
 
-    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
+    def conditioned(self, features: Any, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
         """The features that the posterior has, Φ of them at the sites' inputs, and q(w) given the sites."""
         # S⁻¹ = I + ΦᵀΛΦ, S⁻¹m = Φᵀλ(z − μ)
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
-        with gradients_unless(exact):
+        with gradients_by(sites):
             return features, phi, optimal(phi, sites.precision, sites.linear, groups, name)
 
     def spec(self) -> dict[str, Any]:
@@ -168,11 +168,11 @@ class SemiCollapsedGP(OptimalGP):
         super().__init__(basis, *args)
         self.others = others
 
-    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
+    def conditioned(self, features: Any, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
         # q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂
         # (Shi, Titsias and Mnih, 2020, eq. 9 and appendix C)
         others = self.others()
-        with gradients_unless(exact):
+        with gradients_by(sites):
             linear = sites.linear - sites.precision * sum_blocks(phi[1:], others.loc)
             first = optimal(phi[:1], sites.precision, linear, None, name)
         groups = [(0,), *(tuple(block + 1 for block in group) for group in others.groups)]
@@ -182,9 +182,9 @@ class SemiCollapsedGP(OptimalGP):
 class ConditionalGP(OptimalGP):
     """Inducing points whose posterior depends on what is left of f, q(w | r) = p(w | r, z)."""
 
-    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
+    def conditioned(self, features: Any, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
         (known,) = phi
-        with gradients_unless(exact):
+        with gradients_by(sites):
             (head,) = optimal(phi, sites.precision, sites.linear, None, name).factors
             # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X) (Shi, Titsias and Mnih, 2020, appendix A)
             weights = sites.precision[..., None] * (known @ head.covariance_matrix)
@@ -205,8 +205,8 @@ class ExactWeightSpaceGP(OptimalGP):
             features.explicit(x)  # kept there with its graph, for the marginals; of many rows it is never whole
         return features, None
 
-    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
-        with gradients_unless(exact):
+    def conditioned(self, features: Any, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
+        with gradients_by(sites):
             gram, pull = features.gram(sites)
             return features, None, from_natural(gram, pull, features.sizes, None, name)
 
@@ -227,7 +227,7 @@ class ProjectedGP(SiteGP):
         self.policy, self.takes_batches = policy, batches
 
     def given(
-        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, exact: bool, known: Any = None
+        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, known: Any = None
     ) -> SparsePosterior:
         actions = self.policy(process.kernel, sites, name) if known is None else known
         features, products = project(process.kernel, actions, name)
@@ -242,7 +242,7 @@ class ProjectedGP(SiteGP):
 
     def unread(self, process: GaussianProcess, name: str, kind: Kind) -> SparsePosterior:
         sites = Sites.none(process.x[:1], process.batch_shape)
-        return self.given(process, name, kind, sites, False, DenseActions(sites, sites.linear[..., None]))
+        return self.given(process, name, kind, sites, DenseActions(sites, sites.linear[..., None]))
 
     def spec(self) -> dict[str, Any]:
         return {"basis": {"kind": "projection"}, **super().spec()}

@@ -22,11 +22,13 @@ class Sites:
     :param inputs: X, ``(N, D)``.
     :param precision: λ ≥ 0, ``(..., N)``.
     :param linear: λ(z − μ), relative to the prior mean, ``(..., N)``.
+    :param exact: whether they are the likelihood itself, wherever it is expanded.
     """
 
     inputs: Tensor
     precision: Tensor
     linear: Tensor
+    exact: bool = False
 
     @classmethod
     def none(cls, inputs: Tensor, batch_shape: Sequence[int]) -> Sites:

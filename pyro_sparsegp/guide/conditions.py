@@ -206,7 +206,7 @@ class SiteReading:
         """The sites of ℓ expanded at function values so far from the prior's mean, of at least this precision."""
         # λ = −E[ℓ''] and λ(z − μ) = E[ℓ'] + λ(m − μ): Khan and Lin, 2017, eq. 10
         precision = (-found.second).clamp(min=least)
-        return Sites(self.process.x, precision, found.first + precision * away)
+        return Sites(self.process.x, precision, found.first + precision * away, self.alone)
 
     def end(self, keeps: bool) -> None:
         """Let go of what is larger than the sites, which are read; the module may keep them."""

@@ -203,8 +203,7 @@ class Posteriors(Run):
             posterior: Any = kind(process, basis, self._ahead.whole.share(name, *latents), name)
         elif isinstance(module, SiteGP):
             reading = self.conditions.readings.get(name)
-            sites, alone = (None, False) if reading is None else (reading.sites, reading.alone)
-            posterior = module(process, name, kind, sites, alone, not self.rows.same)
+            posterior = module(process, name, kind, getattr(reading, "sites", None), not self.rows.same)
             if self.rows.same and self.rows.learns and reading is not None and not reading.direct:
                 # where the next step goes on
                 module.sites.progress["marginals"] = None, (posterior.mean.detach(), posterior.variance.detach())
