@@ -95,15 +95,6 @@ def _legendre(num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
         return torch.as_tensor(nodes).to(device, dtype), torch.as_tensor(weights / 2).to(device, dtype)
 
 
-class _Ends(NamedTuple):
-    """In double precision, ``(..., 1)``: a of a distance of 1, of the interval's start and of its width, and 1 − v."""
-
-    inverse: Tensor
-    low: Tensor
-    width: Tensor
-    spread: Tensor
-
-
 class Anova(Kernel):
     """k₀(x, x') = k(x, x') − m(x)m(x')/v: functions with mean zero over [a, b] (Adam et al., 2018, eq. 8).
 
@@ -164,12 +155,12 @@ class Anova(Kernel):
             left, inverse = self._means(x)
             right = left if z is None else self._means(z)[0]
             return self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
-        ends, left = self._ends(x), self._deficits(x)
+        (inverse, *_, spread), left = self._ends(x), self._deficits(x)
         right = left if z is None else self._deficits(other)
         # Distances are differences from a point near all: those of sums far from the origin would lose digits.
         centre = other.detach().mean(-2)
-        rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
-        at, others = ((part[..., 0] - centre) * ends.inverse.to(x) for part in (x, other))
+        rest, v = spread.to(x), (1 - spread).to(x)
+        at, others = ((part[..., 0] - centre) * inverse.to(x) for part in (x, other))
         less = ProfileOfDistance.apply(at[..., None], None if z is None else others[..., None], self.profile)[0]
         # (rest − c(xᵢ)) − (1 + c(xᵢ)/v)c(zⱼ): of rank 2
         ends_share = torch.stack([rest - left, -1 - left / v], -1) @ torch.stack([torch.ones_like(right), right], -2)
@@ -178,19 +169,21 @@ class Anova(Kernel):
     def diag(self, x: Tensor) -> Tensor:
         require_one(x, *_ONE)
         if self.profile is not None:
-            spread, left = self._ends(x).spread, self._deficits(x)
+            (*_, spread), left = self._ends(x), self._deficits(x)
+            # 1 − v − 2c(x) − c(x)²/v
             value = spread.to(x) - left * (2 + left / (1 - spread).to(x))
         else:
             mean, inverse = self._means(x)
             value = self.base.diag(x) - mean.square() * inverse[..., None]
         return value.clamp(min=0)  # near 0 where x says most about the mean
 
-    def _ends(self, x: Tensor) -> _Ends:
+    def _ends(self, x: Tensor) -> tuple[Tensor, ...]:
+        # In double precision, (..., 1): a of a distance of 1, of the interval's start and of its width, and 1 − v.
         length = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
         inverse = self.profile.root / length.double()
         inverse = inverse[..., 0] if inverse.dim() else inverse[None]
         low, high = (as_tensor(bound, inverse)[..., None] * inverse for bound in (self.low, self.high))
-        return _Ends(inverse, low, high - low, self.profile.spread(high - low))
+        return inverse, low, high - low, self.profile.spread(high - low)
 
     def _deficits(self, x: Tensor) -> Tensor:
         # c(x) = m(x) − v, (..., N).
