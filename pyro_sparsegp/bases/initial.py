@@ -130,9 +130,7 @@ def choose_inputs(
     name: str,
     columns: Optional[Sequence[int]] = None,
 ) -> Sequence[Tensor]:
-    """Sets of so many inducing inputs each, chosen together among x, ``(..., N, D)``: of rows that are distinct in the
-    ``columns`` that the kernel reads.
-    """
+    """Sets of so many inducing inputs each, chosen together among x, ``(..., N, D)``, by the ``columns`` read."""
     rows = x.detach().flatten(0, -2)
     init = init or ("pivots" if rows.shape[0] > _MANY else "greedy")
     choose: Any = _NAMED.get(init, init)  # type: ignore[arg-type]

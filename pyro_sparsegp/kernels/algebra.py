@@ -39,9 +39,7 @@ class Kernel(CovarianceFunction):
     __rmul__ = __mul__
 
     def __getitem__(self, dims: Union[int, slice, Sequence[int]]) -> Kernel:
-        if len(self.terms) > 1:
-            return Sum(*(Select(term, dims) for term in self.terms))
-        return Select(self, dims)
+        return Sum(*(Select(term, dims) for term in self.terms)) if len(self.terms) > 1 else Select(self, dims)
 
     def __iter__(self) -> Any:  # k[dims] would otherwise make every kernel an endless sequence
         raise TypeError(f"{type(self).__name__} is not iterable; a sum's summands are kernel.terms")

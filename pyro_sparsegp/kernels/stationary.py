@@ -161,16 +161,13 @@ class _Matern(Stationary):
 
 
 class Matern12(_Matern):
-    """Exponential (Ornstein-Uhlenbeck): k = exp(−√s), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are continuous.
-
-    The gradient at coincident points is taken as 0.
-    """
+    """Exponential (Ornstein-Uhlenbeck): k = exp(−√s), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are continuous."""
 
     twice_nu = 1
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        # dg/ds = −e^(−√s)/(2√s), which is not finite at 0
+        # dg/ds = −e^(−√s)/(2√s), which is not finite at 0: there the gradient is taken as 0
         apart = s > 0
         r = root(s)
         value = (-r).exp_()
@@ -210,9 +207,7 @@ def root(s: Tensor) -> Tensor:
 
 
 class RationalQuadratic(RBF):
-    """Rational quadratic: k = (1 + s/(2α))^(−α), a mixture of :class:`RBF` over length scales.
-
-    s = Σ_d (x_d − x'_d)²/ℓ_d².
+    """Rational quadratic: k = (1 + s/(2α))^(−α), s = Σ_d (x_d − x'_d)²/ℓ_d²: RBFs of many length scales, mixed.
 
     :param alpha: α > 0, ``(...,)``.
     """

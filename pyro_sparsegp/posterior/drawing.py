@@ -60,7 +60,7 @@ class ExpectedSite(Site):
     """A site's posterior in training where the likelihood couples function values: joint draws, log_prob = KL."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """KL[q ‖ p]: the expectation of the relative log density, whatever the value."""
+        # the expectation of the relative log density, whatever the value
         self._require_pair()
         return self.kl.expand(value.shape[:-1]).as_subclass(Expected)
 
@@ -69,7 +69,6 @@ class MarginalSite(ExpectedSite):
     """A site's posterior in training: draws of its marginals, row by row independent, log_prob = KL."""
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        """Draws of the marginals, ``(*sample_shape, ..., N)``."""
         self.coefficients.note_draws()
         shape = self._extended_shape(sample_shape)
         return self.mean + self.stddev * torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device)
@@ -79,7 +78,6 @@ class FunctionSite(ExpectedSite):
     """A part of a field in training: draws given coefficients, which all of it shares, and independent residuals."""
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        """Values given a draw of the coefficients, ``(*sample_shape, ..., N)``, each with its own residual."""
         w = self.coefficients.rsample(torch.Size(sample_shape) + self._batch_shape)
         values = self.given(w)
         left = values.variance.clamp(min=variance_floor(self.variance))
@@ -92,7 +90,7 @@ class GroupedSite(ExpectedSite):
     group = 1  # so many consecutive inputs, such as the patches of an image
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        """Draws of each group's values, ``(*sample_shape, ..., N)``, in O(NG²) for groups of G."""
+        # in O(NG²) for groups of G, which are a first dimension here
         shape = torch.Size(sample_shape) + self._batch_shape
         x = by_groups(self.process.x, self.group, len(shape))
         num, size = x.shape[0], x.shape[-2]
@@ -124,7 +122,6 @@ class NodeSite(ExpectedSite):
     node: Optional[Tensor] = None  # the mean
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        """The values at the node, ``(..., N)``."""
         return self.mean if self.node is None else self.mean + self.stddev * self.node
 
     def at_node(self, node: Optional[Tensor]) -> NodeSite:
