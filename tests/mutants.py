@@ -303,6 +303,12 @@ noise-is-shared: test_botorch.py::test_noise_and_its_absence
 batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient
 - learns = steps and (same or (guide.takes_batches and not relation.fewer))
 + learns = steps and (same)
+labels-are-masks: test_data.py::test_what_is_no_tensor
+- both, hidden = (self._known.leaves, self.call.leaves), torch.bool if self._trains else ()
++ both, hidden = (self._known.leaves, self.call.leaves), torch.bool
+arrays-are-not-kept: test_data.py::test_what_is_no_tensor
+- return leaf.astype(leaf.dtype.newbyteorder("="))
++ return leaf
 batches-read-where-q-was: test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows
 - self.pace, self._last = progress["pace"], progress["marginals"] if same else None
 + self.pace, self._last = progress["pace"], progress["marginals"]

@@ -252,7 +252,7 @@ def test_what_is_no_tensor(given):
         training.x[:] = 0.0
     torch.testing.assert_close(guide.posterior(new)["f"].mean, before)
     if given is not labels:  # which may be masks, that change from step to step
-        refused("other rows at site 'y', by argument 'record'", train, of_record, guide, others, steps=1)
+        refused(r"other rows at site 'y', by arguments \['record'\]", train, of_record, guide, others, steps=1)
 
 
 def test_a_model_that_holds_its_data():

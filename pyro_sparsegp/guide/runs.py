@@ -321,13 +321,14 @@ def _refuse_other_data(run: Run, observed: str) -> None:
     local = [n for n in guide.core.facts.local_latents if n in run.sites and _is_prior(run.sites[n])]
     about += [f"latent site {name!r} has a value for each row, which" for name in local]
     if about:
+        moved = sorted({path[0] for path in run.rows.relation.moved})
         raise ValueError(
             f"{about[0]} belongs to the training data, and this call with gradients brings other rows at site "
-            f"{observed!r}, by argument {run.rows.relation.names or 'none'} (an object that is no tensor, array or "
-            "dataclass of these is known by identity). To evaluate the trained guide on other data use "
-            "torch.no_grad(); to train it on the same rows, keep their order; on other data, make a new guide or call "
-            "guide.forget_data() first; for mini-batches take a family such as SVGP, plate = pyro.plate('data', "
-            "size=N, subsample_size=B), and index the data by plate.indices."
+            f"{observed!r}, by arguments {moved} (an object that is no tensor, array or dataclass of these is known by "
+            "identity). To evaluate the trained guide on other data use torch.no_grad(); to train it on the same rows, "
+            "keep their order; on other data, make a new guide or call guide.forget_data() first; for mini-batches "
+            "take a family such as SVGP, plate = pyro.plate('data', size=N, subsample_size=B), and index the data by "
+            "plate.indices."
         )
 
 

@@ -105,6 +105,7 @@ class TensorBatches:
         if self.batch_size is None:
             yield from [self.everything][start:]
             return
+        # By the epoch's number alone: a fit that is resumed within an epoch goes on in the same order.
         order = torch.randperm(self.num, generator=torch.Generator().manual_seed(self.seed + number))
         for rows in order[: len(self) * self.batch_size].split(self.batch_size)[start:]:
             yield self._take(rows)

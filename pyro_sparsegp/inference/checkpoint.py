@@ -63,6 +63,7 @@ def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any
 
 def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method: Any, call: tuple) -> None:
     """Put all of :func:`snapshot` back; the arguments of a first call have the model register what is to be loaded."""
+    # The guide's parameters first, which a call then gives to Pyro's store under the names that the optimiser asks for.
     guide.load_state_dict(state["guide"])
     with poutine.block(), torch.no_grad():
         guide.prepare(*call[0], **call[1])

@@ -264,6 +264,7 @@ class _Loop:
         """Batches without end, from the place that the fit has reached."""
         while True:
             for batch in self.batches.epoch(self.epoch, self.place):
+                # Before its step: a checkpoint that is written after the step goes on with the next batch.
                 self.place, self.batch = self.place + 1, batch
                 yield batch
             self.epoch, self.place = self.epoch + 1, 0

@@ -58,11 +58,6 @@ class Relation:
         return [{p: own for p, own in leaves.items() if getattr(own[0], "dtype", None) != hidden} for leaves in both]
 
     @property
-    def names(self) -> str:
-        """The arguments that are not those of training."""
-        return ", ".join(dict.fromkeys(repr(path[0]) for path in self.moved))
-
-    @property
     def fewer(self) -> bool:
         """Whether an argument of training is not given now, such as the observations."""
         return self.call is not self._known and not self._leaves[0].keys() <= self._leaves[1].keys()
@@ -96,7 +91,7 @@ class NoRelation:
     """That to data of training of which there are none: nothing is known of a call."""
 
     fewer = others = inputs = same = False
-    names = ""
+    moved = ()
 
 
 class TrainingData:
