@@ -223,7 +223,7 @@ def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
         return {0: (kernel.low, kernel.high)}
     if not isinstance(kernel, (Scaled, Select, Product)):
         return {} if isinstance(kernel, Constant) else None
-    # None, too, for a product of two factors of one column: f₀g₀ has a mean
+    # a product of two factors of one column has a mean: no interval is its own
     found: dict[int, tuple[Scalar, Scalar]] = {}
     for inner in map(centred_on, kernel.parts):
         if inner is None or found.keys() & inner.keys():

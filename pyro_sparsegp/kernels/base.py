@@ -58,8 +58,7 @@ class CovarianceFunction(Documented, ABC):
 
     ``k(x, z)`` is the matrix of k(xₙ, zₘ), ``(..., N, M)``; ``k(x)`` the covariance of the values at x with
     themselves, ``(..., N, N)``, which alone carries a diagonal term such as that of :class:`White`;
-    ``k.diag(x)`` its diagonal, ``(..., N)``. A subclass of :class:`~pyro_sparsegp.kernels.Kernel`, which adds
-    the algebra, defines ``__call__`` and ``diag``; the rest has defaults.
+    ``k.diag(x)`` its diagonal, ``(..., N)``. The rest has defaults.
     """
 
     @abstractmethod
@@ -242,9 +241,8 @@ def hyperparameters(kernel: Any) -> str:
         found += [hyperparameters(part) for part in parts if isinstance(part, CovarianceFunction)]
         if isinstance(value, (float, Tensor)) and not label.startswith("_"):
             low, high = (float(end) for end in torch.as_tensor(value).detach().aminmax())
-            found.append(
-                f"{type(kernel).__name__}'s {label} is {f'{low:.3g} to {high:.3g}' if low < high else f'{low:.3g}'}"
-            )
+            span = f"{low:.3g} to {high:.3g}" if low < high else f"{low:.3g}"
+            found.append(f"{type(kernel).__name__}'s {label} is {span}")
     return ", ".join(filter(None, found))
 
 

@@ -103,7 +103,7 @@ class Derivative(Kernel):
         )
 
     def diag(self, x: Tensor) -> Tensor:
-        # N matrices of one row each, of which those of slopes alone count: k's own diagonal knows that of values.
+        # N matrices of one row each; of values k has a diagonal of its own
         inner, _, slopes = _split(x)
 
         def one(row: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
     return new
 
 
-# The matrices and the diagonal of one run are of the same inputs: what is made of these is found once. In a step of ten
-# terms of Anova that is a fifth of the time.
+# The matrices and the diagonal of one run are of the same inputs: what is made of these is found once, a fifth of the
+# time of a step of ten terms of Anova.
 
 
 class _Anovas(Anova):
