@@ -17,14 +17,13 @@ from ..bases.additive import ConditionalFeatures
 from ..bases.inducing import features_of
 from ..bases.variables import Values
 from ..gaussians import Coefficients, Gaussian, Product, ProjectedGaussian, optimal
-from ..gaussians.base import eye_like
 from ..gaussians.factors import DenseFactor
 from ..gaussians.product import from_natural, sums_of
 from ..gaussians.seats import seen_from
 from ..gaussians.sites import KeptSites, Sites
 from ..modules import AbstractModule, size_buffers
 from ..numerics.functions import is_long
-from ..numerics.linalg import over_lower, sum_blocks
+from ..numerics.linalg import eye_like, over_lower, sum_blocks
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 

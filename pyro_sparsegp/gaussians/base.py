@@ -226,11 +226,6 @@ def each_times(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b) if a.dim() == b.dim() == 3 else a @ b
 
 
-def eye_like(matrix: Tensor) -> Tensor:
-    """I of a matrix' size."""
-    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-
-
 def solved(precision: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """P⁻¹ of a vector, and a flag that is not 0 if P has no Cholesky factor. With so much more on the diagonal, in
     place, that rounding leaves it positive: at no slope the mean stays all the same.

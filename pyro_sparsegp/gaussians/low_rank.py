@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..numerics.linalg import (
     cholesky,
+    eye_like,
     flags_kept,
     over_upper,
     plus_one,
@@ -31,7 +32,7 @@ from ..numerics.linalg import (
     solve_lower,
 )
 from ..numerics.processes import joined, largest
-from .base import Stack, each_times, eye_like, solved
+from .base import Stack, each_times, solved
 from .factors import DenseFactor, LowRankFactor
 from .free import leading_directions, small_columns
 from .natural import NaturalGaussian, Parts, Seen

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side, wider
+from ..numerics.linalg import cholesky, eye_like, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side, wider
 from ..numerics.processes import is_shared, joined
-from .base import Stack, eye_like, solved
+from .base import Stack, solved
 from .factors import CovarianceFactor, DenseFactor, IdentityFactor
 from .free import FullCholesky
 from .product import Product, Recorded, from_natural, slices

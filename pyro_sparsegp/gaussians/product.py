@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..modules import AbstractModule
 from ..numerics.functions import broadcast_shapes
-from ..numerics.linalg import cholesky, gram, on_diagonal, plus_one, side_by_side, solve_lower, total
-from .base import Coefficients, Gaussian, eye_like
+from ..numerics.linalg import cholesky, eye_like, gram, on_diagonal, plus_one, side_by_side, solve_lower, total
+from .base import Coefficients, Gaussian
 from .factors import CovarianceFactor, DenseFactor, Factor
 from .steps import Pass, Row
 

@@ -30,7 +30,7 @@ def _blocks(num: int) -> list[tuple[int, int]]:
 
 def tril_of_product(a: Tensor, b: Tensor, symmetric: bool = False, lower: bool = False) -> Tensor:
     """AᵀB, ``(..., M, M)``, up to the last block on the diagonal of each row; what is above is filled where AᵀB is
-    symmetric, else it means nothing. Where it is ``lower`` A is triangular, and B, or what AᵀB needs of it.
+    symmetric, else it means nothing. With ``lower`` A is lower triangular, and so is B, or all of B that is needed.
     """
     if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
         return a.mT @ b

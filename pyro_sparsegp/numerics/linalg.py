@@ -128,7 +128,7 @@ def whitening(
         factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
         is_left = _left(info)
         if is_left and MAPPED.get():  # A GPU's samplers stop at NaN: test_a_failed_factor_under_vmap_is_finite.
-            factor = torch.where(info[..., None, None] == 0, factor, torch.eye(matrix.shape[-1]).to(factor))
+            factor = torch.where(info[..., None, None] == 0, factor, eye_like(factor))
         if is_left or not info.any():
             if attempt > 0:
                 warnings.warn(
@@ -213,6 +213,11 @@ def above_rounding(variance: Tensor, prior: Tensor) -> Tensor:
     return variance + lacking
 
 
+def eye_like(matrix: Tensor) -> Tensor:
+    """I of a matrix' size."""
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
 def plus_one(matrix: Tensor) -> Tensor:
     """I + A, ``(..., M, M)``, in new memory."""
     total = matrix.clone(memory_format=torch.contiguous_format)
@@ -255,7 +260,6 @@ def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
 
 def root_of_inverse(matrix: Tensor, what: str = "I + ΦᵀΦ") -> Tensor:
     """Lower triangular L with LLᵀ = A⁻¹, for A positive definite, ``(..., M, M)``: no inverse is formed."""
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     # With rows and columns reversed, A = CCᵀ is UUᵀ for an upper U, and (UUᵀ)⁻¹ = U⁻ᵀU⁻¹.
     upper = cholesky(matrix.flip((-2, -1)), 0.0, what).flip((-2, -1))
-    return torch.linalg.solve_triangular(upper, eye, upper=True, left=False).mT
+    return torch.linalg.solve_triangular(upper, eye_like(upper), upper=True, left=False).mT
