@@ -111,9 +111,8 @@ class _Moments(Unmapped):
     def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
         phi, loc, scaled = ctx.saved_tensors
         a, c = phi.new_zeros(len(phi)) if a is None else a, phi.new_zeros(len(phi)) if c is None else c
-        needs = ctx.needs_input_grad
-        by_covariance = gram(phi, phi * c[:, None]) if needs[2] else None
-        return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_covariance
+        by_covariance = gram(phi, phi * c[:, None]) if ctx.needs_input_grad[2] else None
+        return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi, by_covariance
 
 
 class DenseFactor(Factor):

@@ -75,26 +75,21 @@ def cholesky(matrix: Tensor, jitter: Optional[float] = None, *arguments: Any, **
 
 
 def residual_cholesky(
-    prior: Tensor,
-    features: Sequence[Tensor],
-    jitter: Optional[float],
-    what: str,
-    scale: Optional[Tensor] = None,
-    made_of: Callable[[], str] = str,
+    prior: Tensor, features: Sequence[Tensor], jitter: Optional[float], what: str, **options: Any
 ) -> Tensor:
-    """The factor of ρ = k − ΦΦᵀ, the residual's covariance at N inputs, ``(..., N, N)``. The jitter is relative to
-    ``scale``, by default the mean of k's diagonal; by default it covers what the difference loses of k.
+    """The factor of ρ = k − ΦΦᵀ, the residual's covariance at N inputs, ``(..., N, N)``. The jitter is relative to the
+    mean of k's diagonal, unless a scale is given; by default it covers what the difference loses of k.
     """
     if jitter is None:
         # Rounding adds up along rows of the factor and columns of Φ:
         # test_float32.py::test_draws_at_many_inputs_need_no_warning
         terms = max(prior.shape[-1], sum(phi.shape[-1] for phi in features))
         jitter = max(default_jitter(prior.dtype), terms * torch.finfo(prior.dtype).eps)
-    scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1) if scale is None else scale
+    options = {"scale": prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)} | options
     left = prior
     for phi in features:
         left = left - phi @ phi.mT
-    return cholesky(left, jitter, what, scale, made_of)
+    return cholesky(left, jitter, what, **options)
 
 
 def whitening(

@@ -312,7 +312,7 @@ class _Sequential:
             phi = self.posterior.basis(self.x)
             what = f"the residual of paths of site {self.posterior.name!r}"
             # The leading rows of a Cholesky factor are those of before, at the same jitter: so are the values there.
-            tril = residual_cholesky(self.kernel(self.x), phi, self.jitter, what, self.scale)
+            tril = residual_cholesky(self.kernel(self.x), phi, self.jitter, what, scale=self.scale)
             value = sum_blocks(phi, self.w) + times(tril, self.noise)
             self.values = torch.cat([self.values, value[..., known:]], -1)  # f − μ at the inputs asked for so far
         place = torch.cat([fresh.new_ones(known), fresh]).cumsum(0) - 1  # of each first one among the values
