@@ -14,11 +14,8 @@ from .models import observed, one_function, refused, trained
 pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
 
-# Three functions go by draws, and Pyro's OrderedLogistic does not map over nodes: the objective says so.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.func.vmap refuses"),
-    pytest.mark.filterwarnings("ignore:.*integrated by Monte Carlo:UserWarning"),
-]
+# Three functions go by draws: the objective says so.
+pytestmark = pytest.mark.filterwarnings("ignore:.*integrated by Monte Carlo:UserWarning")
 CUTS = [-2.0, -0.5, 1.0]
 
 

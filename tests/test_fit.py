@@ -13,9 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, Tens
 
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
-from pyro_sparsegp.inference import checkpoint
 from pyro_sparsegp.inference.batches import as_batches
-from pyro_sparsegp.inference.fit import fell
+from pyro_sparsegp.inference.fit import fell, read, write
 from pyro_sparsegp.inference.optimisers import FallingAdam, falling
 
 from . import fit_worker
@@ -97,13 +96,13 @@ def test_an_interrupt_lets_the_step_end(tmp_path):
 
 def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path):
     file = tmp_path / "fit.pt"
-    checkpoint.write({"mark": 1, "step": 3}, file)
+    write({"mark": 1, "step": 3}, file)
     with pytest.raises(Exception, match="pickle"):
-        checkpoint.write({"mark": 1, "step": lambda: 4}, file)
-    assert checkpoint.read(file, 1)["step"] == 3
+        write({"mark": 1, "step": lambda: 4}, file)
+    assert read(file, 1)["step"] == 3
     assert [p.name for p in tmp_path.iterdir()] == ["fit.pt"]
     file.write_text("hello")
-    refused("no file that fit wrote", checkpoint.read, file, 1)
+    refused("no file that fit wrote", read, file, 1)
 
 
 @pytest.mark.parametrize(

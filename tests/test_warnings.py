@@ -24,7 +24,6 @@ WARNINGS = {
     "meet in densities of more than": "Take more, num_particles=10.",
     "needed a relative jitter": "or set jitter=.",
     "no plate scales them up": "The guide takes poutine.scale for the rows' weights.",
-    "refuses what this model does": "write it without .item() and if.",
     "was not found (": "Give init_loc_fn a nearer start.",
     "transitions of this MCMC diverged": "or a larger target_accept_prob.",
     "were changed in place after training": "or change copies.",

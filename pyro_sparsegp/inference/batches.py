@@ -70,6 +70,7 @@ def _rows(*arguments: Any) -> list[int]:
     return [len(value) for value in tensors(arguments) if value.dim()]
 
 
+@dataclass
 class TensorBatches:
     """Rows of tensors or arrays (of memory maps, no more than a batch is read), shuffled anew in each epoch.
 
@@ -77,25 +78,23 @@ class TensorBatches:
     Without a size it is all of them, in their own order. What has no rows goes to every step as it is.
     """
 
-    def __init__(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        batch_size: Optional[int],
-        size: Optional[int],
-        device: Device,
-        seed: int,
-    ) -> None:
-        rows = _rows(args, kwargs)
+    args: tuple
+    kwargs: dict[str, Any]
+    batch_size: Optional[int]
+    size: Optional[int]
+    device: Device
+    seed: int
+
+    def __post_init__(self) -> None:
+        rows, size = _rows(self.args, self.kwargs), self.batch_size
         if not rows:
             raise ValueError("data has no tensor or array with rows; torch.as_tensor(table.to_numpy()) makes one")
-        if batch_size is not None and (min(rows) < max(rows) or not 0 < batch_size <= rows[0]):
+        if size is not None and (min(rows) < max(rows) or not 0 < size <= rows[0]):
             raise ValueError(
-                f"batch_size={batch_size} needs tensors with a row for each datum; data's have {rows} rows. Bind other "
+                f"batch_size={size} needs tensors with a row for each datum; data's have {rows} rows. Bind other "
                 "tensors to the model, functools.partial(model, table=table)."
             )
-        self.args, self.kwargs, self.batch_size, self.device, self.seed = args, kwargs, batch_size, device, seed
-        self.num, self.size, self.whole = rows[0], size or rows[0], batch_size is None
+        self.num, self.size, self.whole = rows[0], self.size or rows[0], size is None
 
     def __len__(self) -> int:
         return 1 if self.batch_size is None else self.num // self.batch_size
@@ -105,10 +104,8 @@ class TensorBatches:
         if self.batch_size is None:
             yield from [self.everything][start:]
             return
-        # By the epoch's number alone: a fit that is resumed within an epoch goes on in the same order.
-        order = torch.randperm(self.num, generator=torch.Generator().manual_seed(self.seed + number))
-        for rows in order[: len(self) * self.batch_size].split(self.batch_size)[start:]:
-            yield self._take(rows)
+        rows = self._order(number)[: len(self) * self.batch_size]
+        yield from map(self._take, rows.split(self.batch_size)[start:])
 
     @cached_property
     def everything(self) -> Batch:
@@ -119,9 +116,11 @@ class TensorBatches:
 
     def first(self, num: int) -> Batch:
         """Rows for a guide's first call: so many random ones, or all."""
-        if num >= self.num:
-            return self.everything
-        return self._take(torch.randperm(self.num, generator=torch.Generator().manual_seed(self.seed))[:num])
+        return self.everything if num >= self.num else self._take(self._order(0)[:num])
+
+    def _order(self, number: int) -> Tensor:
+        # By the epoch's number alone: a fit that is resumed within an epoch goes on in the same order.
+        return torch.randperm(self.num, generator=torch.Generator().manual_seed(self.seed + number))
 
     def _take(self, rows: Tensor) -> Batch:
         def of(value: Tensor) -> Tensor:
@@ -174,14 +173,12 @@ class LoadedBatches:
         pyro.util.set_rng_state(state)
         if not first:
             raise ValueError("data gives no batches")
-        yield from map(self._batch, stream if start else chain(first, stream))
-
-    def _batch(self, item: Any) -> Batch:
-        args, kwargs = map_tensors(lambda value: value.to(self.device), arguments_of(item))
-        num = next(iter(_rows(args, kwargs)), 0)
-        if not num:
-            raise ValueError(f"a batch of data must hold tensors with rows, got {type(item).__name__}")
-        return Batch(args, kwargs, num)
+        for item in stream if start else chain(first, stream):
+            args, kwargs = map_tensors(lambda value: value.to(self.device), arguments_of(item))
+            num = next(iter(_rows(args, kwargs)), 0)
+            if not num:
+                raise ValueError(f"a batch of data must hold tensors with rows, got {type(item).__name__}")
+            yield Batch(args, kwargs, num)
 
     def first(self, num: int) -> Batch:
         """Rows for a guide's first call: the first batches with so many, and no more than there are in all."""

@@ -1,8 +1,9 @@
-"""A training loop over SVI or expectation propagation, with mini-batches, checkpoints and resume."""
+"""A training loop over SVI or expectation propagation, with mini-batches and checkpoints, from which it goes on."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy as np
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, SVI
 from pyro.optim import PyroLRScheduler, PyroOptim
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..gaussians.steps import steppers
@@ -25,11 +27,10 @@ from ..guide import AutoSparseGP
 from ..guide.check import check
 from ..numerics.processes import Workers, sharing
 from ..program.data import signature_of
-from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .expectation import ExpectationPropagation
 from .optimisers import FallingAdam, agree, falling, shared_step
-from .quadrature import TraceQuadrature_ELBO, own_guide
+from .quadrature import TraceQuadrature_ELBO, kept_sites, own_guide
 
 # Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
 _FELL, _FELL_A_ROW = 0.5, 1e-3
@@ -207,23 +208,62 @@ class _Loop:
                 self.guide(*args, **kwargs)
         agree(self.guide, self.workers)
 
+    # Checkpoints.
+
     def _mark(self) -> dict[str, Any]:
         """What a checkpoint and the fit that goes on from it have alike."""
         name, batches = getattr(self.optim.pt_optim_constructor, "__name__", ""), self.batches
         return {"optimiser": name, "rows": batches.size, "batch_size": batches.batch_size}
 
     def keep(self) -> None:
-        """Write the checkpoint."""
-        if self.path is not None:
-            where = {name: getattr(self, name) for name in _WHERE} | {"seed": self.batches.seed, "mark": self._mark()}
-            files.write(files.snapshot(self.guide, self.model, self.method) | where, self.path)
+        """Write the checkpoint, if there is a file for it: all that this fit is."""
+        if self.path is None:
+            return
+        guide, model, store = self.guide, self.model, pyro.get_param_store().get_state()
+        own, cuda = f"{guide._pyro_name}.", torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        params = {name: value.detach() for name, value in store["params"].items() if not name.startswith(own)}
+        state = {
+            "random": (pyro.util.get_rng_state(), cuda),
+            "guide": guide.state_dict(),
+            "parameters": {name: (value, store["constraints"][name]) for name, value in params.items()},
+            "model": model.state_dict() if isinstance(model, nn.Module) else None,
+            # A guide's name is another in each process: its place is taken by "".
+            "optim": {str(name).replace(own, ".", 1): value for name, value in self.optim.get_state().items()},
+            "expectation": getattr(self.method, "progress", None),
+            "sites": {name: sites.progress for name, sites in kept_sites(guide).items()},
+            "seed": self.batches.seed,
+            "mark": self._mark(),
+        }
+        write(state | {name: getattr(self, name) for name in _WHERE}, self.path)
 
     def resume(self, path: Path) -> None:
         """Go on from the checkpoint."""
-        saved = files.read(path, self._mark())
-        vars(self).update({name: saved[name] for name in _WHERE})
-        self.batches.seed = saved["seed"]
-        files.restore(saved, self.guide, self.model, self.method, self.call(self._first()))
+        state, guide, optim = read(path, self._mark()), self.guide, self.optim
+        vars(self).update({name: state[name] for name in _WHERE})
+        self.batches.seed = state["seed"]
+        # The guide's parameters first, which a call then gives to Pyro's store under the names that the optimiser asks
+        # for; by its first call the model registers what is to be loaded.
+        guide.load_state_dict(state["guide"])
+        args, kwargs = self.call(self._first())
+        with poutine.block(), torch.no_grad():
+            guide.prepare(*args, **kwargs)
+        if isinstance(self.model, nn.Module):
+            self.model.load_state_dict(state["model"])
+        store, own = pyro.get_param_store(), f"{guide._pyro_name}."
+        for name, (value, constraint) in state["parameters"].items():
+            known: Any = store.setdefault(name, torch.distributions.transform_to(constraint)(value), constraint)
+            # In place: a network's own parameters are in the store.
+            known.unconstrained().data.copy_(value)
+        optim.optim_objs.clear()
+        optim.grad_clip.clear()
+        optim.set_state({own + n[1:] if n.startswith(".") else n: value for n, value in state["optim"].items()})
+        if isinstance(self.method, ExpectationPropagation):
+            self.method.progress = state["expectation"]
+        for name, sites in kept_sites(guide).items():
+            sites.progress = state["sites"][name]
+        pyro.util.set_rng_state(state["random"][0])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["random"][1])
 
     # Steps.
 
@@ -309,6 +349,34 @@ class _Loop:
         # Else the others would wait for this one's gradients for ever.
         stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(reason)))))
         return reason or "another process stopped" * stops
+
+
+def write(state: dict[str, Any], path: Path) -> None:
+    """Write a state so that at any time, also if the machine stops, the file is the old one or the new one."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            # Before it has the name: a machine that stops may keep the name and lose what is not on the disk.
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: Path, mark: dict[str, Any]) -> dict[str, Any]:
+    """A state of :func:`write` with this mark, tensors on the CPU; it is unpickled, so trust where it came from."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=False)
+        saved = state["mark"]
+    except Exception as error:
+        raise ValueError(f"checkpoint {str(path)!r} is no file that fit wrote: {error}") from error
+    if saved != mark:
+        raise ValueError(
+            f"checkpoint {str(path)!r} was written by a fit with {saved}, this fit has {mark}: give the same"
+        )
+    return state
 
 
 def fell(losses: np.ndarray, rows: int) -> list[str]:

@@ -293,7 +293,7 @@ class TraceQuadrature_ELBO(ELBO):
         """The bound's terms at the product grid's nodes, ``(K ** num_axes, num_axes)``."""
         # A step's graph may show all, by Grid.direct. Else the program runs once, mapped. torch.func.vmap refuses some:
         # where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with all
-        # that does not depend on nodes held; where after f, they run once for each node.
+        # that does not depend on nodes held; where after f, as Pyro's OrderedLogistic is, once for each node.
         guide = grid.guide
         known = self._known.setdefault(guide, _Known())
 
@@ -326,16 +326,6 @@ class TraceQuadrature_ELBO(ELBO):
                 state.restore()
         if torch.is_grad_enabled():
             known.way = way
-        if way == len(ways) - 1:
-            warn_once(
-                guide.warned,
-                "vmap refused",
-                ", ".join(guide.facts.gps),
-                "torch.func.vmap refuses what this model does with function values, or a distribution in it: it runs "
-                f"once per node, {len(nodes)} times a step, which is right and slower. Pyro's "
-                "OrderedLogistic writes in place; of your own code, write it without .item() and if.",
-                stacklevel=5,
-            )
         return values
 
 
