@@ -10,19 +10,20 @@ from torch import Tensor
 from ..bases import Basis
 from ..bases.additive import Additive
 from ..bases.features import ExplicitFeatures
-from ..bases.inducing import Inducing, InducingPoints
+from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, BlockPlusLowRank, Coefficients, FullCholesky, IdentityPlusLowRank, NaturalLowRank
 from ..kernels.algebra import term_names
 from ..numerics.arguments import require_choice, require_count
 from ..process import GaussianProcess
-from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily, require_basis, require_own_diagonal
+from .base import FreeFormFamily, NewCoefficients, OptimalFamily, require_basis
+from .inducing import OnInducingPoints
 
 _DENSE = 96  # coefficients up to which sums in one matrix are quicker than blocks
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class OnTerms(BasisFamily):
+class OnTerms(OnInducingPoints):
     """A family on a basis for each summand of an additive kernel Σ_c k_c.
 
     A summand with finite features (a constant, a linear term) uses those; every other has inducing points of
@@ -32,12 +33,10 @@ class OnTerms(BasisFamily):
         summand reads. A list has one entry per summand; entries of summands with finite features are not used.
     :param init: how each summand's inducing inputs are chosen, as in :class:`InducingFamily`. "greedy" is the default;
         "grid" suits main effects and pairs.
-    :param trainable: whether the inducing inputs are learned.
     """
 
-    inducing: Union[Inducing, Sequence[Optional[Inducing]]] = 32
-    init: Union[str, Initialiser] = field(default="greedy", kw_only=True)
-    trainable: bool = field(default=True, kw_only=True)
+    inducing: Union[Inducing, Sequence[Optional[Inducing]]] = 32  # type: ignore[assignment]
+    init: Union[str, Initialiser, None] = field(default="greedy", kw_only=True)
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         terms = process.kernel.terms
@@ -55,11 +54,7 @@ class OnTerms(BasisFamily):
                 continue
             if inducing is None:
                 raise ValueError(f"{type(self).__name__}'s inducing has no entry for term {i} of site {name!r}: {term}")
-            require_own_diagonal(term, f"{name}, term {i}")
-            part = InducingPoints.chosen(
-                term, process.x, [inducing], self.init, f"{name}, term {i}", self.trainable, term.columns
-            )
-            parts.append(part.ordered(term) if self.is_natural else part)
+            parts.append(self.points(term, process.x, [inducing], f"{name}, term {i}", term.columns))
         return require_basis(Additive(parts, term_names(process.kernel)), name)
 
     def sets(self, num_terms: int = 1) -> list[Any]:
@@ -71,7 +66,6 @@ class AdditiveFamily(OnTerms, FreeFormFamily):
     """The base class of families with a basis for each summand of the kernel and a free posterior."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class MeanFieldAdditive(AdditiveFamily):
     """Independent posteriors of the summands, S = blockdiag(S₁, …, S_C) (Saul, Hensman, Vehtari and Lawrence, 2016).
 
@@ -93,7 +87,6 @@ class MeanFieldAdditive(AdditiveFamily):
         return made
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class CoupledCovariance(AdditiveFamily):
     """One full covariance S over the CM coefficients of all C summands (Adam, 2017), in O((CM)³) per step."""
 

@@ -66,7 +66,6 @@ class Family(Documented, ABC):
 _NOT_DECLARED = ("init", "trainable", "start", "natural", "rate", "updates", "tolerance", "batches")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class BasisFamily(Family):
     """A family on a basis: it says how this starts, and how it is made again before its state is loaded."""
 
@@ -106,13 +105,13 @@ class FreeFormFamily(BasisFamily):
 
     :param start: where the covariance of q(w) starts. "data", the default, is its posterior if each row of the first
         call has noise of the prior's mean variance k̄: (I + ΦᵀΦ/k̄)⁻¹. "prior" starts at the prior, as in the papers,
-        and takes more steps. The mean starts at the prior's. Inner layers of a deep GP always start at the prior.
+        and as the mean and inner layers of a deep GP always do; it takes more steps.
     :param natural: whether q(w) learns by natural gradients (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021),
-        one step in each ``svi.step`` under :class:`~pyro_sparsegp.TraceQuadrature_ELBO`. The default,
-        ``None``, uses them if the family can. ``False`` leaves q's mean and scale to the optimiser.
+        one step in each ``svi.step`` under :class:`~pyro_sparsegp.TraceQuadrature_ELBO`; by default if the family can.
+        ``False`` leaves q's mean and scale to the optimiser.
     :param rate: the size ρ of natural steps in (0, 1], or a function of the step's number t. With ρ = 1 a step takes q
-        to the optimum for the batch alone. The default falls: max(0.1, 1/(1 + t)), or max(0.25, 1/(1 + t)) in steps
-        on all rows. It is at most 0.1 where function values are drawn.
+        to the optimum for the batch alone. The default is max(0.1, 1/(1 + t)), or max(0.25, 1/(1 + t)) in steps on all
+        rows, and at most 0.1 where function values are drawn.
     """
 
     start: str = field(default="data", kw_only=True)
@@ -186,13 +185,13 @@ class SiteFamily(Family):
     E[ℓ'], and kept between steps. Gradients pass through the last update only: where q is the bound's optimum this
     is the whole gradient, under data projections with a likelihood that is not Gaussian it is an approximation.
 
-    A call with data and gradients enabled is a training step; others leave the sites alone. They train on all rows at
-    once; a mini-batch is refused. With other latents c the posterior is q(c) q(f | c, data): each draw of c has its
-    own sites, read off the model at the training data. The guide refers to these data, and its state holds them.
+    A call with data and gradients enabled is a training step, on all rows; others leave the sites alone. With other
+    latents c the posterior is q(c) q(f | c, data): each draw of c has its own sites, read off the model at the training
+    data, which the guide refers to and its state holds.
 
     :param rate: the step size of these updates in (0, 1].
-    :param updates: the number of updates per step. One is enough with Adam. L-BFGS needs some 20 where the likelihood
-        is not Gaussian, because its line search needs a function of the parameters alone.
+    :param updates: the number of updates per step. One is enough with Adam. L-BFGS, whose line search needs a function
+        of the parameters alone, needs some 20 where the likelihood is not Gaussian.
     """
 
     rate: float = field(default=0.7, kw_only=True)
@@ -203,7 +202,6 @@ class SiteFamily(Family):
         require_count(self.updates, f"{type(self).__name__}'s updates")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class OptimalFamily(SiteFamily, BasisFamily):
     """A basis with the posterior of its coefficients that is optimal for the sites."""
 
@@ -217,7 +215,6 @@ class OptimalFamily(SiteFamily, BasisFamily):
         return self.module(basis, *more, x, batch_shape, self.declared(), self.rate, self.updates)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class ExpectationFamily(BasisFamily):
     """A basis with the posterior of its coefficients given expectation propagation's sites.
 
@@ -226,15 +223,6 @@ class ExpectationFamily(BasisFamily):
 
     def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> ExpectationGP:
         return ExpectationGP(basis, batch_shape, x, self.declared())
-
-
-def require_own_diagonal(kernel: Any, name: str) -> None:
-    """Refuse kernels whose diagonal depends on the other rows."""
-    if kernel.depends_on_rows:
-        raise ValueError(
-            f"the kernel of site {name!r} has a variance correction, {kernel!r}, which would change the inducing "
-            "values with every batch. Take WeightSpace or ExactWeightSpace, or variance_correction=False."
-        )
 
 
 def require_basis(basis: Any, name: str) -> Any:

@@ -16,7 +16,7 @@ from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..numerics.arguments import require_choice, require_count
 from ..process import GaussianProcess
-from .base import BasisFamily, ExpectationFamily, FreeFormFamily, NewCoefficients, OptimalFamily, require_own_diagonal
+from .base import BasisFamily, ExpectationFamily, FreeFormFamily, NewCoefficients, OptimalFamily
 
 _MOST = 4000  # rows that Exact takes: a step takes some five times N³ operations
 
@@ -40,9 +40,19 @@ class OnInducingPoints(BasisFamily):
         return [self.inducing]
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
-        require_own_diagonal(process.kernel, name)
-        basis = InducingPoints.chosen(process.kernel, process.x, self.sets(), self.init, name, self.trainable)
-        return basis.ordered(process.kernel) if self.is_natural else basis
+        return self.points(process.kernel, process.x, self.sets(), name)
+
+    def points(
+        self, kernel: Any, x: Tensor, sets: Sequence[Inducing], name: str, columns: Optional[Sequence[int]] = None
+    ) -> InducingPoints:
+        """The inducing points of a kernel at the inputs of a first call, in the columns that it reads."""
+        if kernel.depends_on_rows:
+            raise ValueError(
+                f"the kernel of site {name!r} has a variance correction, {kernel!r}, which would change the inducing "
+                "values with every batch. Take WeightSpace or ExactWeightSpace, or variance_correction=False."
+            )
+        basis = InducingPoints.chosen(kernel, x, sets, self.init, name, self.trainable, columns)
+        return basis.ordered(kernel) if self.is_natural else basis
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,7 +60,6 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
     """The base class of families with inducing points and a free posterior."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class SVGP(InducingFamily):
     """Inducing points with a full covariance (Hensman, Fusi and Lawrence, 2013; Titsias, 2009).
 
@@ -73,7 +82,6 @@ class SGPR(OnInducingPoints, OptimalFamily):
     """
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Exact(OptimalFamily):
     """No inducing points: the posterior of the whole process given all N rows, in O(N³) per step; up to 4,000 rows.
 
@@ -102,8 +110,8 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
     "Scalable Gaussian Process Classification via Expectation Propagation": a Gaussian site
     exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (eq. 2).
 
-    Its objective is no bound: inducing inputs that are trained by it overfit it, as they do FITC's (Bauer, van der Wilk
-    and Rasmussen, 2016). So they stay where they start, unless ``trainable=True`` is given, as the paper has them.
+    Inducing inputs stay where they start, but for ``trainable=True``, as in the paper: the objective is no bound, and
+    they overfit it, as they do FITC's (Bauer, van der Wilk and Rasmussen, 2016).
     """
 
     trainable: bool = field(default=False, kw_only=True)
@@ -146,9 +154,8 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
     :param num_columns: by default the second set is whitened by a Cholesky factor, in O(M₂³). With a number, its mean
         is c(x, O)a for free coefficients a instead, and the divergence ½aᵀC_OO a is estimated from that many random
-        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set. It takes
-        gradients: the natural gradient by a is C_OO⁻¹ times the gradient (C_OO is its Fisher information), and C_OO is
-        what is never factorised here.
+        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set, without natural
+        steps, which would take C_OO⁻¹.
     """
 
     num_columns: Optional[int] = field(default=None, kw_only=True)
@@ -159,8 +166,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
         require_count(num, "OrthogonallyDecoupled's num_columns", or_none=True)
         if self.natural and not self.can_step:
             raise ValueError(
-                "OrthogonallyDecoupled's num_columns has a mean that gradients train; leave natural=True out, or "
-                "leave num_columns out: the second set then has natural steps, too."
+                "OrthogonallyDecoupled's num_columns has a mean that gradients train; leave natural=True or it out."
             )
         if num is not None and len(self.sets()) != 2:
             raise ValueError(
@@ -225,15 +231,12 @@ class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
         return super().on_basis(basis, batch_shape, x, kind(basis.sizes[1:], batch_shape, x))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class ConditionalSGPR(SGPR):
-    """Inducing points whose posterior depends on the rest of f: a tighter bound than SGPR's.
-
-    (Shi, Titsias and Mnih, 2020, appendix A.)
+    """Inducing points whose posterior depends on the rest of f (Shi, Titsias and Mnih, 2020, appendix A).
 
     q(u | f⊥) = p(u | f⊥, y). For a Gaussian likelihood the bound is log N(y; μ, A) − ½tr(A⁻¹(K_ff − Q_ff)) with
-    A = Q_ff + σ²I (eq. 14), which lies above Titsias' by ½tr((σ⁻²I − A⁻¹)(K_ff − Q_ff)) (eq. 15). A step
-    takes O(N²M) time and, in blocks, O(NM) memory: for some ten thousands of data.
+    A = Q_ff + σ²I (eq. 14), above Titsias' by ½tr((σ⁻²I − A⁻¹)(K_ff − Q_ff)) (eq. 15). A step takes O(N²M) time and, in
+    blocks, O(NM) memory: for some ten thousands of data.
     """
 
     module: ClassVar = ConditionalGP

@@ -24,14 +24,13 @@ class ComputationAware(SiteFamily):
 
     :param num_actions: i.
     :param actions: "sparse" (learned, one number a datum, eq. 14), "cg" (residuals of conjugate gradients), "eigen"
-        (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``. If it is a
-        module, a copy of it trains, ``guide.gps.f.policy.policy``. Sparse and random actions belong to the rows of the
-        first call.
+        (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``; of a module a copy
+        trains, ``guide.gps.f.policy.policy``. Sparse and random actions belong to the rows of the first call.
     :param tolerance: of "cg": the relative residual that ends the iterations.
     :param batches: whether training steps bring mini-batches of rows, ``size=N``. The actions are then of the n rows of
-        the guide's first call, ``guide(x[rows], y[rows])``, and 0 elsewhere: q is the posterior given less, so that its
-        variance is still at least the exact posterior's, and the bound is that of all N rows. A step of B rows
-        evaluates n² + nB kernel entries, a posterior at one new input n.
+        the guide's first call, ``guide(x[rows], y[rows])``, and 0 elsewhere: q is the posterior given less, still never
+        overconfident, and the bound is that of all N rows. A step of B rows evaluates n² + nB kernel entries, a
+        posterior at one new input n.
     """
 
     num_actions: int = 64
@@ -68,13 +67,11 @@ class ComputationAware(SiteFamily):
         return self._module(x, spec["batch_shape"])
 
     def _module(self, x: Tensor, batch_shape: Sequence[int]) -> ProjectedGP:
-        policy: Policy
         if callable(self.actions):
-            policy = UserPolicy(self.actions, self.num_actions)
+            policy: Policy = UserPolicy(self.actions, self.num_actions)
         else:
             policy = _POLICIES[self.actions](self, x, batch_shape)
-        how = self.rate, self.updates
-        return ProjectedGP(policy, x, batch_shape, self.declared(), *how, batches=self.batches)
+        return ProjectedGP(policy, x, batch_shape, self.declared(), self.rate, self.updates, batches=self.batches)
 
 
 _POLICIES: dict[str, Callable[[ComputationAware, Tensor, Sequence[int]], Policy]] = {

@@ -13,7 +13,6 @@ from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily, r
 _MOST_FOLLOWED = 256
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class OnFeatures(BasisFamily):
     """A family on the kernel's own finite features."""
 
@@ -34,8 +33,8 @@ class WeightSpace(OnFeatures, FreeFormFamily):
     (Zhu, Yuchi and Xie, 2025, eq. 8 to 10.) f(x) = μ(x) + φ(x)ᵀw + r(x) with R features φ of the kernel, r of
     variance c, and q(w) = N(m, S): O(BR² + R³) per step for B rows.
 
-    Natural steps follow features that training moves, up to 256 of them, by their values at rows of the first call:
-    all, or max(256, 4R) random ones. To follow more would take far longer than a step, O(R³) with a large factor.
+    Natural steps follow features that training moves, up to 256 of them (more would take far longer than a step), by
+    their values at rows of the first call: all, or max(256, 4R) random ones.
 
     Under a :class:`~pyro_sparsegp.kernels.DeepBasis` the variance correction is relative to the batch in a step, and
     in predictions to the training inputs that the guide has seen in one call: call it on all of them once.
