@@ -37,8 +37,7 @@ _TOGETHER = "Train on old and new rows together"
 class _Sums:
     """q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) Πₙ N(zₙ | μₙ + φₙᵀw, 1/λₙ): what rows seen before left, and new sites.
 
-    (Bui, Nguyen and Turner, 2017.) Neither the old rows nor their sites are needed. The share ``forget`` of (G₀, r₀) is
-    dropped.
+    (Bui, Nguyen and Turner, 2017.) Neither the old rows nor their sites are needed.
     """
 
     rate = 0.7  # of updates, as SiteGP has it
@@ -112,9 +111,8 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
 
 
 def _require_sums(guide: KnownGuide) -> None:
-    """Raise where what the guide learned is no sum over rows: test_absorb.py::test_what_is_no_sum_over_rows_is_refused,
-    test_expectation_propagation_and_a_joint_q_are_refused.
-    """
+    """Raise where what the guide learned is no sum over rows."""
+    # test_what_is_no_sum_over_rows_is_refused, test_expectation_propagation_and_a_joint_q_are_refused
     facts = guide.facts
     beside = [name for name in facts.latents if name in [*facts.field, *facts.local_latents]]
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]

@@ -16,9 +16,7 @@ from ..numerics.arguments import require_count
 from ..numerics.functions import held
 from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program.checks import require_sizes
-from ..program.handlers import in_blocks, observes, unrecorded
-from ..program.traces import repeatable, whole_plates
+from ..program import checks, handlers, traces
 from .absorb import absorb
 from .check import check
 from .conditions import condition, conditions_now
@@ -42,32 +40,30 @@ class AutoSparseGP(SiteMessenger):
     that is linear in it, or on two as its mean and log scale. Without such a u each w has its family's q(w | θ), and
     the normal latents are independent of each other and of f.
 
-    The first call finds the GP sites, the mode of the hyperparameters and how the likelihood depends on function
-    values, and chooses inducing points among its inputs: give it more rows than these.
+    The first call finds the mode of the hyperparameters and how the likelihood depends on f, and chooses inducing
+    points among its inputs: give it more rows than these.
 
     ``guide(*args)`` draws all sites; data that are not given, ``y=None``, are drawn from the model. ``guide.train()``,
     the default, draws each function value from its marginal, ``guide.eval()`` all of them jointly. Override
     :meth:`get_posterior` for a posterior of your own.
 
-    ``state_dict`` is all that makes the guide: a new one of the same model is this one after ``load_state_dict``. With
-    a family on sites, latents under the data plate or classes of groups, it holds the training data, unless the
-    arguments are more than tensors, numbers, strings and lists, tuples and dictionaries of them: then call the loaded
-    guide with the data once.
+    ``load_state_dict`` makes a new guide of the same model this one. With a family on sites, latents under the data
+    plate or classes of groups, the state holds the training data, unless the arguments are more than tensors, numbers,
+    strings and lists, tuples and dictionaries of them: then call the loaded guide with the data once.
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
         ``{("f", "g"): SVGP(32)}``, asks for one posterior of these sites, u above, and raises where they have none.
     :param init_loc_fn: start of latents other than f: one of ``pyro.infer.autoguide.initialization``.
-    :param init_scale: the initial standard deviation of these latents, in unconstrained space.
-    :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all, which is the
-        default under expectation propagation alone.
+    :param init_scale: their initial standard deviation, in unconstrained space.
+    :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all, the default
+        under expectation propagation alone.
     :param independent_draws: GP sites whose values training draws independently although they are coupled, such as a
         deep convolutional GP's at an image's patches: cheaper, but the bound is then approximate.
-    :param independent: names of latents to give independent normal posteriors (mean field), or ``True`` for all:
-        cheaper for thousands of latents, but their intervals are too narrow.
+    :param independent: names of latents with independent normal posteriors, or ``True`` for all: cheaper for thousands
+        of latents, but their intervals are too narrow.
     :param start: hyperparameters start at their posterior mode ("mode", default) or at ``init_loc_fn`` (``None``).
-    :raises ValueError: if ``model`` or ``families`` are invalid; at the first call, naming the site, if a family
-        does not fit a site, its kernel or its likelihood.
+    :raises ValueError: at once, or at the first call, naming the site, if a family does not fit it or its likelihood.
     """
 
     def __init__(
@@ -112,12 +108,11 @@ class AutoSparseGP(SiteMessenger):
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
         if self._asked is not None:
-            vars(self)["_answer"] = self._asked(args, kwargs)
-            return {}
+            return self._asked(args, kwargs)
         self.prepare(*args, **kwargs)
         rows, conditions = self._given(args, kwargs)
         asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
-        has_data = not asks or observes(self.model, self.facts.rows, self.like, args, kwargs)
+        has_data = not asks or handlers.observes(self.model, self.facts.rows, self.like, args, kwargs)
         # In a step values that no density couples are drawn by their marginals. Whoever leaves data out looks at draws.
         joint_up_to = (LARGEST_JOINT if rows.relation.fewer else 0) if self.training else torch.inf
         if not has_data:
@@ -133,7 +128,7 @@ class AutoSparseGP(SiteMessenger):
 
     def _perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
         run.perform(args, kwargs)
-        require_sizes(run.sites)
+        checks.require_sizes(run.sites)
         note_rows(run)
         if torch.is_grad_enabled():
             self.row_share = note_step(run, args, kwargs)
@@ -148,7 +143,7 @@ class AutoSparseGP(SiteMessenger):
         asks = torch.is_grad_enabled() or core.loaded
         if asks and not core.checked and not torch.is_inference_mode_enabled():
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
-            with torch.enable_grad(), repeatable(self.like):
+            with torch.enable_grad(), traces.repeatable(self.like):
                 check_parameters(self, args, kwargs)
         core.loaded = False
 
@@ -158,15 +153,12 @@ class AutoSparseGP(SiteMessenger):
         q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) keeps two sums over all rows so far, (G₀, r₀). absorb adds the sites
         N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). They are exact where the likelihood
         is Gaussian in f; else absorb iterates λ = −E[ℓ''], λ(z − m) = E[ℓ'] with (G₀, r₀) as the prior. All else stays;
-        latents other than f are held at their medians.
-
-        Training afterwards moves q towards the sum over the rows that it is given, scaled to the plate's size: give it
-        the old rows too. A guide that has taken no step starts at the prior.
+        latents other than f are held at their medians. A guide that has taken no step starts at the prior. Training
+        afterwards moves q towards the rows that it is given, scaled to the plate's size: give it the old ones, too.
 
         :param args: the model's arguments, with the new rows alone; the data plate has as many rows.
         :param forget: the share of (G₀, r₀) to drop first, for functions that drift; 0.1 at each call gives the last
             ten calls most of the weight.
-        :param kwargs: keyword arguments of the model.
         :raises ValueError: naming the site and the remedy, where q keeps no (G₀, r₀) (``SGPR`` and its kind,
             expectation propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
         """
@@ -176,27 +168,24 @@ class AutoSparseGP(SiteMessenger):
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
         """Check the posteriors of the latents and of f after training: a line for each that is wrong, with what to do.
 
-        The reference is the nested Laplace approximation of the posterior, at draws of the hyperparameters. The check
-        asks whether the bound would still move q(θ), compares means and widths of latents and of f with
-        importance-weighted draws, searches for another mode, and tests whether the inducing points are enough. Above
-        20,000 rows the curvature is that of every k-th row. An empty list says that q's means are all within 0.3
-        standard deviations of the reference, and q's widths within a factor of 0.75 to 1.33.
-
-        :param args: the arguments of the model, with the training data, by default the first call's.
+        The reference is the nested Laplace approximation of the posterior at draws of the hyperparameters, above 20,000
+        rows with the curvature of every k-th row. The check asks whether the bound would still move q(θ), compares
+        means and widths with importance-weighted draws, searches for another mode, and tests whether the inducing
+        points are enough. An empty list says that q's means are all within 0.3 standard deviations of the reference,
+        and q's widths within a factor of 0.75 to 1.33. Arguments are the training data, by default the first call's.
         """
         args, kwargs = self._or_of_training("check", args, kwargs)
         self._ready(args, kwargs)
-        if not observes(self.model, self.facts.rows, self.like, args, kwargs):
+        if not handlers.observes(self.model, self.facts.rows, self.like, args, kwargs):
             raise ValueError("check compares the posterior with the data: give it the training arguments, check(x, y)")
         return check(self, args, kwargs)
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, with other latents at their posterior medians.
 
-        The variance includes the uncertainty of latents with normal priors, but not of hyperparameters:
-        :func:`~pyro_sparsegp.predict` includes both. An inner layer of a deep GP is at its posterior mean.
-        Subsampling is off. At the training data (all arguments, with observations) latents of single rows are as
-        learned. At other data these latents are drawn from the model.
+        The variance includes the uncertainty of latents with normal priors; that of hyperparameters is in
+        :func:`~pyro_sparsegp.predict`. An inner layer of a deep GP is at its posterior mean. Subsampling is off.
+        Latents of single rows are as learned if all arguments are the training data, with observations, and else drawn.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         """
@@ -219,8 +208,7 @@ class AutoSparseGP(SiteMessenger):
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
-        """Quantiles of each latent and of each GP site's values at these inputs, by default the training data's. They
-        are ``(Q, ...)`` by site, as in Pyro's AutoNormal.
+        """Quantiles, ``(Q, ...)``, of each latent and GP site at these inputs, by default the training data's.
 
         >>> guide.quantiles([0.05, 0.5, 0.95])["length"]           # doctest: +SKIP
 
@@ -237,7 +225,8 @@ class AutoSparseGP(SiteMessenger):
             return {name: values[name] for name in (*self.facts.latents, *self.facts.gps) if name in values}
 
         # 128 features a value.
-        blocks = list(in_blocks(one, {"": torch.arange(num_draws)}, lambda d: 128 * sum(map(torch.numel, d.values()))))
+        draws = {"": torch.arange(num_draws)}
+        blocks = list(handlers.in_blocks(one, draws, lambda d: 128 * sum(map(torch.numel, d.values()))))
         self.trace = poutine.Trace()  # as in predict
         return {name: torch.cat([block[name] for block in blocks]).quantile(levels, 0) for name in blocks[0]}
 
@@ -263,17 +252,15 @@ class AutoSparseGP(SiteMessenger):
         # At the rows of training the sum over classes knows what these say.
         if asked.get("draws_data", True) and not (same and asked["sums_out"]):
             conditions = with_classes(self, conditions)
-        with unrecorded(same=False, learns=False), whole_plates(), held(PRECISE, True):
+        with handlers.unrecorded(same=False, learns=False), traces.whole_plates(), held(PRECISE, True):
             run = Posteriors(self, conditions, rows, **asked).perform(args, kwargs)
         note_rows(run)
         return run
 
     def forget_data(self) -> None:
-        """Forget the training data. ``SGPR`` and its kind take new data from the next call with observations.
+        """Forget the training data, and no parameter: ``SGPR`` and its kind take new ones at the next call with data.
 
-        Parameters stay. Sparse actions, which have a parameter for each row, need a new guide.
-
-        :raises ValueError: naming the GP site of such a family.
+        :raises ValueError: naming the GP site of a family with parameters for each row (sparse actions).
         """
         for name, module in self.site_modules().items():
             if module.num_rows is not None:  # test_computation_aware.py::test_other_numbers_of_rows
@@ -344,7 +331,6 @@ class AutoSparseGP(SiteMessenger):
         state = vars(self)
         try:
             state["_asked"] = asked
-            wrapped(*args, **kwargs)
-            return state["_answer"]
+            return wrapped(*args, **kwargs)
         finally:
-            state["_asked"] = state["_answer"] = None
+            state["_asked"] = None

@@ -16,12 +16,10 @@ from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..numerics.linalg import MAPPED
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import holds_part, require_full_batch
+from ..program import checks, handlers, traces
 from ..program.data import TrainingData
 from ..program.explore import explore
-from ..program.handlers import held_runs, unrecorded
 from ..program.reader import Expectation, Marginal, Reader, total_after
-from ..program.traces import free_values, repeatable
 from .known import KnownGuide
 from .runs import Conditions, Priors, Rows, require_rows
 
@@ -47,18 +45,15 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
         return Conditions()
     data = guide.data_for(next(iter(guide.site_modules())))
     # Sites that are kept must serve training, too: no tensors of inference mode.
-    with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
+    with torch.inference_mode(False), torch.no_grad(), traces.repeatable(guide.like) if median else nullcontext():
         return condition(guide, Rows(same=known), data.args, data.kwargs, median)
 
 
 @dataclass(eq=False)
 class _UnderLatents(Priors):
-    """The latents are drawn, for what families on sites are conditioned on.
+    """The latents are drawn, for what families on sites are conditioned on."""
 
-    :param reads: the GP sites by whose values, ``moves`` off the prior's mean, its densities are to be derived.
-    """
-
-    reads: Collection[str] = ()
+    reads: Collection[str] = ()  # the GP sites by whose values, moves off the prior's mean, densities are derived
     moves: dict[str, Tensor] = field(init=False, default_factory=dict)
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Any:
@@ -72,11 +67,10 @@ class _UnderLatents(Priors):
 
 
 def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any], median: bool = False) -> Conditions:
-    """Draw the latents at the training data, and read under them the sites of families on sites.
+    """Draw the latents at the training data, or take their medians, and read the sites of families on sites under them.
 
     :param rows: of the arguments; if they are not those of training, the training data are taken. In a step of training
         modules keep the sites, and gradients pass through them.
-    :param median: take the latents' medians instead.
     """
     core, modules, same, learns = guide.core, guide.site_modules(), rows.same, rows.learns
     if not same:
@@ -86,23 +80,23 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     # Not under vmap, by which predict draws: it has no torch.autograd.grad.
     reads = [] if MAPPED.get() else list(filter(core.facts.is_alone, modules))
     run = _UnderLatents(guide, at_medians=median, reads=reads)
-    with unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
+    with handlers.unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
         run.perform(args, kwargs)
-    if same and core.data is not None and guide.takes_batches and holds_part(run.trace):
+    if same and core.data is not None and guide.takes_batches and checks.holds_part(run.trace):
         return condition(guide, replace(rows, same=False), args, kwargs)  # the rows it knows, as a batch of more
     name, module = next(iter(modules.items()))
-    require_full_batch(name, module.family["name"], run.trace)
+    checks.require_full_batch(name, module.family["name"], run.trace)
     if same and learns:
         core.data = rows.relation.call if core.data else TrainingData(guide.model, args, kwargs)
     # Expectations are in closed form if no other densities depend on the values of the one GP site.
     forms, closed = core.forms, tuple[str, ...]()
     if forms and len(core.facts.gps) == 1 and not (forms.functions or forms.rest.dependence):
         closed = forms.rows * forms.hold(run.trace.nodes)
-    reader = Reader(held_runs(guide.model, run.trace, args, kwargs), core.facts, closed)
+    reader = Reader(handlers.held_runs(guide.model, run.trace, args, kwargs), core.facts, closed)
     with torch.set_grad_enabled(learns):
         readings = _read(reader, modules, run, rows)
     # What other runs are to have of latents: all of it at the same rows.
-    free = free_values(run.trace)
+    free = traces.free_values(run.trace)
     shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(core.facts.local_latents)
     held = {name: value if learns else value.detach() for name, value in free.items() if name in shared}
     return Conditions(held, readings, run.drawn)
@@ -154,13 +148,10 @@ def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
 
 
 class SiteReading:
-    """The Gaussian sites of one GP site while they are read.
+    """The Gaussian sites of one GP site while they are read; its module is a SiteGP, or what absorb has for it.
 
-    :param module: a SiteGP, or what absorb has for it.
-    :param reader: of the likelihood ℓ.
-
-    ℓ may be ``quadratic`` in each value. If no outputs meet in a term it is ``direct``: one reading gives the best
-    sites, the other GP sites' posteriors as they are. If no other GP sites do it is ``alone``: the sites are ℓ itself.
+    The likelihood ℓ may be ``quadratic`` in each value. If no outputs meet in a term it is ``direct``: one reading
+    gives the best sites, others' posteriors as they are. If no other GP sites do it is ``alone``: sites are ℓ itself.
     """
 
     def __init__(self, name: str, process: GaussianProcess, module: Any, reader: Reader) -> None:
@@ -217,14 +208,13 @@ class SiteReading:
             kept.progress |= {"pace": self.pace, "halved": kept.progress["halved"] + self.halved}
 
     def posterior(self, sites: Optional[Sites]) -> tuple[SparsePosterior, Marginal]:
-        """The posterior of these sites, and its marginals; ``None`` is the start, noise as large as the process around
-        its mean: under the prior a likelihood that is not log-concave would be met where it is flat.
-        """
+        """The posterior of these sites, or, for ``None``, of those to start from, and its marginals."""
         with torch.no_grad():
             if self._answer is None:
                 self._answer = self.module.by_sites(self.process, self.name)
             if sites is None:
-                # λ is one over the mean of the prior's variances: test_a_scale_that_grows_with_f_is_met_near_the_mean
+                # Noise as large as the process around its mean: under the prior a likelihood that is not log-concave
+                # would be met where it is flat (test_a_scale_that_grows_with_f_is_met_near_the_mean).
                 prior = self.process.variance
                 noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
                 sites = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
@@ -232,22 +222,17 @@ class SiteReading:
             return posterior, (posterior.mean, posterior.variance)
 
 
+@dataclass(eq=False)
 class Readings:
-    """The readings of GP sites, which are updated until they stay, one after the other, and none so that the bound
-    falls.
+    """Readings of GP sites, which are updated one after the other, and none so that the bound falls."""
 
-    :param others: the marginals of all other GP sites.
-    """
-
-    def __init__(self, reader: Reader, readings: Sequence[SiteReading], others: Mapping[str, Marginal]) -> None:
-        self.reader, self.readings, self.others = reader, readings, others
+    reader: Reader
+    readings: Sequence[SiteReading]
+    others: Mapping[str, Marginal]  # of all other GP sites
 
     def settle(self, most: int, tolerance: float) -> None:
-        """Update the sites. Gradients pass through the last update.
-
-        :param tolerance: updates end when none moves a marginal by more than this, in standard deviations, or after
-            ``most`` of them.
-        """
+        """Update the sites until none moves a marginal by more standard deviations, or ``most`` times."""
+        # Gradients pass through the last update.
         readings, trained = self.readings, torch.is_grad_enabled()
         names = {reading.name for reading in readings}
         meets = any(not reading.direct or self.reader.found.neighbours(reading.name) & names for reading in readings)
@@ -269,9 +254,7 @@ class Readings:
         return self.reader.expect(reading.name, {**self.others, **every, reading.name: marginal})
 
     def _target(self, reading: SiteReading) -> tuple[Expectation, Sites]:
-        """E[ℓ] and its derivatives, and the sites that these lead to; how far these are from those that there are is
-        the reading's ``change``.
-        """
+        """E[ℓ] and its derivatives, and the sites that these lead to, a ``change`` from those that there are."""
         mean, variance = marginal = reading.marginal
         found = self._expect(reading, marginal)
         away, old = mean - reading.process.mean, reading.sites
@@ -330,9 +313,8 @@ class Readings:
 
     @torch.no_grad()
     def _at_modes(self, reading: SiteReading) -> Sites:
-        """ℓ expanded at each row's own mode, or towards it, where the posterior is so wide that expectations are of its
-        farthest tail, as under an exponential link.
-        """
+        """ℓ expanded at each row's own mode, or towards it."""
+        # Under an exponential link expectations under a wide posterior are of its farthest tail.
         mean, variance = reading.process.mean, reading.process.variance
         f, reach, tiny = mean, 1 + variance.sqrt() / 4, torch.finfo(mean.dtype).tiny
         near = 1e-4 * variance  # slopes and curvatures within a hundredth of the prior's deviation
@@ -345,12 +327,11 @@ class Readings:
 
     @torch.no_grad()
     def _solve(self, tolerance: float) -> bool:
-        """The sites of GP sites and outputs that meet in Gaussian densities, at the optimum of a mean field: its means
-        solve a linear system, by Anderson's mixing of all iterates (1965), which on linear maps is GMRES.
+        """Find the sites of GP sites and outputs that meet in Gaussian densities, at the optimum of a mean field.
 
-        :returns: whether they were found: not if the precisions of one depend on the others, as in a product of
-            functions.
+        :returns: whether they were: not if the precisions of one depend on the others, as in a product of functions.
         """
+        # Its means solve a linear system, by Anderson's mixing of all iterates (1965), which on linear maps is GMRES.
         readings = self.readings
         # Tight in training, too: the bound falls with the square of what is missing, times its precisions.
         tolerance = max(min(tolerance, 1e-5), _TIGHT[readings[0].process.x.dtype])

@@ -1,6 +1,4 @@
-"""A guide's first call: its parameters are made, and it learns what the model is; what it checks at the first step; and
-what to say where a bound is not finite.
-"""
+"""A guide's first call makes its parameters and learns what the model is; its first step checks them."""
 
 from __future__ import annotations
 
@@ -78,25 +76,21 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
 
 
 class _FlatInputsError(Exception):
-    """A GP site's inputs have columns in which all rows are the same; with the names of latents to move them by: normal
-    ones of several values, which inputs and weights of layers are.
-    """
+    """A GP site's inputs have columns in which all rows are the same; with the names of latents to move them by."""
 
 
 @dataclass(eq=False)
 class _Setup(Run):
-    """The first run: makes the modules.
+    """The first run: makes the modules."""
 
-    :param from_draws: latents that start at a draw from the prior, whatever ``init_loc_fn`` says.
-    """
-
-    from_draws: Collection[str] = ()
+    from_draws: Collection[str] = ()  # latents that start at a draw from the prior, whatever init_loc_fn says
 
     def module(self, name: str, process: GaussianProcess) -> Any:
         guide, x = self.guide, process.x
         if not self.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
             met = traces.sample_sites(guide.trace).items()
             free = {n: s for n, s in met if traces.is_free(s) and s["value"].numel() > 1}
+            # normal ones of several values, which inputs and weights of layers are
             several = [other for other, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
             if several:
                 raise _FlatInputsError(*several)
@@ -130,8 +124,7 @@ def _require_sites(run: Run) -> None:
     if not posteriors:
         raise ValueError(
             "the model has no GP site to approximate: no pyro.sample(..., GaussianProcess(kernel, x)) without obs= was "
-            "reached. Data need a likelihood, such as Normal(f, noise); hyperparameters alone train with the exact "
-            "density, by a guide without AutoSparseGP."
+            "reached. Data need a likelihood, such as Normal(f, noise); the exact density takes another guide."
         )
     if not any(traces.is_observation(site) for _, site in traces.all_sites(run.trace)):
         raise ValueError(
@@ -206,9 +199,7 @@ def _require_densities(run: Run) -> None:
 
 
 def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], first: Optional[Run] = None) -> ClosedForms:
-    """Which densities have their expectation in closed form, and of a first run all facts, too; where a state was
-    loaded, they are known.
-    """
+    """Which densities have their expectation in closed form; of a first run all facts are learned, too."""
     run, found = first or probed(guide, args, kwargs), guide.facts if first else replace(guide.facts)
     held = held_runs(guide.model, run.trace, args, kwargs)
     with traces.repeatable(guide.like), poutine.block():
@@ -237,9 +228,8 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
         if not {*group} <= facts.field.keys():
             raise ValueError(
                 f"GP sites {list(group)} can't have one posterior here. That takes GP sites of one output that enter "
-                "no other, up to 2,000 coefficients, and likelihoods whose parameters are affine in function values "
-                "under a link, such as a Normal around f + g[index] or a Poisson of its exp. Give each site a family "
-                "of its own."
+                "no other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, "
+                "as Normal(f + g[index], s) or a Poisson of its exp. Give each site a family of its own."
             )
     if facts.field:
         return
@@ -304,9 +294,7 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
 
 
 def _warn_of_widths(probe: Run) -> None:
-    """Tell of intervals that will be too narrow or too wide: of latents that each datum has one of beside f, and of
-    normal data that are as precise as the jitter lets function values be.
-    """
+    """Tell of intervals that will be too narrow, of latents of single data, or too wide, of data below the jitter."""
     facts = probe.guide.facts
     most = max(facts.rows.values(), default=math.inf)
     names = [name for name in facts.local_latents if math.prod(facts.latents[name]["shape"] or ()) >= most]

@@ -135,9 +135,7 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
 
 
 def _resume_name(guide: KnownGuide, name: str) -> bool:
-    """Take the name that a guide's parameters had when they were saved, if the guide that was saved is gone: a
-    saved optimiser finds them by it.
-    """
+    """Take the name by which a saved optimiser finds a guide's parameters, if the guide that was saved is gone."""
     before = guide._pyro_name
     if not take_name(guide, name):
         return False
@@ -147,11 +145,7 @@ def _resume_name(guide: KnownGuide, name: str) -> bool:
 
 
 class SiteMessenger(KnownGuide):
-    """Pyro's mean-field guide, whose GP sites are answered by their families' modules.
-
-    Its other latents may be points or coupled, and follow the data's dtype and device; one under a data plate is that
-    of the rows it was fitted to: other rows' come from the model.
-    """
+    """Pyro's mean-field guide, whose GP sites are answered by their families' modules, and others may be coupled."""
 
     # At sites.
 
@@ -305,9 +299,7 @@ class SiteMessenger(KnownGuide):
         super()._save_to_state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What is known of the program, in plain Python, the name of the guide's parameters in Pyro's store, and the
-        training data where prediction needs them.
-        """
+        """The program's facts in plain Python, parameters' name in Pyro's store, and data that predictions need."""
         if self.structure is None:
             return {}
         state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.structure)}

@@ -250,14 +250,11 @@ def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
 
 
 def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
-    """After a step of training: check that its data are what the guide is about.
-
-    :returns: their share of all rows, as plates tell; 0 where there are none, which an objective's step has to bring.
-    """
+    """After a step of training: check that its data are what the guide is about; their share of all rows."""
     guide, core, facts, sites = run.guide, run.guide.core, run.guide.core.facts, run.sites
     observed = {name: site for name, site in run.data.items() if not guide.is_given(name, site)}
     if not observed:
-        if run.nodes is not None:
+        if run.nodes is not None:  # an objective's step
             require_data(run)
         return 0.0
     known = {*facts.gps, *facts.latents, *facts.rows}
@@ -325,18 +322,14 @@ def _refuse_other_data(run: Run, observed: str) -> None:
         raise ValueError(
             f"{about[0]} belongs to the training data, and this call with gradients brings other rows at site "
             f"{observed!r}, by arguments {moved} (an object that is no tensor, array or dataclass of these is known by "
-            "identity). To evaluate the trained guide on other data use torch.no_grad(); to train it on the same rows, "
-            "keep their order; on other data, make a new guide or call guide.forget_data() first; for mini-batches "
-            "take a family such as SVGP, plate = pyro.plate('data', size=N, subsample_size=B), and index the data by "
-            "plate.indices."
+            "identity). To evaluate other data use torch.no_grad(); to train on the same rows, keep their order; on "
+            "others, make a new guide or call guide.forget_data() first; for mini-batches take a family such as SVGP, "
+            "plate = pyro.plate('data', size=N, subsample_size=B), and index the data by plate.indices."
         )
 
 
 def share_of_rows(run: Run) -> float:
-    """The share of all rows that a step of training has, the least of all sites that hold data; 0 if it is not known.
-
-    Warns of a mini-batch that no plate scales up.
-    """
+    """The share of all rows that a step has, the least of all sites, 0 if unknown; warns where no plate scales up."""
     guide, facts, sites = run.guide, run.guide.core.facts, run.sites
     # A plate that scales rows up does so whatever handlers' scales are.
     shares = [traces.share_of(site) for site in run.data.values()]
@@ -357,9 +350,8 @@ def share_of_rows(run: Run) -> float:
                 guide.warned,
                 *told,
                 f"site {name!r} observes {num} values in this step, fewer or others than the {before} before, and no "
-                "plate scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', "
-                "size=N, subsample=x) or subsample_size=B; otherwise the KL outweighs the data. The guide takes "
-                "poutine.scale for the rows' weights.",
+                "plate scales them up: the KL outweighs the data. Give a mini-batch's plate size=N and subsample=x or "
+                "subsample_size=B. The guide takes poutine.scale for the rows' weights.",
                 stacklevel=5,
             )
         # A handler's scale is of a batch; of other numbers of rows than at first it is not known what they are.
@@ -373,9 +365,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def note_rows(run: Run) -> None:
-    """After a run: take note of the rows of training that kernels' diagonals depend on, and of how many there are; or
-    warn where a prediction's diagonal is relative to a part of them.
-    """
+    """After a run: note the rows that kernels' diagonals depend on, or warn where training has more of them."""
     guide = run.guide
     for name, process in run.processes.items():
         module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
