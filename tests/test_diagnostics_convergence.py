@@ -70,20 +70,6 @@ def fitted(program, **options):
     return diagnostics.to_datatree(program, guide, x, y, **{"seed": 0} | options), guide, x, y
 
 
-def test_prior_groups():
-    x, y = waves(20)
-    alone = diagnostics.prior_predictive(series, x, y, num_samples=100, seed=0, include_f=True)
-    assert alone.prior["noise"].dims == ("chain", "draw")
-    assert alone.prior["f"].dims == alone.prior_predictive["y"].dims == ("chain", "draw", "row")
-    assert alone.prior_predictive["y"].shape == (1, 100, 20)
-    assert abs(float(np.log(alone.prior["noise"]).mean()) + 1.5) < 4 * 0.3 / 100**0.5
-    np.testing.assert_allclose(alone.observed_data["y"], y)
-    assert not np.allclose(alone.prior_predictive["y"][0, 0], y)
-    residual = (alone.prior_predictive["y"] - alone.prior["f"]) / alone.prior["noise"]
-    assert abs(float(residual.std()) - 1) < 0.06
-    refused("num_samples", diagnostics.prior_predictive, series, x, num_samples=0)
-
-
 def test_one_dimension_for_all_draws():
     """Stacked by xarray, stock ArviZ takes it."""
     tree, *_ = fitted(series, num_samples=25)
@@ -95,8 +81,7 @@ def test_one_dimension_for_all_draws():
 
 def test_counts_and_classes_are_whole_numbers(pictures):
     tree, _, x, y = fitted(counts, num_samples=30, predict=waves(4)[0])
-    tree["prior_predictive"] = diagnostics.prior_predictive(counts, x, y, num_samples=5)["prior_predictive"]
-    for group in ("observed_data", "posterior_predictive", "prior_predictive", "predictions"):
+    for group in ("observed_data", "posterior_predictive", "predictions"):
         assert tree[group]["y"].dtype == np.dtype("int64"), group
     assert tree.posterior["level"].dtype == np.dtype("float32")
     plots.plot_ppc_rootogram(tree)

@@ -188,8 +188,7 @@ def test_what_stands_in_the_wrong_place_is_named():
     for call, message in (
         (lambda: diagnostics.to_datatree(guide, gaussian, x, y), first),
         (lambda: diagnostics.predictive_scores(guide, x, y), first),
-        (lambda: diagnostics.prior_predictive(guide, x), first),
-        (lambda: diagnostics.prior_predictive(svi, x), "got SVI in its place"),
+        (lambda: diagnostics.predictive_scores(svi, guide, x, y), "got SVI in its place"),
         (lambda: diagnostics.to_datatree(gaussian, guide), "cannot call the model: missing.*'x'.*training data"),
         (lambda: diagnostics.to_datatree(gaussian, posterior["f"], x, y), "got Site.*give the guide"),
         (lambda: diagnostics.predictive_scores(gaussian, tree, x, y), "got DataTree"),

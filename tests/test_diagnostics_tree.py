@@ -487,39 +487,6 @@ def test_mcmc_draws():
     assert to_datatree(regression, samples, x, y).posterior["noise"].shape == (1, 8)
 
 
-def test_prior_predictive_without_observations():
-    """Data are then the sites that nothing depends on, whatever their number and order; or those named."""
-
-    def model(x, y):  # no default
-        noise = pyro.sample("noise", dist.HalfNormal(1.0))
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, noise), obs=y)
-            pyro.deterministic("twice", 2 * f)
-        pyro.sample("level", dist.Normal(0.0, 1.0))
-        pyro.sample("total", dist.Normal(f.sum(), noise))
-
-    x, y = data(num=12)
-    given = diagnostics.prior_predictive(regression, x, num_samples=3, seed=0)
-    assert set(given.prior_predictive.data_vars) == {"y"}
-    assert given.prior_predictive["y"].dims == ("chain", "draw", "data")
-    assert set(given.prior.data_vars) == {"scale", "length", "noise"}
-    assert "observed_data" not in given.children
-    seen = diagnostics.prior_predictive(regression, x, y, num_samples=3, seed=0)
-    assert set(seen.prior.data_vars) == {"scale", "length", "noise"}
-    refused(r"missing a required argument: 'y'.*or None", diagnostics.prior_predictive, model, x)
-    tree = diagnostics.prior_predictive(model, x, None, num_samples=3)
-    assert set(tree.prior_predictive.data_vars) == {"y", "total", "level"}
-    tree = diagnostics.prior_predictive(model, x, None, num_samples=3, observed=["y"])
-    assert set(tree.prior_predictive.data_vars) == {"y"}
-    assert {"noise", "twice", "total", "level"} <= set(tree.prior.data_vars)
-    tree = diagnostics.prior_predictive(model, x, y, num_samples=3)
-    assert set(tree.prior_predictive.data_vars) == set(tree.observed_data.data_vars) == {"y"}
-    assert "twice" in tree.prior
-    with pytest.raises(ValueError, match=r"observed names \['z'\], which are no sites of the model: it has \['noise'"):
-        diagnostics.prior_predictive(model, x, None, observed=["z"])
-
-
 def test_refusals():
     guide, x, y = fitted()
     refused("num_samples", to_datatree, regression, guide, x, y, num_samples=0)

@@ -3,10 +3,10 @@
 try:
     from .effects import plot_effects
     from .scores import PredictiveScores, predictive_scores
-    from .tree import prior_predictive, to_datatree
+    from .tree import to_datatree
     from .weights import PSIS, psis
 except ModuleNotFoundError as error:
     remedy = 'pip install "pyro-sparsegp[diagnostics]"'
     raise ImportError(f"pyro_sparsegp.diagnostics needs {error.name}: {remedy}") from error
 
-__all__ = ["PSIS", "PredictiveScores", "plot_effects", "predictive_scores", "prior_predictive", "psis", "to_datatree"]
+__all__ = ["PSIS", "PredictiveScores", "plot_effects", "predictive_scores", "psis", "to_datatree"]

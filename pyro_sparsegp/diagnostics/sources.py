@@ -257,23 +257,18 @@ class SampleSource(Source):
 def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> Source:
     """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples."""
     order = "then the guide or the MCMC, then the training data: (model, guide, x, y)"
-    require_call("a posterior's draws", order, model, args, kwargs)
+    if not callable(model) or isinstance(getattr(model, "guide", model), AutoSparseGP):
+        raise ValueError(f"a diagnostic takes the model first, {order}; got {type(model).__name__} in its place")
+    try:
+        signature_of(model).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"a diagnostic cannot call the model: {error}. It takes {order}") from error
     guide = getattr(result, "guide", result)
     if isinstance(guide, AutoSparseGP):
         return GuideSource(own_guide(model, guide, "this diagnostic"), args, kwargs, marginal)
     has_run, now = isinstance(result, MCMC), (args, kwargs)
     samples, old, diverging = sampled(result, None if has_run else now)
     return SampleSource(model, samples, diverging, now, old if marginal and has_run else None)
-
-
-def require_call(function: str, order: str, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise where something else stands in the model's place, or it cannot be called with these arguments."""
-    if not callable(model) or isinstance(getattr(model, "guide", model), AutoSparseGP):
-        raise ValueError(f"{function} takes the model first, {order}; got {type(model).__name__} in its place")
-    try:
-        signature_of(model).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(f"{function} cannot call the model: {error}. It takes {order}") from error
 
 
 def require_shapes(data: Mapping[str, Any]) -> None:

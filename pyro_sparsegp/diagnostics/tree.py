@@ -1,8 +1,8 @@
-"""Posteriors and priors as ``xarray.DataTree`` in ArviZ's schema."""
+"""Posteriors as ``xarray.DataTree`` in ArviZ's schema."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -10,21 +10,18 @@ import pyro
 import torch
 import xarray
 from arviz_base import make_attrs
-from pyro import poutine
-from pyro.infer.inspect import get_dependencies
 from torch import Tensor
 
 from .._version import __version__
 from ..inference.batches import arguments_of
 from ..numerics.arguments import require_count
-from ..predict import Call
 from ..program.data import signature_of
-from ..program.traces import as_process, is_observation, sample_sites, unmasked_rows, whole_plates
-from .sources import Draws, Source, as_source, is_factor, require_call, seeded
+from ..program.traces import is_observation, unmasked_rows
+from .sources import Source, as_source, seeded
 
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 _DRAWN = ("posterior", "log_prior", "sample_stats", "posterior_predictive", "predictions")
-_OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
+_OF_DATA = ("observed_data", "posterior_predictive", "predictions")
 
 
 def to_datatree(
@@ -98,78 +95,6 @@ def to_datatree(
     if new is not None:
         table.fix_arguments("predictions_constant_data", *new, {})
     return table.tree(name)
-
-
-def prior_predictive(
-    model: Callable,
-    *args: Any,
-    num_samples: int = 500,
-    include_f: bool = False,
-    observed: Optional[Collection[str]] = None,
-    coords: Optional[Mapping[str, Any]] = None,
-    dims: Optional[Mapping[str, Sequence[str]]] = None,
-    dtype: str = "float32",
-    seed: Optional[int] = None,
-    name: Optional[str] = None,
-    **kwargs: Any,
-) -> xarray.DataTree:
-    """Draws from the prior, as an ``xarray.DataTree`` with ``prior``, ``prior_predictive`` and the groups of data.
-
-    Observations among the arguments are kept, and drawn anew; they may be left out. Function values are exact joint
-    draws, in O(N³).
-
-    :param model: the model.
-    :param args: its arguments.
-    :param num_samples: how many draws.
-    :param include_f: keep function values, ``(chain, draw, N)``.
-    :param observed: names of the sites that hold data. By default those that do with these arguments; where
-        observations are left out, those on which no other site depends.
-    :param coords: coordinate values by dimension.
-    :param dims: names of a variable's dimensions.
-    :param dtype: of all groups.
-    :param seed: makes the draws repeatable and leaves the global generators alone.
-    :param name: the tree's name.
-    :param kwargs: the model's further arguments.
-    :raises ValueError: where an argument of the model is missing, or ``observed`` names what is not there.
-    """
-    require_count(num_samples, "num_samples")
-    order = "then its arguments, with observations, which are drawn anew, or None in their place: (model, x, None)"
-    require_call("prior_predictive", order, model, args, kwargs)
-    with seeded(seed):
-        source = _Prior(model, args, kwargs, observed or ())
-        table = Table(source, (1, num_samples), dtype, dims, coords)
-        for draws in source.draws(num_samples):
-            prior = draws.posterior | (draws.functions if include_f else {})
-            table.put({"prior": prior, "prior_predictive": draws.posterior_predictive}, draws.functions)
-    return table.tree(name)
-
-
-class _Prior(Source):
-    """Draws from the prior, in which observed sites are drawn anew."""
-
-    @torch.no_grad()
-    def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any], observed: Collection[str]) -> None:
-        super().__init__(model, args, kwargs)
-        with whole_plates(), poutine.block():
-            self.sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
-        unknown = sorted(set(observed) - set(self.sites))
-        if unknown:
-            raise ValueError(f"observed names {unknown}, which are no sites of the model: it has {list(self.sites)}")
-        seen = [name for name, site in self.sites.items() if is_observation(site) and not is_factor(site)]
-        self.gps = [name for name, site in self.sites.items() if as_process(site["fn"])[0] is not None]
-        self.data = list(dict.fromkeys((*seen, *observed)))
-        if not self.data:  # they are the sites on which no other depends
-            dependencies: Any = get_dependencies(model, args, kwargs)["prior_dependencies"]
-            upstream = {name for site, names in dependencies.items() for name in names if name != site}
-            self.data = [name for name in self.sites if name in dependencies and name not in (*upstream, *self.gps)]
-
-    def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
-        with whole_plates(), poutine.block():
-            trace = poutine.trace(poutine.uncondition(self.model)).get_trace(*self.args, **self.kwargs)
-        values = {name: site["value"] for name, site in sample_sites(trace).items() if not is_factor(site)}
-        simulated = {name: values.pop(name) for name in self.data if name in values}
-        functions = {name: values.pop(name) for name in self.gps if name in values}
-        return Draws(values, functions, posterior_predictive=simulated)
 
 
 class Table:
