@@ -83,5 +83,5 @@ def test_counts_and_classes_are_whole_numbers(pictures):
     tree, _, x, y = fitted(counts, num_samples=30, predict=waves(4)[0])
     for group in ("observed_data", "posterior_predictive", "predictions"):
         assert tree[group]["y"].dtype == np.dtype("int64"), group
-    assert tree.posterior["level"].dtype == np.dtype("float32")
+    assert tree.posterior["level"].dtype == np.dtype("float64")
     plots.plot_ppc_rootogram(tree)

@@ -31,7 +31,7 @@ def test_expectation_propagation_is_judged_by_its_own_target():
     ep = ExpectationPropagation(gaussian, guide, pyro.optim.Adam({"lr": 0.0}), damping=1.0)
     for _ in range(5):
         ep.sweep(x, y)
-    tree = diagnostics.to_datatree(gaussian, ep, x, y, num_samples=100, seed=0, dtype="float64")
+    tree = diagnostics.to_datatree(gaussian, ep, x, y, num_samples=100, seed=0)
     stats = tree["sample_stats"]
     assert tree.sample_stats.attrs["target"] == "fitc"
     assert float((stats["log_q"] - stats["lp"]).std()) < 1e-6  # q is the target, for a Gaussian likelihood
@@ -94,7 +94,7 @@ def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
     model, network = deep_model()
     guide = prepared(model, ExactWeightSpace(), x, y)
     new = torch.linspace(-1.5, 1.5, 7)[:, None]
-    options = {"num_samples": num, "predict": new, "include_f": True, "dtype": "float64", "seed": 0}
+    options = {"num_samples": num, "predict": new, "include_f": True, "seed": 0}
     tree = diagnostics.to_datatree(model, guide, x, y, **options)
     phi = network(x).detach()
     c = phi.square().sum(-1).max() - phi.square().sum(-1)
@@ -151,7 +151,7 @@ def test_factors_are_no_data():
 
     guide = prepared(cox, SVGP(5), nodes, widths, events)
     args = (nodes, widths, events)
-    tree = diagnostics.to_datatree(cox, guide, *args, num_samples=25, predict=(nodes, widths), seed=0, dtype="float64")
+    tree = diagnostics.to_datatree(cox, guide, *args, num_samples=25, predict=(nodes, widths), seed=0)
     assert not {"observed_data", "posterior_predictive", "log_likelihood"} & set(tree.children)
     assert list(tree.predictions.data_vars) == ["f"]
     draws = diagnostics.to_datatree(cox, guide, *args, num_samples=5, seed=0, include_f=True)

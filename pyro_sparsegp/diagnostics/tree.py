@@ -35,16 +35,14 @@ def to_datatree(
     posterior_predictive: bool = True,
     coords: Optional[Mapping[str, Any]] = None,
     dims: Optional[Mapping[str, Sequence[str]]] = None,
-    dtype: str = "float32",
     seed: Optional[int] = None,
-    name: Optional[str] = None,
     **kwargs: Any,
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
 
     Its groups are ArviZ's; ``predict`` adds ``predictions`` and ``predictions_constant_data``. ``posterior`` holds the
     hyperparameters, and for each GP site f the coefficients ``f_w`` of its basis, N(0, I) a priori. Draws have
-    dimensions ``(chain, draw, ...)``; a guide is one chain, and ``xarray.concat`` joins trees of several.
+    dimensions ``(chain, draw, ...)`` and the model's dtype; a guide is one chain, and ``xarray.concat`` joins trees.
 
     The log likelihood of a guide's draw (w, θ) is log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ. That of an MCMC draw (f, θ) is
     log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Either is times the row's weight (``poutine.scale``). For MCMC
@@ -69,16 +67,14 @@ def to_datatree(
     :param posterior_predictive: whether to draw posterior predictions.
     :param coords: coordinate values by dimension.
     :param dims: names of a variable's dimensions, instead of the plates' names and ``{variable}_dim_{i}``.
-    :param dtype: of all groups but ``sample_stats``.
     :param seed: makes the draws repeatable and leaves the global generators alone.
-    :param name: the tree's name.
     :param kwargs: the model's further arguments.
     :raises ValueError: where the result, the arguments or the labels do not fit.
     """
     require_count(num_samples, "num_samples")
     source, new = as_source(model, guide, args, kwargs), None if predict is None else arguments_of(predict)
     shape = source.shape or (1, num_samples)
-    table = Table(source, shape, dtype, dims, coords)
+    table = Table(source, shape, dims, coords)
     table.blocks["posterior"] = {}  # with draws, though function values that are left out may be all there is
     with seeded(seed):
         for draws in source.draws(shape[0] * shape[1], new, posterior_predictive):
@@ -94,16 +90,14 @@ def to_datatree(
             table.put(groups, draws.functions)
     if new is not None:
         table.fix_arguments("predictions_constant_data", *new, {})
-    return table.tree(name)
+    return table.tree()
 
 
 class Table:
     """Arrays by group and variable, in blocks, a row a draw: so many chains of so many draws."""
 
-    def __init__(self, source: Source, shape: tuple[int, ...], dtype: str, dims: Any, coords: Any) -> None:
-        if dtype not in ("float16", "float32", "float64"):
-            raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
-        self.source, self.shape, self.dtype = source, shape, dtype
+    def __init__(self, source: Source, shape: tuple[int, ...], dims: Any, coords: Any) -> None:
+        self.source, self.shape = source, shape
         self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
         self.blocks: dict[str, dict[str, list[np.ndarray]]] = {}
         self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
@@ -118,10 +112,7 @@ class Table:
             self._learn(functions)
         for group, variables in groups.items():
             for name, values in variables.items():
-                block = self._array(group, name, values)
-                if block.dtype.kind == "f":
-                    block = block.astype("float64" if group == "sample_stats" else self.dtype, copy=False)
-                self.blocks.setdefault(group, {}).setdefault(name, []).append(block)
+                self.blocks.setdefault(group, {}).setdefault(name, []).append(self._array(group, name, values))
 
     def _array(self, group: str, name: str, values: Tensor) -> np.ndarray:
         if (group, name) in self.left:
@@ -176,7 +167,7 @@ class Table:
                 rows = self.rows | {f.shape[-1]: self.names[n][-1] for n, f in new.items()}
                 self.names[group, name] = [rows[size] for size in array.shape[:1] if size in rows]
 
-    def tree(self, name: Optional[str]) -> xarray.DataTree:
+    def tree(self) -> xarray.DataTree:
         """The groups, and the source's attributes."""
         ours = {"creation_library": "pyro_sparsegp", "creation_library_version": __version__}
         attrs = make_attrs({**ours, **self.source.attrs}, pyro)
@@ -184,7 +175,7 @@ class Table:
         for group, variables in self.blocks.items():
             drawn = {n: np.concatenate(b).reshape(*self.shape, *b[0].shape[1:]) for n, b in variables.items()}
             found[group] = self._dataset(group, drawn, ["chain", "draw"], attrs)
-        return xarray.DataTree.from_dict(found, name=name)
+        return xarray.DataTree.from_dict(found)
 
     def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str], attrs: Any) -> Any:
         # An empty group, of function values that are left out, has its draws all the same.
