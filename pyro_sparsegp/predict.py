@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Optional, Union
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from .guide import AutoSparseGP
 from .numerics.arguments import require_count
-from .numerics.linalg import NumericalWarning, solve_lower, times
+from .numerics.linalg import solve_lower, times
 from .process import GaussianProcess
 from .program.checks import warn_of_groups
 from .program.enumeration import Enumeration
@@ -47,7 +46,6 @@ def predict(
     A guide's function values come from its sparse posterior. MCMC has drawn f at the training inputs, and f at new
     inputs is drawn given those values (:meth:`GaussianProcess.given`). Latents in a plate of data rows are drawn
     from the model; subsampling is off. If the program allows ``torch.func.vmap``, it runs once for up to 100 draws.
-    A :class:`~pyro_sparsegp.NumericalWarning` counts the transitions of an ``MCMC`` that diverged.
 
     :param model: the guide's model, or one with the same latent sites and another likelihood.
     :param result: a fitted guide, an ``MCMC`` that has run, or its samples, each ``(S, ...)``. MCMC may have run
@@ -70,11 +68,12 @@ def predict(
         apart, facts = result.has_random_latents, result.facts
         rows = sum(facts.rows.values()) if facts.classes else 0  # given which classes are drawn
     else:
-        chains, old, diverging = sampled(result, None if data is None else (tuple(data), {}))
+        chains, old = sampled(result, None if data is None else (tuple(data), {}))
         model, warned = bare_model(model), Warned()
-        if (num_samples or 0) > diverging.numel():
-            raise ValueError(f"num_samples is {num_samples}, the MCMC result has {diverging.numel()} draws")
         samples = {name: value.flatten(0, 1)[:num_samples] for name, value in chains.items()}
+        have = min(map(len, samples.values()))
+        if have < (num_samples or 0):
+            raise ValueError(f"num_samples is {num_samples}, the MCMC result has {have} draws")
         rows = max(value[0].numel() for value in samples.values())
 
         def one(sample: Draw) -> Draw:
@@ -136,10 +135,8 @@ def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None
             ) from error
 
 
-def sampled(result: Any, data: Optional[Call]) -> tuple[dict[str, Tensor], Call, Tensor]:
-    """MCMC's samples, ``(chain, draw, ...)`` each, the training arguments, its own or ``data``, and which transitions
-    diverged.
-    """
+def sampled(result: Any, data: Optional[Call]) -> tuple[dict[str, Tensor], Call]:
+    """MCMC's samples, ``(chain, draw, ...)`` each, and the training arguments, its own or ``data``."""
     if isinstance(result, MCMC):
         samples = result.get_samples(group_by_chain=True)
         known: Any = getattr(result, "_args", None), getattr(result, "_kwargs", {})
@@ -154,18 +151,7 @@ def sampled(result: Any, data: Optional[Call]) -> tuple[dict[str, Tensor], Call,
         )
     if data is None or data[0] is None:
         raise ValueError("predict needs the training arguments: pass data=(x, y), or an MCMC that has run on them")
-    diverging = torch.zeros(next(iter(samples.values())).shape[:2], dtype=torch.bool)
-    for chain, known in enumerate(filter(None, getattr(result, "_diagnostics", []))):
-        diverging[chain, list(known.get("divergences", []))] = True
-    if diverging.any():
-        warnings.warn(
-            f"{int(diverging.sum())} of {diverging.numel()} transitions of this MCMC diverged: its draws may miss part "
-            "of the posterior. Run it on poutine.reparam(model, config=Whitening()), "
-            "with NUTS(..., init_strategy=init_to_median), more warm-up steps or a larger target_accept_prob.",
-            NumericalWarning,
-            stacklevel=4,
-        )
-    return samples, data, diverging
+    return samples, data
 
 
 def bare_model(model: Callable) -> Callable:

@@ -10,7 +10,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
-from .models import data, refused, regression, train, trained
+from .models import data, regression, train, trained
 
 pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
@@ -80,7 +80,7 @@ def test_one_dimension_for_all_draws():
 
 
 def test_counts_and_classes_are_whole_numbers(pictures):
-    tree, _, x, y = fitted(counts, num_samples=30, predict=waves(4)[0])
+    tree, *_ = fitted(counts, num_samples=30, predict=waves(4)[0])
     for group in ("observed_data", "posterior_predictive", "predictions"):
         assert tree[group]["y"].dtype == np.dtype("int64"), group
     assert tree.posterior["level"].dtype == np.dtype("float64")

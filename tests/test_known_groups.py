@@ -1,7 +1,5 @@
 """Latents of groups whose plate holds data: what a prediction makes of them is told, and there is another way."""
 
-import warnings
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -50,7 +48,6 @@ def test_groups_in_the_plate_of_data_are_told_of():
         to_datatree(guide.model, guide, t, y, predict=t[:4], num_samples=2)
     mcmc = MCMC(NUTS(panel("groups")), num_samples=2, warmup_steps=2, disable_progbar=True)
     mcmc.run(t, y)
-    warnings.filterwarnings("ignore", message=".*diverged")
     with pytest.warns(UserWarning, match=MESSAGE):
         predict(panel("groups"), mcmc, t[:4])
 

@@ -25,7 +25,6 @@ WARNINGS = {
     "needed a relative jitter": "or set jitter=.",
     "no plate scales them up": "The guide takes poutine.scale for the rows' weights.",
     "was not found (": "Give init_loc_fn a nearer start.",
-    "transitions of this MCMC diverged": "or a larger target_accept_prob.",
     "were changed in place after training": "or change copies.",
     "is not far above the jitter": "jitter=1e-12), or more noise.",
 }

@@ -19,8 +19,6 @@
 # On the command line: `python tutorials/larger_program.py [--steps 150] [--draws 100] [--out DIR] [--short]`.
 
 # %% tags=["hide-input"]
-import warnings
-
 import command_line  # what can be said on the command line, beside this file
 import matplotlib.pyplot as plt
 import pyro
@@ -49,9 +47,6 @@ options = command_line.options(
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
-warnings.filterwarnings(
-    "ignore", message=".*transitions of this MCMC diverged"
-)  # few draws; looked at below
 
 # %% [markdown]
 # ## The data

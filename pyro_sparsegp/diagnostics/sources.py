@@ -204,11 +204,15 @@ def _drawn(values: SparsePosterior, joint: bool) -> Tensor:
 class SampleSource(Source):
     """Draws from MCMC samples, ``(chain, draw, ...)``; if ``old`` are training's arguments, of values given those."""
 
-    def __init__(
-        self, model: Callable, samples: Mapping[str, Tensor], diverging: Tensor, now: Call, old: Optional[Call]
-    ) -> None:
-        super().__init__(bare_model(model), *now, posterior="mcmc", target="exact")
-        self.old, self.warned, self.shape = old, Warned(), diverging.shape
+    def __init__(self, model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool) -> None:
+        super().__init__(bare_model(model), args, kwargs, posterior="mcmc", target="exact")
+        has_run = isinstance(result, MCMC)
+        samples, old = sampled(result, None if has_run else (args, kwargs))
+        self.old, self.warned = old if marginal and has_run else None, Warned()
+        self.shape = next(iter(samples.values())).shape[:2]
+        diverging = torch.zeros(self.shape, dtype=torch.bool)
+        for chain, known in enumerate(filter(None, getattr(result, "_diagnostics", []))):
+            diverging[chain, list(known.get("divergences", []))] = True
         self.samples = {name: value.flatten(0, 1) for name, value in {**samples, "": diverging}.items()}
         # Discrete latents are summed out, as they were when the sampler ran.
         with torch.no_grad(), poutine.block(), whole_plates():
@@ -266,9 +270,7 @@ def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any],
     guide = getattr(result, "guide", result)
     if isinstance(guide, AutoSparseGP):
         return GuideSource(own_guide(model, guide, "this diagnostic"), args, kwargs, marginal)
-    has_run, now = isinstance(result, MCMC), (args, kwargs)
-    samples, old, diverging = sampled(result, None if has_run else now)
-    return SampleSource(model, samples, diverging, now, old if marginal and has_run else None)
+    return SampleSource(model, result, args, kwargs, marginal)
 
 
 def require_shapes(data: Mapping[str, Any]) -> None:
