@@ -33,8 +33,7 @@ class ExpectationPropagation:
     Gaussian site in h = φₙᵀw. One sweep refines the sites of all data given, in parallel: from the cavity
     (m⁻, v⁻), which is q without αth part of the site, and Z = ∫ p(y | f)^α N(f | m⁻, v⁻ + d) df with
     a = ∂log Z/∂m⁻ and β = −∂²log Z/∂m⁻², it takes αν = β/(1 − v⁻β) and αb = (a + m⁻β)/(1 − v⁻β), damped.
-    All of this needs only one-dimensional integrals of the model's own likelihood. The objective is
-    log Z_EP = G(q) − G(p) + Σₙ (log Zₙ + G(cavity) − G(q))/α, with G the log normaliser of a Gaussian.
+    The objective is log Z_EP = G(q) − G(p) + Σₙ (log Zₙ + G(cavity) − G(q))/α, G the log normaliser of a Gaussian.
 
     Other parameters (hyperparameters, inducing inputs, the likelihood's) climb log Z_EP with sites and cavities held.
     Other latents are points: the log density of their priors is added. A step on part of the data (a plate that
@@ -57,8 +56,8 @@ class ExpectationPropagation:
     :param tolerance: convergence, as the largest move of a marginal in its standard deviations.
     :param max_sweeps: the largest number of sweeps to convergence.
     :param group: a ``torch.distributed`` process group: each process gives its own share of the data, and all end
-        up with the same q and parameters; loss and status are of all data. All start from the first process's
-        parameters: inducing inputs that are given as a number are placed among its share.
+        up with the same q and parameters, which start from the first process's: inducing inputs that are given as a
+        number are placed among its share. Loss and status are of all data.
     :raises ValueError: for arguments that do not fit, naming them.
     """
 

@@ -28,7 +28,6 @@ from torch.nn.functional import softplus
 
 from ..guide import AutoSparseGP
 from ..numerics.linalg import above_rounding
-from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import graph_of
 from ..program.facts import COUPLED, ClosedForms
@@ -52,9 +51,7 @@ def sum_of_expectations(
     found: ClosedForms, again: Callable[[], Rerun], model_trace: poutine.Trace, guide_trace: poutine.Trace
 ) -> Optional[Tensor]:
     """The sum of the expectations in closed form under q's marginals, scaled and masked; of latents minus entropy.
-    ``None`` if a second run was another, such as one of rows of its own.
-
-    :param again: gives what runs the model with values moved; both traces have GP sites at their means.
+    ``None`` if a second run, which ``again`` gives, was another. Both traces have GP sites at their means.
     """
     sites: Any = model_trace.nodes
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
@@ -72,7 +69,7 @@ def sum_of_expectations(
         state, run = RandomState(next(iter(posteriors.values())).mean), again()
         if others:
             axes = found.of_rows.axes(torch.inf)
-            variances |= _variances_by_axes(run, posteriors, axes, others)
+            variances |= _variances_by_axes(run, guide_trace, axes, others)
         if found.functions:
             variances |= _variances_by_rows(run, posteriors, found.functions)
         if state.has_moved:
@@ -98,10 +95,9 @@ def places_at(node: Sequence[Tensor] | Tensor, axes: Axes) -> dict[str, Any]:
     }
 
 
-def values_at(posteriors: Mapping[str, NodeSite], node: Sequence[Tensor] | Tensor, axes: Axes) -> dict[str, Tensor]:
+def values_at(guide_trace: poutine.Trace, node: Sequence[Tensor] | Tensor, axes: Axes) -> dict[str, Tensor]:
     """GP sites' values at a grid's node."""
-    places = places_at(node, axes)
-    return {gp: posteriors[gp].at_node(place).rsample() for gp, place in places.items()}
+    return {gp: posterior_at(guide_trace, gp).at_node(place).rsample() for gp, place in places_at(node, axes).items()}
 
 
 def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:
@@ -132,14 +128,14 @@ def weighted_sum(value: Tensor, site: Any) -> Tensor:
 
 
 def _variances_by_axes(
-    run: Rerun, posteriors: dict[str, NodeSite], axes: Axes, locations: dict[str, Any]
+    run: Rerun, guide_trace: poutine.Trace, axes: Axes, locations: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Σ (θ(e) − θ(0))² over the axes e of standardised values t, by the sites' distributions at t = 0."""
-    mean = next(iter(posteriors.values())).mean
+    mean = posterior_at(guide_trace, next(iter(axes))).mean
     num = 1 + max(axis for used in axes.values() for axis in used)
 
     def at(node: Tensor) -> tuple[Tensor, ...]:
-        held = sample_sites(run(values_at(posteriors, node, axes)))
+        held = sample_sites(run(values_at(guide_trace, node, axes)))
         moves = {name: parameter_of(held[name]["fn"]) - parameter_of(fn) for name, fn in locations.items()}
         return tuple(over_scale(locations[name], move).square() for name, move in moves.items())
 
@@ -232,7 +228,7 @@ class Grid:
                 values[name] = SparsePosterior.rsample(q) if coupled else q.marginals.rsample()
 
         def at(*node: Tensor) -> Tensor:
-            trace = again(values | self._moved(guide_trace, node))
+            trace = again(values | values_at(guide_trace, node, self.closed.axes))
             return log_density_minus_kl(trace, guide_trace, self.closed.sites)
 
         return at
@@ -266,7 +262,7 @@ class Grid:
                 # E[y f − exp(f)] with f ~ N(m, v): what nodes give to rounding, on a K-th of the numbers
                 each = value * q.mean - (q.mean + 0.5 * q.variance).exp() - (value + 1).lgamma()
             else:
-                values = values or self._moved(guide_trace, tuple(along))
+                values = values or values_at(guide_trace, along, self.closed.axes)
                 changed = {
                     key: functools.reduce(lambda t, step: step(t), steps, values[gp])
                     for key, (gp, steps) in made_of.items()
@@ -274,10 +270,6 @@ class Grid:
                 each = rebuilt(fn, changed).log_prob(value)
             total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
         return total.expand([num_nodes] * num_axes).flatten()
-
-    def _moved(self, guide_trace: poutine.Trace, node: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """The GP sites' values at a node."""
-        return values_at({name: posterior_at(guide_trace, name) for name in self.closed.axes}, node, self.closed.axes)
 
 
 def require_shown(shown: bool) -> None:
@@ -287,10 +279,8 @@ def require_shown(shown: bool) -> None:
 
 
 def _functions(site: Any, made: Mapping[Any, str], moving: Collection[str]) -> dict[str, tuple[str, list[Elementwise]]]:
-    """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise.
-
-    :param made: the GP sites by the nodes of autograd's graph that their values are from.
-    :param moving: what depends on any, of parameters, the scale and the mask: as many, or it raises.
+    """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise;
+    raise if others depend on any, as ``moving`` says. ``made``: GP sites by the nodes of the graph of their values.
     """
     fn = site["fn"]
     found: dict[str, tuple[str, list[Elementwise]]] = {}

@@ -28,10 +28,7 @@ _LOOKS = {4**k for k in range(1, 16)}  # steps at which it is asked whether pred
 def bound_of_field(
     guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any], num_nodes: int
 ) -> Tensor:
-    """The bound at a draw of the hyperparameters.
-
-    :param num_nodes: of Gauss-Hermite quadrature, along an axis.
-    """
+    """The bound at a draw of the hyperparameters, with so many nodes of Gauss-Hermite quadrature along an axis."""
     facts = guide.facts
     ahead = Priors(guide)
     model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead=ahead)

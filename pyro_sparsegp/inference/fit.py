@@ -89,8 +89,7 @@ def fit(
         ``pyro.plate("data", size or len(x), subsample=x)``. If it has ``indices``, it gets the indices of the rows.
     :param guide: an :class:`AutoSparseGP`; a fresh one sees up to 8,192 random rows at its first call.
     :param data: the model's arguments, a tuple or a dict of tensors, NumPy arrays or memory maps with a row for each
-        datum. Or a ``DataLoader`` or another iterable of batches, each a tuple or a dict of arguments; then only one
-        batch is held in memory.
+        datum. Or a ``DataLoader`` or another iterable of such batches, one at a time in memory.
     :param steps: the number of steps; 2,000 if ``epochs`` are not given either.
     :param epochs: passes over the data, instead of ``steps``.
     :param batch_size: rows per step, without replacement within an epoch; by default all rows.
@@ -133,12 +132,7 @@ def fit(
 
 
 def _method(
-    model: Callable,
-    guide: AutoSparseGP,
-    optim: Optional[PyroOptim],
-    loss: Optional[ELBO],
-    method: Union[SVI, ExpectationPropagation, None],
-    group: Optional[Any],
+    model: Callable, guide: AutoSparseGP, optim: Optional[PyroOptim], loss: Optional[ELBO], method: Any, group: Any
 ) -> Union[SVI, ExpectationPropagation]:
     """What takes the steps."""
     if method is None:
@@ -283,7 +277,12 @@ class _Loop:
                     self.seconds = time.monotonic() - began
                     bar.update()
                     bar.set_postfix_str(f"loss {np.mean(self.losses[-50:]):.5g}", refresh=False)
-                    why = self._why_stop(interrupts)
+                    if self.stopping is not None and self.stopping(self.losses):
+                        why = "the stopping rule says so"
+                    why = _INTERRUPTED if interrupts else why
+                    # What stops one process stops all, which else would wait for its gradients for ever.
+                    stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(why)))))
+                    why = why or "another process stopped" * stops
                     if why or time.monotonic() - written >= checkpoint_every or len(self.losses) == self.total:
                         self.keep()
                         written = time.monotonic()
@@ -341,14 +340,6 @@ class _Loop:
             plateau = self.optim.pt_scheduler_constructor is torch.optim.lr_scheduler.ReduceLROnPlateau
             self.optim.step(*([value] if plateau else []))
         return value
-
-    def _why_stop(self, interrupts: list[int]) -> str:
-        """Why the step that was taken is the last, if it is: a reason that any process has is one for all."""
-        reason = "the stopping rule says so" if self.stopping is not None and self.stopping(self.losses) else ""
-        reason = _INTERRUPTED if interrupts else reason
-        # Else the others would wait for this one's gradients for ever.
-        stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(reason)))))
-        return reason or "another process stopped" * stops
 
 
 def write(state: dict[str, Any], path: Path) -> None:

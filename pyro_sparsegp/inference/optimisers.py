@@ -12,7 +12,6 @@ from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
-from torch import Tensor
 
 from ..guide import AutoSparseGP
 from ..numerics.processes import Workers, joined, put_gradients
@@ -60,27 +59,21 @@ class FallingAdam(PyroOptim):
                 group["lr"] = self._factor * group["initial_lr"]
 
     def _get_optim(self, param: Any) -> Any:
-        optimiser, part = super()._get_optim(param), _of_rate(param)
+        optimiser, store, share = super()._get_optim(param), pyro.get_param_store(), 1.0
+        name = store.param_name(param) or ""
+        module, registered, _ = name.partition("$$$")
+        beside = [p for key, p in store.named_parameters() if registered and key.startswith(module + registered)]
+        if _INPUTS.search(name):
+            share = math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
+        # A number beside a network, a module with weights in matrices, is a hyperparameter.
+        elif param.dim() and any(p.dim() > 1 and len(p) > 1 for p in beside):
+            share = param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK
         for group in optimiser.param_groups:
             # One kernel for the whole update: half the time of a parameter's step.
             group["fused"] = param.device.type in ("cpu", "cuda")
-            group["initial_lr"] = part * group["lr"]
+            group["initial_lr"] = share * group["lr"]
             group["lr"] = self._factor * group["initial_lr"]
         return optimiser
-
-
-def _of_rate(param: Tensor) -> float:
-    """The share of the rate that a parameter takes."""
-    store = pyro.get_param_store()
-    name = store.param_name(param) or ""
-    if _INPUTS.search(name):
-        return math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
-    module, registered, _ = name.partition("$$$")
-    beside = [p for key, p in store.named_parameters() if registered and key.startswith(module + registered)]
-    # A number beside a network, a module with weights in matrices, is a hyperparameter.
-    if param.dim() and any(p.dim() > 1 and len(p) > 1 for p in beside):
-        return param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK
-    return 1.0
 
 
 def shared_step(svi: SVI, *args: Any, **kwargs: Any) -> float:
@@ -98,10 +91,7 @@ def shared_step(svi: SVI, *args: Any, **kwargs: Any) -> float:
 
 
 def agree(guide: AutoSparseGP, workers: Workers) -> None:
-    """Give a guide and the model's parameters in Pyro's store the values that they have in the first process.
-
-    :raises ValueError: naming a latent site that has a value for each row.
-    """
+    """Give a guide and the model's parameters in Pyro's store the values that they have in the first process."""
     local = guide.core.facts.local_latents if workers.num > 1 else ()
     if local:  # whose values processes would mix: test_distributed.py::test_latents_of_rows_are_refused
         raise ValueError(

@@ -63,9 +63,8 @@ class TraceQuadrature_ELBO(ELBO):
     :func:`torch.func.vmap` over the nodes, and see f as ``(N,)``. Models with a network, and models that subsample, run
     only under vmap. Hyperparameters are drawn once per particle; without them the bound is deterministic.
 
-    A distribution's own method ``expected_log_prob(value, variance)``
-    (:class:`~pyro_sparsegp.distributions.ExpectedLogProb`) gives its expectation over normal parameters. It
-    replaces quadrature, for any number of function values. :class:`~pyro_sparsegp.distributions.RobustMax` has one.
+    A distribution's expectation over normal parameters, :class:`~pyro_sparsegp.distributions.ExpectedLogProb`, as that
+    of :class:`~pyro_sparsegp.distributions.RobustMax`, replaces quadrature, for any number of function values.
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
@@ -330,10 +329,7 @@ class TraceQuadrature_ELBO(ELBO):
 
 
 def finite(what: str, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, Any]) -> float:
-    """An objective's value.
-
-    :raises ValueError: if it is NaN or infinite, naming the sites.
-    """
+    """An objective's value; raise if it is NaN or infinite, naming the sites."""
     value, unwrapped = torch_item(loss), cast(Any, poutine.unwrap(guide))
     if not math.isfinite(value):
         raise ValueError(
@@ -359,10 +355,7 @@ class _Module(ELBOModule):
 
 
 def own_guide(model: Callable, guide: Any, objective: str) -> AutoSparseGP:
-    """The guide without handlers.
-
-    :raises ValueError: if it is none of GP sites, or of another model.
-    """
+    """The guide without handlers; raise if it is none of GP sites, or of another model."""
     unwrapped = poutine.unwrap(guide)
     if not isinstance(unwrapped, AutoSparseGP):
         raise ValueError(

@@ -74,12 +74,8 @@ def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc:
     """Marginals of φᵀw under q(w) without one site each, exp(−½ν(φ̂ᵀw)² + bφ̂ᵀw) with rows φ̂.
 
     With S = P⁻¹ and e = 1 − νφ̂ᵀSφ̂, V⁻ = S + νSφ̂φ̂ᵀS/e, μ⁻ = V⁻(Pm − bφ̂) and G(cavity) − G(q) =
-    ½(−log e + (ν(φ̂ᵀm)² − 2bφ̂ᵀm + b²φ̂ᵀSφ̂)/e).
-
-    :param precision: ν, ``(..., N)``; under a power α, αν.
-    :param linear: b, ``(..., N)``, likewise.
-    :param loc: m, ``(..., M)``.
-    :param factor: the lower Cholesky factor of P.
+    ½(−log e + (ν(φ̂ᵀm)² − 2bφ̂ᵀm + b²φ̂ᵀSφ̂)/e). Under a power α, ``precision`` is αν and ``linear`` αb, ``(..., N)``;
+    ``loc`` is m, ``(..., M)``, ``factor`` the lower Cholesky factor of P.
     """
     # Eq. 14 and 15 in w, where υ is φ̂ and Σ is S.
     solved = over_lower(over_upper(rows, factor), factor)  # Sφ̂
@@ -128,21 +124,13 @@ class SiteRun:
 
     After :meth:`look`: the cavities, the tilted distributions ``at`` them, where the likelihood is Gaussian, so that
     the site found is ``exact`` whatever the cavity; the factor of q's precision, q's mean, and G(q) − G(p).
-
-    :param indices: the row numbers of the data given, if they were given.
     """
 
     def __init__(
-        self,
-        method: Any,
-        name: str,
-        process: GaussianProcess,
-        terms: Terms,
-        trace: poutine.Trace,
-        indices: Optional[Tensor],
+        self, method: Any, name: str, process: GaussianProcess, terms: Terms, trace: Any, indices: Optional[Tensor]
     ) -> None:
         guide: AutoSparseGP = method.guide
-        scale: Any = trace.nodes[name]["scale"]
+        scale = trace.nodes[name]["scale"]
         if isinstance(scale, Tensor) or scale != 1:
             raise ValueError(
                 f"GP site {name!r} is scaled by {scale}; expectation propagation has no prior to another power. Scale "
@@ -350,9 +338,9 @@ class SiteRun:
     def log_z(self, terms: Terms, train: bool) -> tuple[Tensor, Tensor]:
         """G(q) − G(p), and the sum of (log Z + G(cavity) − G(q))/α of the data given, scaled up to all.
 
-        :param train: whether with the gradient that holds the cavities, as if q already had the tilted moments: over w
-            for all data at once (eq. 4 with w instead of inducing values), over inducing values u = Lw for mini-batches
-            (eq. 6). At convergence it is that of log Z_EP.
+        To ``train``, with the gradient that holds the cavities, as if q already had the tilted moments: over w for all
+        data at once (eq. 4 with w instead of inducing values), over inducing values u = Lw for mini-batches (eq. 6).
+        At convergence it is that of log Z_EP.
         """
         cavity, normaliser, at, power = self.cavity, self.log_normaliser, self.at, self.method.power
         mean, variance, values = cavity.mean, cavity.variance, None

@@ -114,11 +114,8 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
 
 
 def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: Any) -> list[Tensor]:
-    """The parameters that SVI trains, a run's param sites; raise, with their names, if densities or posteriors depend
-    on others.
-
-    :param outputs: what the run showed, with its graph.
-    :param args: the model's arguments, which may ask for gradients of their own.
+    """The parameters that SVI trains, a run's param sites; raise, with their names, if densities or posteriors, a run's
+    ``outputs`` with their graph, depend on others. The model's arguments may ask for gradients of their own.
     """
     sites = [site["value"] for _, site in all_sites(trace) if site["type"] == "param"]
     # With module_local_params a plain parameter is its own: test_guide.py::test_module_local_parameters.

@@ -25,10 +25,8 @@ _NO_DATA = (*_PLAIN[1:], Number, bytes, np.generic)  # may change from call to c
 
 
 class Relation:
-    """What a call's data are to those of training.
-
-    :param trains: whether it is a step of training. There bools may change, too, which may be masks; elsewhere a
-        posterior read off under others would not be that of training: test_what_is_no_tensor.
+    """What a call's data are to those of training. In a step that ``trains`` bools may change, too, which may be masks;
+    elsewhere a posterior read off under others would not be that of training: test_what_is_no_tensor.
     """
 
     def __init__(self, known: TrainingData, call: tuple[Callable, tuple, dict[str, Any]], trains: bool) -> None:
@@ -95,10 +93,7 @@ class NoRelation:
 
 
 class TrainingData:
-    """The arguments of a call with observations: references, and copies of what is written to unseen.
-
-    :param model: whose parameters name the arguments.
-    """
+    """The arguments of a call with observations: references, and copies of what is written to unseen."""
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = map_tensors(_kept, (args, kwargs), kinds=(Tensor, np.ndarray))

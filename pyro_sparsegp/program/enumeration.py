@@ -174,9 +174,8 @@ class Enumeration(Messenger):
 
     def contract(self, factors: Sequence[Factor], totals: Optional[dict[int, Factor]] = None) -> list[Factor]:
         """The factors that are left when all latents are summed out, from the innermost plates outwards (Obermeyer et
-        al., 2019, algorithm 1); raise if there is no order of summing.
-
-        :param totals: gets the product that each latent was summed out of, by its dimension, in this order.
+        al., 2019, algorithm 1); raise if there is no order of summing. ``totals`` get, by its dimension and in this
+        order, the product that each latent was summed out of.
         """
         left, names, totals = list(factors), list[str](), {} if totals is None else totals
         while dims := frozenset().union(*(factor.latents for factor in left)):
@@ -271,11 +270,9 @@ class Values(Tensor):
 
     ``z[group]`` and ``z[..., group]`` give each row the values that its element of the plate has, which are those of
     any, and note the rows' numbers: what depends on them is added up by these.
-
-    ``picked`` is the site's name, the dimension of its plate, and the numbers so far.
     """
 
-    picked: tuple[str, int, list[Tensor]]
+    picked: tuple[str, int, list[Tensor]]  # the site's name, the dimension of its plate, and the numbers so far
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -317,10 +314,7 @@ def _noting(values: Tensor, picked: tuple[str, int, list[Tensor]]) -> Values:
 class SummedOut(TorchDistribution):
     """What is left of a site's distribution when discrete latents upstream are summed out, given the sites before.
 
-    :param site: its message, with their dimensions in front of the plates'.
-    :param latents: their dimensions.
-    :param plates: that the site stands in.
-    :param run: what it has met so far: log p(z), log p(y₁ | z), ..., log p(yᵢ₋₁ | z).
+    Of its message, with their dimensions in front of the plates'; the run has met log p(z), ..., log p(yᵢ₋₁ | z).
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}

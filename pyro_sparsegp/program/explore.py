@@ -46,10 +46,8 @@ def explore(
     found: Structure, held: Rerun, processes: Mapping[str, GaussianProcess], on_sites: Collection[str] = ()
 ) -> ClosedForms:
     """Fill in how densities and layers above depend on GP sites' values, and return which are in closed form: by one
-    mapped run in which some are NaN, and where densities are declared one whose gradient is looked at.
-
-    :param processes: the GP sites' priors in some run.
-    :param on_sites: the GP sites of which it is asked whether log densities are quadratic in their values.
+    mapped run in which some are NaN, and where densities are declared one whose gradient is looked at. Of GP sites
+    ``on_sites`` it is asked whether log densities are quadratic in their values.
     """
     moments = {name: (process.mean, process.variance) for name, process in processes.items()}
     program = Program(held, moments, processes)
@@ -110,11 +108,8 @@ def explore(
 
 
 class Program:
-    """What a program shows at values of its GP sites, and which of these it depends on.
-
-    :param held: runs it with GP sites at values.
-    :param moments: means and variances of these values, by GP site.
-    :param processes: the GP sites' priors, where they may be layers above others.
+    """What a program shows at values of its GP sites, of these means and variances, and which of them it depends on.
+    The GP sites' priors are given where they may be layers above others.
     """
 
     def __init__(
@@ -242,10 +237,8 @@ def _by_term(part: Tensor, fn: Any) -> Tensor:
 
 
 def is_affine(at: Tensor, slope: Tensor) -> bool:
-    """Whether a parameter is an affine function of what was moved; what ``.detach()`` hides, a slope leaves out.
-
-    :param at: it at 0 and after so many moves, of :data:`MOVES`, ``(1 + moves, ...)``.
-    :param slope: its slope along a move of 1, NaN where that is made of what was moved.
+    """Whether a parameter, ``at`` 0 and after :data:`MOVES`, ``(1 + moves, ...)``, is an affine function of what was
+    moved. Its slope along a move of 1 is NaN where made of that, and leaves out what ``.detach()`` hides.
     """
     middle, there = at[0], at[1:]
     relative, eps = _AFFINE[middle.dtype], torch.finfo(middle.dtype).eps

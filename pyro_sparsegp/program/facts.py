@@ -106,11 +106,8 @@ def kept_buffers() -> Iterator[None]:
 def find_owners(
     show: Show, base: Values, steps: Values = NO_VALUES, moves: tuple[float, ...] = ()
 ) -> tuple[dict[str, dict[Any, Owners]], dict[str, dict[Any, Tensor]]]:
-    """For GP sites, the owners of the entries of what ``show`` gives, and what it gives at the base and where a site
-    is moved, ``(1 + moves, ...)``.
-
-    :param base: values of all GP sites, ``(..., N)`` each; ``steps``: how far they are moved.
-    :param moves: in steps.
+    """For GP sites, the owners of the entries of what ``show`` gives, and what it gives at the base, values of all GP
+    sites, ``(..., N)`` each, and where a site is moved by so many steps, ``(1 + moves, ...)``.
     """
     bits = {name: (value.shape[-1] - 1).bit_length() for name, value in base.items()}
     masks = {}

@@ -60,13 +60,10 @@ def held_trace(
     model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any], like: poutine.Trace = NO_RUN
 ) -> poutine.Trace:
     """A run of the model with sites held at ``values``, unseen by other handlers: they pass for observed. Discrete
-    sites that are enumerated are not in it.
+    sites that are enumerated are not in it; a site that would be drawn is told of.
 
-    :param values: for every latent site, and for the plates' subsample sites, so that the run sees the rows that
-        the values belong to.
-    :param like: a run under the handlers around this one, whose values are held besides, and whose scales and masks
-        sites get.
-    :raises ValueError: naming a site that would be drawn.
+    ``like`` is a run under the handlers around this one, whose values are held besides, and whose scales and masks
+    sites get. Held are all latents, and plates' rows, so that the run sees those that the values belong to.
     """
     free = {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
     trace = trace_like(like, lambda: Enumeration({**values, **free})(model)(*args, **kwargs), _Holding(values, free))

@@ -202,12 +202,10 @@ def _spread(variance: Tensor) -> Tensor:
 
 def normal_nodes(num_axes: int, like: Tensor, num_nodes: Optional[int] = None, pairs: int = 0) -> tuple[Tensor, Tensor]:
     """Standard normal nodes, ``(K, pairs + num_axes)``, and weights, ``(K,)``: a Gauss-Hermite grid for one or two
-    axes, scrambled Sobol points in plus-minus pairs beyond. They are made once for a dtype and device, so that a step
-    copies nothing.
-
-    :param num_nodes: of the grid along each axis; by default 20 along one axis, 10 along two.
-    :param pairs: axes before these, of what is quadratic in them: two nodes on each are exact.
+    axes, by default of 20 nodes along one, 10 along two; scrambled Sobol points in plus-minus pairs beyond. ``pairs``
+    are axes before these, of what is quadratic in them: two nodes on each are exact.
     """
+    # Made once for a dtype and device, so that a step copies nothing.
     return _normal_nodes(num_axes, num_nodes or (20 if num_axes == 1 else 10), pairs, like.dtype, like.device)
 
 

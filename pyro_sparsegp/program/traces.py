@@ -86,9 +86,7 @@ def piecewise_constant(trace: poutine.Trace) -> list[str]:
 
 def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bool = False) -> dict[str, Tensor]:
     """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole; of a
-    guide's latents those of their priors.
-
-    :param by_entry: with dimensions that ``.to_event`` has added up taken apart again.
+    guide's latents those of their priors. ``by_entry`` takes apart dimensions that ``.to_event`` has added up.
     """
     found = {}
     for name, site in sample_sites(trace).items():
@@ -217,10 +215,8 @@ def unmasked_rows(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
 
 
 def filled(fn: Any, value: Any, mask: Any) -> Any:
-    """An observed site's value with one of an unmasked row where it is masked and NaN.
-
-    A mask makes such a term 0, but not its gradient, which is 0·NaN.
-    """
+    """An observed site's value with one of an unmasked row where it is masked and NaN."""
+    # A mask makes such a term 0, but not its gradient, which is 0·NaN.
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim() or not value.numel():
         return value  # a factor's has no numbers: test_missing.py::test_a_factor_under_a_mask
     seen = unmasked(fn, value, mask)
@@ -256,11 +252,7 @@ def is_normal(fn: Any) -> bool:
 def parameter_of(fn: Any) -> Tensor:
     """θ, the parameter over which a declared distribution knows its expectation."""
     fn = bare(fn)
-    return getattr(fn, _name_of(fn))
-
-
-def _name_of(fn: Any) -> str:
-    return "loc" if type(fn) in _WITH_LOC else fn.normal_parameter
+    return getattr(fn, getattr(fn, "normal_parameter", "loc"))
 
 
 def others_of(fn: Any) -> list[Tensor]:
@@ -268,7 +260,8 @@ def others_of(fn: Any) -> list[Tensor]:
     fn = bare(fn)
     # A covariance matrix is looked at as it was given: its inverse is not asked for.
     made_of = vars(fn) if type(fn) in _MULTIVARIATE else parameters(fn)
-    return [part for name, part in made_of.items() if name != _name_of(fn) and isinstance(part, Tensor)]
+    own = getattr(fn, "normal_parameter", "loc")
+    return [part for name, part in made_of.items() if name != own and isinstance(part, Tensor)]
 
 
 def over_scale(fn: Any, rows: Tensor) -> Tensor:
@@ -280,10 +273,7 @@ def over_scale(fn: Any, rows: Tensor) -> Tensor:
 
 
 def expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
-    """E[log p(value | θ)] for θ ~ N(its own, variance), of the shape of ``fn.log_prob(value)``.
-
-    :param variance: of θ; of a multivariate normal, of L⁻¹θ.
-    """
+    """E[log p(value | θ)] for θ, of a multivariate normal L⁻¹θ, of this variance, as ``fn.log_prob(value)``."""
     inner = bare(fn)
     if type(inner) is dist.Normal:
         found = inner.log_prob(value) - variance / (2 * inner.scale.square())
@@ -338,9 +328,8 @@ def rebuilt(fn: Any, changed: Mapping[str, Tensor]) -> Any:
 
 
 def rewrapped(fn: Any, value: Tensor, masked: bool = True) -> Tensor:
-    """A term for each single number of the distribution under ``fn``'s wrappers, as ``fn.log_prob`` has them.
-
-    :param masked: whether ``.mask`` leaves terms out.
+    """A term for each single number of the distribution under ``fn``'s wrappers, as ``fn.log_prob`` has them; ``.mask``
+    leaves none out if it is not ``masked``.
     """
     if not isinstance(fn, WRAPPERS):
         return value
