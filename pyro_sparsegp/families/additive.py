@@ -99,13 +99,11 @@ class CoupledPrecision(AdditiveFamily):
     """Summands coupled by a low-rank term of the precision, in storage linear in their number.
 
     S⁻¹ = blockdiag(R₁R₁ᵀ, …, R_CR_Cᵀ) + BBᵀ with a triangular R_c for each summand and B of ``rank`` columns; S is
-    never formed. Adam, Durrande and John, 2018, "Scalable GAM using sparse variational Gaussian processes", have
-    S⁻¹ = I + BBᵀ (eq. 7).
+    never formed. Adam, Durrande and John, 2018, have S⁻¹ = I + BBᵀ (eq. 7).
 
     :param rank: the rank of the coupling; ``None`` is the size of the largest block.
     :param base: the precision that BBᵀ is added to. "block" (default) is free in each summand, so that the family
         contains :class:`MeanFieldAdditive`. "identity" is the prior's precision, as in the paper.
-    :raises ValueError: if ``rank`` or ``base`` is not one of these; if a list of ``inducing`` does not fit the kernel.
     """
 
     rank: Optional[int] = None

@@ -26,10 +26,7 @@ class Family(Documented, ABC):
 
     @abstractmethod
     def build(self, process: GaussianProcess, name: str) -> Any:
-        """A fresh module for a site whose prior, at the guide's first call, is ``process``.
-
-        :raises ValueError: naming the site, where the family does not fit its inputs or kernel.
-        """
+        """A fresh module for a site of this prior, at the guide's first call; a ValueError where it does not fit."""
 
     @abstractmethod
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
@@ -48,10 +45,7 @@ class Family(Documented, ABC):
         return {"name": type(self).__name__} | {f.name: _plain(getattr(self, f.name)) for f in known if not skip(f)}
 
     def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
-        """A module of the shapes of ``spec``, with the dtype and device of ``like``.
-
-        :raises ValueError: naming the site, if ``spec`` is of another family or of other numbers.
-        """
+        """A module of the shapes of ``spec``, as ``like``; a ValueError if ``spec`` is another family's."""
         # Until 2026 families had whiten=True, too, and the other choice, which has left.
         saved = {key: value for key, value in spec["family"].items() if (key, value) != ("whiten", True)}
         if saved != self.declared():

@@ -88,8 +88,6 @@ class Exact(OptimalFamily):
     For a likelihood that is Gaussian in f the bound is log p(y) itself (Rasmussen and Williams, 2006, eq. 2.30); for
     others q is the Gaussian of all N function values that is optimal (Opper and Archambeau, 2009), by sites:
     S⁻¹ = K⁻¹ + Λ. Every other family approximates it.
-
-    :raises ValueError: at a first call on more rows, naming families for these.
     """
 
     module: ClassVar = ExactGP
@@ -107,8 +105,7 @@ class Exact(OptimalFamily):
 class SparseEP(OnInducingPoints, ExpectationFamily):
     """Inducing points with expectation propagation's posterior (Hernández-Lobato and Hernández-Lobato, 2016).
 
-    "Scalable Gaussian Process Classification via Expectation Propagation": a Gaussian site
-    exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (eq. 2).
+    A Gaussian site exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (eq. 2).
 
     Inducing inputs stay where they start, but for ``trainable=True``, as in the paper: the objective is no bound, and
     they overfit it, as they do FITC's (Bauer, van der Wilk and Rasmussen, 2016).
@@ -162,15 +159,12 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num = self.num_columns
+        num, sets = self.num_columns, len(self.sets()) - 1
         require_count(num, "OrthogonallyDecoupled's num_columns", or_none=True)
-        if self.natural and not self.can_step:
+        if num is not None and (self.natural or sets != 1):
             raise ValueError(
-                "OrthogonallyDecoupled's num_columns has a mean that gradients train; leave natural=True or it out."
-            )
-        if num is not None and len(self.sets()) != 2:
-            raise ValueError(
-                f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
+                f"OrthogonallyDecoupled with num_columns takes one set, got {sets}: join them; and no natural steps, "
+                f"got natural={self.natural}: gradients train its mean, so leave natural or num_columns out."
             )
 
     @property

@@ -57,8 +57,7 @@ class ComputationAware(SiteFamily):
         if kernel.depends_on_rows or (white_share(kernel, x).abs() > 1e-4).any():
             raise ValueError(
                 f"the kernel of site {name!r} has a diagonal term, such as White or a DeepBasis' correction, which "
-                "projections of data cannot tell from noise: put the noise into the likelihood, or turn the correction "
-                "off."
+                "projections of data cannot tell from noise: put it into the likelihood, or turn the correction off."
             )
         return self._module(x, process.batch_shape)
 

@@ -56,8 +56,7 @@ class AutoSparseGP(SiteMessenger):
         ``{("f", "g"): SVGP(32)}``, asks for one posterior of these sites, u above, and raises where they have none.
     :param init_loc_fn: start of latents other than f: one of ``pyro.infer.autoguide.initialization``.
     :param init_scale: their initial standard deviation, in unconstrained space.
-    :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all, the default
-        under expectation propagation alone.
+    :param point_estimates: names of latents to fit as points (maximum a posteriori), or ``True`` for all, EP's default.
     :param independent_draws: GP sites whose values training draws independently although they are coupled, such as a
         deep convolutional GP's at an image's patches: cheaper, but the bound is then approximate.
     :param independent: names of latents with independent normal posteriors, or ``True`` for all: cheaper for thousands
@@ -157,8 +156,7 @@ class AutoSparseGP(SiteMessenger):
         afterwards moves q towards the rows that it is given, scaled to the plate's size: give it the old ones, too.
 
         :param args: the model's arguments, with the new rows alone; the data plate has as many rows.
-        :param forget: the share of (G₀, r₀) to drop first, for functions that drift; 0.1 at each call gives the last
-            ten calls most of the weight.
+        :param forget: the share of (G₀, r₀) to drop first, for functions that drift: 0.1 weighs some ten calls most.
         :raises ValueError: naming the site and the remedy, where q keeps no (G₀, r₀) (``SGPR`` and its kind,
             expectation propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
         """
@@ -275,10 +273,9 @@ class AutoSparseGP(SiteMessenger):
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:
-        """By GP site, of its Gaussian sites (pseudo-observations): how many there are; whether they are exact (the
-        likelihood is Gaussian in f); how many precisions were cut to 0 at the last update; how many updates in training
-        were halved since they lowered the bound; and whether another would move no marginal by over 0.001 standard
-        deviations (other latents at their medians).
+        """By GP site, of its Gaussian sites with other latents at their medians: how many there are; whether they are
+        exact (the likelihood is Gaussian in f); how many precisions the last update cut to 0; how many updates were
+        halved since they lowered the bound; whether another would move no marginal by over 0.001 standard deviations.
         """
         return {
             name: {
@@ -290,8 +287,6 @@ class AutoSparseGP(SiteMessenger):
             }
             for name, reading in conditions_now(self, median=True).readings.items()
         }
-
-    # For objectives, and what else runs it.
 
     def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
         """What runs at quadrature nodes are conditioned on: read before them, as they may be under vmap."""

@@ -39,7 +39,6 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     """What prediction is conditioned on: read at the training data, for one draw of the latents or their medians.
 
     :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
-    :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
     """
     if not guide.on_sites or (guide.core.data is None and not guide.has_random_latents):
         return Conditions()
@@ -175,10 +174,18 @@ class SiteReading:
         if not self.unread:
             self.pace, self._last = progress["pace"], progress["marginals"] if same else None
 
+    @torch.no_grad()
     def look(self) -> tuple[SparsePosterior, Marginal]:
         """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
         if self._last is None or self._last[0] is None:
-            self._last = self.posterior(None if self.unread else self.sites.detached())
+            start = self.sites.detached()
+            if self.unread:
+                # Noise as large as the process around its mean: under the prior a likelihood that is not log-concave
+                # would be met where it is flat (test_a_scale_that_grows_with_f_is_met_near_the_mean).
+                prior = self.process.variance
+                noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
+                start = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
+            self._last = self.posterior(start)
         return self._last
 
     @property
@@ -207,19 +214,13 @@ class SiteReading:
             kept.keep(self.sites, self.truncated)
             kept.progress |= {"pace": self.pace, "halved": kept.progress["halved"] + self.halved}
 
-    def posterior(self, sites: Optional[Sites]) -> tuple[SparsePosterior, Marginal]:
-        """The posterior of these sites, or, for ``None``, of those to start from, and its marginals."""
-        with torch.no_grad():
-            if self._answer is None:
-                self._answer = self.module.by_sites(self.process, self.name)
-            if sites is None:
-                # Noise as large as the process around its mean: under the prior a likelihood that is not log-concave
-                # would be met where it is flat (test_a_scale_that_grows_with_f_is_met_near_the_mean).
-                prior = self.process.variance
-                noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
-                sites = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
-            posterior = self._answer(sites)
-            return posterior, (posterior.mean, posterior.variance)
+    @torch.no_grad()
+    def posterior(self, sites: Sites) -> tuple[SparsePosterior, Marginal]:
+        """The posterior of these sites, and its marginals."""
+        if self._answer is None:
+            self._answer = self.module.by_sites(self.process, self.name)
+        posterior = self._answer(sites)
+        return posterior, (posterior.mean, posterior.variance)
 
 
 @dataclass(eq=False)

@@ -45,10 +45,9 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
     given = (t.new_empty(0) for t in tensors((args, kwargs)) if t.is_floating_point())
     guide.like = next(given, torch.empty(0))
     try:
-        run = _Setup(guide, at_medians=True)
         with torch.no_grad(), poutine.block():
             try:
-                run.perform(args, kwargs)
+                run = _Setup(guide, at_medians=True).perform(args, kwargs)
             except _FlatInputsError as flat:
                 guide.forget()
                 run = _Setup(guide, at_medians=True, from_draws=flat.args).perform(args, kwargs)
@@ -253,9 +252,6 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
             f"output one posterior, {{({summed}): SVGP(64)}}.",
             stacklevel=5,
         )
-
-
-# What is checked at the first step, and of a state that was loaded.
 
 
 def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> None:

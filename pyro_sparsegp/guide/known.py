@@ -162,8 +162,6 @@ class KnownGuide(AutoNormalMessenger):
             return FunctionSite if name in facts.field else MarginalSite
         return GroupedSite if name in facts.groups and name not in facts.field else ExpectedSite
 
-    # Other latents.
-
     def is_point(self, name: str) -> bool:
         """Whether a latent is fitted as a point."""
         return self.point_estimates is True or name in self.point_estimates
@@ -183,8 +181,6 @@ class KnownGuide(AutoNormalMessenger):
         if not self.is_point(name):
             scale = torch.full_like(loc, self._init_scale) if scale is None else scale
             deep_setattr(self, "scales." + name, PyroParam(scale, constraints.positive, event_dim))
-
-    # Calls.
 
     @property
     def is_about_rows(self) -> bool:

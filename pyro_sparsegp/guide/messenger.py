@@ -1,6 +1,4 @@
-"""How Pyro and torch meet a guide: it answers at a program's sites, as the run it is on has it, and is saved, loaded,
-copied and moved whole.
-"""
+"""How Pyro and torch meet a guide: it answers at a program's sites, and is saved, loaded, copied and moved whole."""
 
 from __future__ import annotations
 
@@ -24,11 +22,9 @@ from ..modules import drop_stored, take_name, unique_name
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess, PriorProcess
-from ..program.checks import warn_of_groups
+from ..program import checks, handlers, traces
 from ..program.data import TrainingData, is_plain
 from ..program.facts import Structure
-from ..program.handlers import stand_in
-from ..program.traces import as_process, bare, fill_masked, piecewise_constant, without_event
 from .conditions import conditions_now
 from .field import keep_rows, make_field
 from .known import Core, KnownGuide
@@ -64,35 +60,33 @@ def _is_new(guide: KnownGuide, name: str, prior: Any) -> bool:
     facts = guide.core.facts
     if name not in facts.latents:
         known = guide.run.conditions.values.get(name)  # classes of groups, which are held
-        if known is not None and known.shape != prior.shape():
-            raise _of_other_groups(name, tuple(known.shape), tuple(prior.shape()))
-        return True
-    plates = facts.latents[name]["plates"]
-    here = {plate.name: plate for plate in get_plates()}
-    sizes = {name: plate.full_size or plate.size for name, plate in here.items()}
-    differ = any(sizes.get(plate, size) != size for plate, size in plates.items())
-    if set(plates) & set(facts.data_plates):
-        whole = all(plate.size == sizes[name] for name, plate in here.items())
-        rows = guide.run.rows
-        new = differ or (not rows.inputs and (whole or rows.new))  # row numbers of a part say which rows they are
-        if new and not differ and name in facts.grouped:
-            warn_of_groups(guide.warned, name, plates)
-        return new
+        if known is None or known.shape == prior.shape():
+            return True
+        learned: Any = tuple(known.shape)
+        sizes: Any = tuple(prior.shape())
+    else:
+        learned = facts.latents[name]["plates"]
+        here = {plate.name: plate for plate in get_plates()}
+        sizes = {plate: frame.full_size or frame.size for plate, frame in here.items()}
+        differ = any(sizes.get(plate, size) != size for plate, size in learned.items())
+        if set(learned) & set(facts.data_plates):
+            whole = all(frame.size == sizes[plate] for plate, frame in here.items())
+            rows = guide.run.rows
+            new = differ or (not rows.inputs and (whole or rows.new))  # row numbers of a part say which rows they are
+            if new and not differ and name in facts.grouped:
+                checks.warn_of_groups(guide.warned, name, learned)
+            return new
+        if not differ:
+            return False
     # Values of other groups would be taken: test_known_groups.py.
-    if differ:
-        raise _of_other_groups(name, plates, sizes)
-    return False
-
-
-def _of_other_groups(name: str, learned: Any, here: Any) -> ValueError:
-    return ValueError(
-        f"latent site {name!r} was learned in plates of the sizes {learned}, here {here}. Give plates of those sizes; "
+    raise ValueError(
+        f"latent site {name!r} was learned in plates of the sizes {learned}, here {sizes}. Give plates of those sizes; "
         "or put the data into the latent's own plate, so that new groups' values come from the model."
     )
 
 
 def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
-    if isinstance(bare(prior), dist.Delta):  # test_guide.py::test_refusals
+    if isinstance(traces.bare(prior), dist.Delta):  # test_guide.py::test_refusals
         raise ValueError(f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic")
     with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
         transform = biject_to(prior.support)
@@ -147,8 +141,6 @@ def _resume_name(guide: KnownGuide, name: str) -> bool:
 class SiteMessenger(KnownGuide):
     """Pyro's mean-field guide, whose GP sites are answered by their families' modules, and others may be coupled."""
 
-    # At sites.
-
     def _get_params(self, name: str, prior: Any) -> tuple[Tensor, Tensor]:
         """The mean and standard deviation of a latent in unconstrained space; they are made where there are none."""
         if name in self.core.facts.coupled:
@@ -161,12 +153,10 @@ class SiteMessenger(KnownGuide):
         return loc, loc if self.is_point(name) else attrgetter(name)(self.scales)
 
     def get_posterior(self, name: str, prior: Any) -> Any:
-        """The posterior of a site, given its prior under the values drawn upstream.
-
-        Override it for sites that are no GPs, as in Pyro; what it returns for GP sites is a
-        :class:`SparsePosterior`.
+        """The posterior of a site, given its prior under the values drawn upstream: of GP sites a
+        :class:`SparsePosterior`. Override it for others, as in Pyro.
         """
-        (process, event_dim), run, facts = as_process(prior), self.run, self.core.facts
+        (process, event_dim), run, facts = traces.as_process(prior), self.run, self.core.facts
         if process is None:
             own = facts.latents.get(name)
             # Before anything is learned every latent is the guide's.
@@ -204,7 +194,7 @@ class SiteMessenger(KnownGuide):
                 "torch.as_tensor(y) of an array, torch.as_tensor(y.to_numpy()) of a pandas series"
             )
         if not run.draws_data and not msg["is_observed"] and name in core.facts.rows:
-            msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
+            msg["value"], msg["is_observed"] = handlers.stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
         if isinstance(msg["fn"], FieldLatent):
             msg["infer"]["prior"] = BaseMeasure(msg["fn"].prior)
@@ -216,7 +206,7 @@ class SiteMessenger(KnownGuide):
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
         if msg["is_observed"]:
-            fill_masked(self.trace.nodes[msg["name"]])
+            traces.fill_masked(self.trace.nodes[msg["name"]])
         # test_field.py::test_what_is_held_by_a_handler_is_refused_by_name
         is_held = msg["is_observed"] and msg["name"] in self.core.facts.field
         if is_held or (isinstance(msg["fn"], FieldLatent) and msg["fn"].drawn is None):
@@ -254,8 +244,6 @@ class SiteMessenger(KnownGuide):
                 f"{tuple(process.batch_shape)}."
             )
 
-    # Traces.
-
     def get_traces(self, at_nodes: bool = False) -> tuple[poutine.Trace, poutine.Trace]:
         """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.
 
@@ -270,7 +258,7 @@ class SiteMessenger(KnownGuide):
         if self.run is not None:  # Pyro's end of a run, which takes the values only
             return model_trace, guide_trace
         # Its gradient would be 0: test_robust_max.py::test_refused_where_it_needs_a_gradient.
-        if torch.is_grad_enabled() and not at_nodes and (flat := piecewise_constant(self.trace)):
+        if torch.is_grad_enabled() and not at_nodes and (flat := traces.piecewise_constant(self.trace)):
             raise ValueError(
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
                 "Train with TraceQuadrature_ELBO; to evaluate another objective use torch.no_grad()."
@@ -282,7 +270,7 @@ class SiteMessenger(KnownGuide):
             )
         site: Any
         for site in guide_trace.nodes.values():
-            fn, event_dim = without_event(site["fn"])
+            fn, event_dim = traces.without_event(site["fn"])
             if isinstance(fn, Site):
                 site["fn"] = fn.paired().to_event(event_dim)
         for name, site in list(model_trace.nodes.items()):
@@ -290,8 +278,6 @@ class SiteMessenger(KnownGuide):
                 # A latent that a handler around the guide gave its value.
                 model_trace.nodes[name] = {**site, "fn": site["infer"]["prior"]}
         return model_trace, guide_trace
-
-    # State.
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self.structure is not None and not self.core.loaded:

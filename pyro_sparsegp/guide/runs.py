@@ -22,11 +22,9 @@ from ..gaussians.product import Whole
 from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program import traces
-from ..program.checks import require_full_batch
+from ..program import checks, handlers, traces
 from ..program.data import NoRelation, TrainingData
 from ..program.enumeration import Enumeration
-from ..program.handlers import Held, unrecorded
 from ..warned import warn_once
 from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
 from .known import KnownGuide
@@ -41,8 +39,7 @@ class Rows:
 
     same: bool = True  # those of training, with their observations
     inputs: bool = True  # their inputs are: latents of single rows are of these rows
-    # It is a step of training, of these rows or, where modules take them, of others: gradients pass through the sites
-    # that q is conditioned on.
+    # A step of training, of these rows or of a batch of others: gradients pass through the sites that q is given.
     learns: bool = False
     new: bool = False  # rows to predict at, whatever they are
     relation: Any = NoRelation  # what its tensors are to those of training
@@ -87,7 +84,7 @@ class Run(ABC):
         if self.sums_out and (core.facts.enumerated or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
         try:
-            with Held(held.values) if held.values else nullcontext():
+            with handlers.Held(held.values) if held.values else nullcontext():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
             state["run"] = before
@@ -151,8 +148,7 @@ class Priors(Run):
         missing = [name for name in self.guide.core.facts.intercepts if name not in self.sites]
         if missing:  # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
             raise ValueError(
-                f"the model has no latent site {missing[0]!r}: the guide was initialised, or its state saved, with "
-                "another model."
+                f"there is no latent site {missing[0]!r}: the guide was made, or its state saved, with another model."
             )
         return self.guide.field(anchor_of(self.guide, self.bases, self.normal, self.trace.nodes))
 
@@ -171,7 +167,7 @@ class Posteriors(Run):
             rows = Rows(new=self.rows.new)
             ahead = Priors(self.guide, self.conditions, rows, at_medians=self.at_medians, draws_data=False)
             # What handlers hold, they hold here: test_a_handler_may_hold_a_scale.
-            with unrecorded(same=True, learns=True):
+            with handlers.unrecorded(same=True, learns=True):
                 ahead.perform(args, kwargs)
             self.drawn, self._ahead = ahead.drawn, ahead
             others = self.guide.facts.latents.keys() - ahead.normal.keys()
@@ -222,7 +218,7 @@ def with_classes(guide: KnownGuide, conditions: Conditions) -> Conditions:
     if not facts.classes:
         return conditions
     data, run = guide.data_for(facts.classes[0]), Posteriors(guide, conditions)
-    with unrecorded(same=False, learns=False), traces.whole_plates():
+    with handlers.unrecorded(same=False, learns=False), traces.whole_plates():
         run.perform(data.args, data.kwargs)
     require_rows(run, facts.classes[0])
     # Those of hyperparameters and classes go together. f there and here are apart, as q has no draw of both.
@@ -312,7 +308,7 @@ def _refuse_other_data(run: Run, observed: str) -> None:
     guide, about = run.guide, list[str]()
     # test_data.py::test_a_loss_at_other_data_leaves_the_posterior_alone
     for name, module in () if guide.takes_batches else guide.site_modules().items():
-        require_full_batch(name, module.family["name"], run.trace)
+        checks.require_full_batch(name, module.family["name"], run.trace)
         about.append(f"GP site {name!r} has the family {module.family['name']}, whose posterior")
     # test_data.py::test_latents_of_single_rows_are_new_at_new_rows
     local = [n for n in guide.core.facts.local_latents if n in run.sites and _is_prior(run.sites[n])]
@@ -380,8 +376,7 @@ def note_rows(run: Run) -> None:
                 guide.warned,
                 "rows unseen",
                 name,
-                f"the kernel of GP site {name!r} has a variance correction relative to the training inputs, and the "
-                f"guide has seen {module.num_seen} of these {module.num_rows}. Call it once with all, guide(x, y), "
-                "before or after training.",
+                f"GP site {name!r} has a variance correction relative to the training inputs; the guide has seen "
+                f"{module.num_seen} of these {module.num_rows}. Show it all, guide(x, y), before or after training.",
                 stacklevel=4,
             )
