@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..bases.actions import ProjectedFeatures
 from ..guide import AutoSparseGP
-from ..program.traces import without_event
-from .expected import log_density_minus_kl, weighted_sum
+from .expected import log_density_minus_kl, posterior_at, weighted_sum
 from .quadrature import TraceQuadrature_ELBO
 
 
@@ -37,7 +36,7 @@ class ProjectedLikelihood(TraceQuadrature_ELBO):
         # Σ log p(Sᵀy) of the GP sites, lemma S2, log p(y) of sites that are not after one, − Σ KL of other latents
         total = log_density_minus_kl(model_trace, guide_trace, {*facts.gps, *facts.downstream})
         for name in facts.gps:
-            q, _ = without_event(guide_trace.nodes[name]["fn"])
+            q = posterior_at(guide_trace, name)
             if not isinstance(q.basis, ProjectedFeatures) or name not in facts.quadratic:
                 raise ValueError(
                     "ProjectedLikelihood is for GP sites of the family ComputationAware whose likelihood is Gaussian "

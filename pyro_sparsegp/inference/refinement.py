@@ -20,7 +20,6 @@ from ..gaussians.sites import Sites, update
 from ..guide import AutoSparseGP
 from ..numerics.linalg import (
     NumericalWarning,
-    eye_like,
     over_lower,
     over_upper,
     plus_one,
@@ -113,8 +112,7 @@ def turned(anchor: Tensor, loc: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]
     """
     turn = solve_lower(anchor, anchor.detach())
     # E log N(u | 0, TTᵀ) is log|T| − ½(|Tm|² + tr TSTᵀ) + a constant: eq. 6's terms of the prior.
-    inverse = solve_lower(factor, eye_like(factor))
-    squares = (turn @ loc[..., None]).square().sum((-2, -1)) + (turn @ inverse.mT).square().sum((-2, -1))
+    squares = (turn @ loc[..., None]).square().sum((-2, -1)) + over_upper(turn, factor).square().sum((-2, -1))
     value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares
     return turn, value - value.detach()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -14,19 +13,7 @@ import torch
 from torch import Tensor
 
 from ..process import GaussianProcess
-from .facts import (
-    COUPLED,
-    DATAWISE,
-    ELEMENTWISE,
-    NONE,
-    ClosedForms,
-    Owners,
-    Structure,
-    codes_of,
-    find_owners,
-    kept_buffers,
-    stacked_runs,
-)
+from .facts import COUPLED, ELEMENTWISE, NONE, ClosedForms, Structure, combined, find_group, find_owners, kept_buffers
 from .handlers import Rerun
 from .traces import as_process, bare, entries, is_declared, is_normal, others_of, parameter_of, parameters, sample_sites
 
@@ -56,9 +43,9 @@ def explore(
     above = {name: {key[1] for key in layers if owners[name][key].kind != NONE} for name in names}
     found.inner = [name for name in names if above[name]]
     outer = [name for name in names if not above[name]]
-    found.dependence, found.interactions = _combined(owners, terms + layers, names)
+    found.dependence, found.interactions = combined(owners, terms + layers, names)
     coupled = [name for name in found.inner if found.dependence[name] == COUPLED]
-    groups = {name: _group(name, program, layers + terms) for name in coupled}
+    groups = {name: find_group(program.show, program.base, name, layers + terms) for name in coupled}
     found.groups = {name: group for name, group in groups.items() if group}
     # Inputs that meet above an inner layer, as in sums of the layer on it, meet in that layer too.
     coupled = [name for name in outer if found.dependence[name] == COUPLED]
@@ -93,7 +80,7 @@ def explore(
 
     def left(keys: Collection[Key]) -> Structure:
         """The structure of these tensors alone, as they depend on the GP sites that enter no other."""
-        kinds, meet = _combined(owners, keys, outer)
+        kinds, meet = combined(owners, keys, outer)
         return replace(found, dependence={n: kind for n, kind in kinds.items() if kind != NONE}, interactions=meet)
 
     return ClosedForms(
@@ -248,19 +235,6 @@ def is_affine(at: Tensor, slope: Tensor) -> bool:
     return bool(((there - middle - sizes * slope).abs() <= tolerance).all())
 
 
-def _combined(
-    owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Key], names: Collection[str]
-) -> tuple[dict[str, str], list[list[str]]]:
-    """How tensors depend on GP sites' values, and the pairs of sites that meet in an entry."""
-    order = (NONE, ELEMENTWISE, DATAWISE, COUPLED)
-    kinds = {name: max((owners[name][key].kind for key in keys), key=order.index, default=NONE) for name in names}
-    return kinds, [
-        [f, g]
-        for f, g in itertools.combinations(names, 2)
-        if any((owners[f][key].touched & owners[g][key].touched).any() for key in keys)
-    ]
-
-
 def _summed(found: Structure, program: Program) -> list[list[str]]:
     """Pairs of GP sites that enter all densities by f + cg, with one number c."""
     pairs = [[f, g] for f, g in found.interactions if not {f, g} & {*found.inner}]
@@ -278,20 +252,3 @@ def _summed(found: Structure, program: Program) -> list[list[str]]:
         if ((by_g - factor * by_f).abs() < _AFFINE[by_f.dtype] * by_g.abs().amax()).all():
             chosen.append(pair)
     return chosen
-
-
-def _group(name: str, program: Program, keys: list[Key]) -> Optional[tuple[int, str]]:
-    """The size of the groups within which alone layers above couple a site's values, and the layer that has as many
-    inputs as there are groups; ``None`` if there are no groups.
-    """
-    num = program.base[name].shape[-1]
-    counts = {other: value.shape[-1] for other, value in program.base.items()}
-    sizes = {num // n: other for other, n in counts.items() if 1 < n < num and num % n == 0}
-    for size in sorted(sizes):
-        masks = codes_of(torch.arange(num, device=program.base[name].device) // size)
-        points = [program.base, *(program.base | {name: program.base[name].masked_fill(m, torch.nan)} for m in masks)]
-        shown = stacked_runs(program.show, points)
-        nan = {key: shown[key].isnan()[1:] for key in keys}
-        if not any((part[0::2] & part[1::2] & ~shown[key][0].isnan()).any() for key, part in nan.items()):
-            return size, sizes[size]
-    return None

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as _field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Optional
 
 import pyro
 import torch
@@ -151,9 +151,38 @@ def find_owners(
     return owners, moved
 
 
+def combined(
+    owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Any], names: Collection[str]
+) -> tuple[dict[str, str], list[list[str]]]:
+    """How tensors depend on GP sites' values, and the pairs of sites that meet in an entry."""
+    order = (NONE, ELEMENTWISE, DATAWISE, COUPLED)
+    kinds = {name: max((owners[name][key].kind for key in keys), key=order.index, default=NONE) for name in names}
+    return kinds, [
+        [f, g]
+        for f, g in itertools.combinations(names, 2)
+        if any((owners[f][key].touched & owners[g][key].touched).any() for key in keys)
+    ]
+
+
 def codes_of(numbers: Tensor) -> list[Tensor]:
     """For each binary place, the values whose number has a 0 there, and those whose number has a 1."""
     return [(numbers >> bit) & 1 == one for bit in range(int(numbers.max()).bit_length()) for one in (0, 1)]
+
+
+def find_group(show: Show, base: Values, name: str, keys: Collection[Any]) -> Optional[tuple[int, str]]:
+    """The size of the groups within which alone layers above couple a site's values, and the layer that has as many
+    inputs as there are groups; ``None`` if there are no groups.
+    """
+    values = base[name]
+    num, counts = values.shape[-1], {other: value.shape[-1] for other, value in base.items()}
+    sizes = {num // n: other for other, n in counts.items() if 1 < n < num and num % n == 0}
+    for size in sorted(sizes):
+        masks = codes_of(torch.arange(num, device=values.device) // size)
+        shown = stacked_runs(show, [base, *({**base, name: values.masked_fill(mask, torch.nan)} for mask in masks)])
+        nan = {key: shown[key].isnan()[1:] for key in keys}
+        if not any((part[0::2] & part[1::2] & ~shown[key][0].isnan()).any() for key, part in nan.items()):
+            return size, sizes[size]
+    return None
 
 
 MAX_AXES = 2  # of a grid of nodes
