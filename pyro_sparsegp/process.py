@@ -64,9 +64,8 @@ class GaussianProcess(TorchDistribution):
         if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
             raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
         if not (isinstance(mean, (type(None), int, float, Tensor)) or callable(mean)):
-            raise ValueError(
-                f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {type(mean).__name__}"
-            )
+            got = type(mean).__name__
+            raise ValueError(f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {got}")
         batch_shape = broadcast_shapes(self.kernel.batch_shape, x.shape[:-2])
         if isinstance(mean, (int, float)):
             self.mean_function = x.new_full((), mean)
@@ -77,10 +76,8 @@ class GaussianProcess(TorchDistribution):
         super().__init__(batch_shape, x.shape[-2:-1], validate_args=validate_args)
         # A look at numbers, for which a GPU waits; probes of dependence, which have NaN in x, turn validation off.
         if self._validate_args and not x.isfinite().all():
-            raise ValueError(
-                f"GaussianProcess's x, of shape {tuple(x.shape)}, contains NaN or infinite values; "
-                "drop or impute those rows."
-            )
+            shape = tuple(x.shape)
+            raise ValueError(f"GaussianProcess's x, of shape {shape}, contains NaN or infinities: drop or impute rows")
 
     @property
     def mean(self) -> Tensor:
@@ -130,10 +127,8 @@ class GaussianProcess(TorchDistribution):
     def require_columns(self, x: Tensor) -> None:
         """Raise a ValueError if other inputs have another number of columns than this process's."""
         if x.shape[-1:] != self.x.shape[-1:]:
-            raise ValueError(
-                f"inputs of shape {tuple(x.shape)} for a process whose own have {self.x.shape[-1]} columns, "
-                f"{tuple(self.x.shape)}"
-            )
+            own = self.x.shape[-1]
+            raise ValueError(f"inputs of shape {tuple(x.shape)} for a process whose own have {own} columns")
 
     def relative_to(self, rows: Tensor) -> GaussianProcess:
         """The same process, where a diagonal term max k − k(x, x) of its kernel takes the maximum over ``rows``."""
@@ -220,18 +215,12 @@ class GaussianProcess(TorchDistribution):
 
 
 def _require_inputs(x: Any) -> None:
-    """Raise if the inputs of a process are no matrix of floating point numbers."""
+    what = "GaussianProcess's x must"
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(
-            f"GaussianProcess's x must be a floating point tensor (N, D), got {kind}; make it one with "
-            "torch.as_tensor(x).double()"
-        )
+        raise ValueError(f"{what} be a floating point tensor (N, D), got {kind}: torch.as_tensor(x).double() is one")
     if x.dim() < 2 or not x.shape[-1] or not x.shape[-2]:
-        raise ValueError(
-            f"GaussianProcess's x must have shape (N, D), got {tuple(x.shape)}: at least one row and one column; one "
-            "column of N rows is x[:, None]."
-        )
+        raise ValueError(f"{what} have shape (N, D), N and D ≥ 1, got {tuple(x.shape)}: one column is x[:, None]")
 
 
 def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -> None:
@@ -279,7 +268,3 @@ class PriorProcess(GaussianProcess):
     def log_prob(self, value: Tensor) -> Tensor:
         """0, of the batch's shape."""
         return value.new_zeros(broadcast_shapes(self._batch_shape, value.shape[:-1]))
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> PriorProcess:
-        """Independent copies with the given batch shape."""
-        return PriorProcess.of(super().expand(batch_shape))

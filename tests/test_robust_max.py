@@ -122,7 +122,7 @@ class TestRobustMax:
                     torch.testing.assert_close(probs, torch.tensor([[0.9, 0.05, 0.05]], dtype=dtype))
 
     def test_refusals(self):
-        refused(r"shape \(..., P\) with at least two classes", RobustMax, torch.randn(5, 1))
+        refused("P ≥ 2 classes", RobustMax, torch.randn(5, 1))
         refused("epsilon", RobustMax, torch.randn(5, 3), 1.5, validate_args=True)
         refused("from 0 to 2, got", RobustMax(torch.randn(5, 3), 0.5, validate_args=True).log_prob, torch.full((5,), 3))
 

@@ -109,7 +109,7 @@ class DenseActions(Actions):
 
     def __init__(self, sites: Sites, directions: Tensor) -> None:
         self.inputs = sites.inputs
-        root = safe_root(sites.precision)
+        root = safe_power(sites.precision, 0.5)
         self.scaled = root[..., None] * directions
         self.noise = torch.ones_like(self.scaled[..., 0, :])
         # Tᵀ√λ(z − μ)
@@ -129,21 +129,15 @@ class DenseActions(Actions):
         return self.scaled.mT @ columns
 
 
-def safe_root(precision: Tensor) -> Tensor:
-    """√λ with gradient 0 at λ = 0."""
+def safe_power(precision: Tensor, power: float) -> Tensor:
+    """λᵖ, and 0 with gradient 0 at λ = 0."""
     positive = precision > 0
-    return torch.where(positive, precision, 1.0).sqrt() * positive
+    return torch.where(positive, precision, 1.0) ** power * positive
 
 
 def white(sites: Sites) -> Tensor:
     """√λ(z − μ), 0 where λ = 0."""
-    return sites.linear * inverse_root(sites.precision)
-
-
-def inverse_root(precision: Tensor) -> Tensor:
-    """1/√λ, 0 where λ = 0."""
-    positive = precision > 0
-    return torch.where(positive, precision, 1.0).rsqrt() * positive
+    return sites.linear * safe_power(sites.precision, -0.5)
 
 
 def _sums(values: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
@@ -247,7 +241,7 @@ class KrylovPolicy(Policy):
         start = start.expand(shape)
         first = start.norm(dim=-1, keepdim=True)
         # Data at the prior mean leave no residual to start from.
-        start = torch.where(first > 0, start, safe_root(sites.precision).expand(shape))
+        start = torch.where(first > 0, start, safe_power(sites.precision, 0.5).expand(shape))
         first = start.norm(dim=-1, keepdim=True)
         tiny = torch.finfo(start.dtype).tiny
         chosen = start.new_zeros(*shape, min(self.num, shape[-1]))
@@ -320,9 +314,7 @@ class UserPolicy(Policy):
         matrix = self.policy(kernel, sites)
         rows = sites.inputs.shape[-2]
         if not isinstance(matrix, Tensor) or matrix.dim() < 2 or matrix.shape[-2:] != (rows, self.num):
-            raise ValueError(
-                f"the actions of site {name!r} must be a tensor ({rows}, {self.num}), got {shape_of(matrix)}"
-            )
+            raise ValueError(f"the actions of site {name!r} must be ({rows}, {self.num}), got {shape_of(matrix)}")
         if not matrix.isfinite().all():
             raise ValueError(f"the actions of site {name!r} contain NaN or infinite values")
         return DenseActions(sites, _orthonormal(matrix, sites.precision))
@@ -330,7 +322,7 @@ class UserPolicy(Policy):
 
 def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
     # Orthonormal columns with the span of Λ^-½S, over the rows with λ > 0.
-    scaled = inverse_root(precision)[..., None] * matrix
+    scaled = safe_power(precision, -0.5)[..., None] * matrix
     directions, triangle = torch.linalg.qr(scaled)
     pivots = triangle.diagonal(dim1=-2, dim2=-1).abs()
     level = matrix.shape[-2] * torch.finfo(pivots.dtype).eps
@@ -344,7 +336,7 @@ def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
 
 def _whitened(kernel: Any, sites: Sites) -> Callable[[Tensor], Tensor]:
     # V ↦ Λ^½KΛ^½V, (..., N, c), in blocks of rows; a small matrix is formed once.
-    root, x = safe_root(sites.precision)[..., None], sites.inputs
+    root, x = safe_power(sites.precision, 0.5)[..., None], sites.inputs
     num = x.shape[-2]
     if num * num <= _WHOLE:
         matrix = kernel(x, x)

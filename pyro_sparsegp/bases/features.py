@@ -65,10 +65,7 @@ class KernelFeatures(Features):
         found = kernel.explicit(x)
         if found is None or found[0].shape[-1] != self.size:
             have = "no" if found is None else found[0].shape[-1]
-            raise ValueError(
-                f"the kernel {self.kernel!r} has {have} features now, {self.size} when the guide was initialised; "
-                "a kernel's structure must not change between calls."
-            )
+            raise ValueError(f"{self.kernel!r} has {have} features now, {self.size} in the first call: keep as many")
         return found
 
     def __call__(self, x: Tensor) -> list[Tensor]:

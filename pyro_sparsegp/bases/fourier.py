@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Matern12, Matern32, Matern52, Scaled, Select
-from ..kernels.base import as_tensor
+from ..kernels.base import as_tensor, require_one
 from ..numerics.arguments import require_count
 from .variables import InducingVariables
 
@@ -50,9 +50,8 @@ class FourierCoefficients(InducingVariables):
         return f"FourierCoefficients({self.low}, {self.high}, {self.num_frequencies})"
 
     def _frequencies(self, like: Tensor) -> Tensor:
-        return torch.arange(1, self.num_frequencies + 1, dtype=like.dtype, device=like.device) * (
-            2 * math.pi / (self.high - self.low)
-        )
+        j = torch.arange(1, self.num_frequencies + 1, dtype=like.dtype, device=like.device)
+        return j * (2 * math.pi / (self.high - self.low))
 
     def _gram(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
         # The integrals, (..., M), which are 0 for m ≠ m', and h_m(low), (M, p), at unit variance.
@@ -61,15 +60,11 @@ class FourierCoefficients(InducingVariables):
         waves = (rate.square() + omega.square()) ** order * ((self.high - self.low) / 2)
         constant = rate ** (2 * order) * (self.high - self.low)
         one, zero = torch.ones_like(omega), torch.zeros_like(omega)
-        at_end = torch.stack(  # of the constant, the cosines and the sines: f, f', f''
-            [
-                torch.cat([one[:1], one, zero]),
-                torch.cat([zero[:1], zero, omega]),
-                torch.cat([zero[:1], -omega.square(), zero]),
-            ],
-            -1,
-        )
-        return torch.cat([constant, waves, waves], -1) / density, at_end[:, :order]
+        # of the constant, the cosines and the sines: f, f', f''
+        value, slope = torch.cat([one[:1], one, zero]), torch.cat([zero[:1], zero, omega])
+        curve = torch.cat([zero[:1], -omega.square(), zero])
+        at_end = torch.stack([value, slope, curve][:order], -1)
+        return torch.cat([constant, waves, waves], -1) / density, at_end
 
     def _norms(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
         # The matrix of ⟨φ_m, φ_m'⟩, (..., M, M), and ‖φ_m‖, (..., M), at unit variance.
@@ -95,19 +90,16 @@ class FourierCoefficients(InducingVariables):
 
     def cross(self, kernel: Any, x: Tensor) -> Tensor:
         matern, variance, columns = _parts(kernel)
-        if columns is None and x.shape[-1] != 1:
-            raise ValueError(
-                f"FourierCoefficients are of one input, x has {x.shape[-1]} columns: write kernel[column]."
-            )
+        if columns is None:
+            require_one(x, "FourierCoefficients are of one input", "kernel[column]")
         (column,) = columns or (0,)
         t = x[..., column]
         rate, order = _rate(matern, t), _ORDERS[type(matern)]
         _, norms = self._norms(rate, order)
         waves = (t[..., None] - self.low) * self._frequencies(t)
         inside = torch.cat([torch.ones_like(t)[..., None], waves.cos(), waves.sin()], -1)
-        found = torch.where(
-            ((t >= self.low) & (t <= self.high))[..., None], inside, self._beyond(t, rate[..., None], order)
-        )
+        within = (t >= self.low) & (t <= self.high)
+        found = torch.where(within[..., None], inside, self._beyond(t, rate[..., None], order))
         return found / norms[..., None, :] * as_tensor(variance, x).sqrt()[..., None, None]
 
     def _beyond(self, t: Tensor, rate: Tensor, order: int) -> Tensor:

@@ -218,10 +218,7 @@ class InducingPoints(Basis):
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
         if any(self.of_source) and kernel.source is None:
-            raise ValueError(
-                f"the kernel of site {name!r} has no source now, {kernel!r}, but had when the guide was initialised; "
-                "a kernel's structure must not change between calls."
-            )
+            raise ValueError(f"the kernel of site {name!r}, {kernel!r}, has no source, but had in the first call")
         return features_of(kernel, self.variables(), self.jitter if jitter is None else jitter, name)
 
     def spec(self) -> dict[str, Any]:

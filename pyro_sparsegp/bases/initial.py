@@ -78,10 +78,7 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
     read = kernel.columns
     columns = range(x.shape[-1]) if read is None else read
     if len(columns) not in (1, 2):
-        raise ValueError(
-            f'init="grid" is for kernels of one or two columns, {kernel!r} reads {len(columns)}: give the inputs, or '
-            'take "pivots" or "kmeans".'
-        )
+        raise ValueError(f'init="grid" is for one or two columns, {kernel!r} reads {len(columns)}: take "pivots"')
     # A column with few distinct values has these as its axis, and leaves more points to the other axis of a pair.
     distinct = sorted(((column, x[:, column].unique()) for column in columns), key=lambda pair: len(pair[1]))
     axes: dict[int, Tensor] = {}
@@ -135,9 +132,7 @@ def choose_inputs(
     init = init or ("pivots" if rows.shape[0] > _MANY else "greedy")
     choose: Any = _NAMED.get(init, init)  # type: ignore[arg-type]
     if not callable(choose):
-        raise ValueError(
-            f"init must be one of {sorted(_NAMED)} or a callable (kernel, x, num) -> (num, D), got {init!r}"
-        )
+        raise ValueError(f"init must be one of {sorted(_NAMED)} or a callable of (kernel, x, num), got {init!r}")
     for num in counts:
         require_count(num, f"inducing of site {name!r} is a tensor of inputs or their number, which")
     if not counts:
@@ -154,11 +149,8 @@ def choose_inputs(
     chosen = choose(kernel, rows, sum(counts)).to(rows)
     if init == "grid" and len(counts) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6
         counts = [len(chosen)]
-    if chosen.shape != (sum(counts), rows.shape[-1]):
-        raise ValueError(
-            f"init returned inducing inputs of shape {tuple(chosen.shape)} for site {name!r}, expected "
-            f"{(sum(counts), rows.shape[-1])}"
-        )
+    if (found := tuple(chosen.shape)) != (wanted := (sum(counts), rows.shape[-1])):
+        raise ValueError(f"init returned inducing inputs of shape {found} for site {name!r}, expected {wanted}")
     try:
         kernel.check_inputs(chosen)  # places between rows may be none, such as between codes of outputs
     except ValueError as error:
@@ -172,10 +164,8 @@ def choose_inputs(
 def given_inputs(z: Tensor, like: Tensor, name: str, widths: set[int]) -> Tensor:
     """A set that was given, like ``like``; refused, naming the site, if it has no such number of columns."""
     if z.dim() != 2 or z.shape[-1] not in widths or not z.shape[0]:
-        raise ValueError(
-            f"the inducing inputs of site {name!r} must be a tensor (M, {' or '.join(map(str, sorted(widths)))}), "
-            f"got {tuple(z.shape)}"
-        )
+        num = " or ".join(map(str, sorted(widths)))
+        raise ValueError(f"the inducing inputs of site {name!r} must be a tensor (M, {num}), got {tuple(z.shape)}")
     if not z.isfinite().all():
         raise ValueError(f"the inducing inputs of site {name!r} contain NaN or infinite values")
     return z.to(like)

@@ -102,10 +102,8 @@ def widened(kernel: Any, variables: list[Any]) -> list[Any]:
 def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:
     """``value`` if it is ``(..., rows, M)``; refused, with the class and method that gave it, if not."""
     if value.dim() < 2 or value.shape[-2:] != (rows, part.size):
-        raise ValueError(
-            f"{type(part).__name__}.{method} returned the shape {tuple(value.shape)}, expected (..., {rows}, "
-            f"{part.size}): its size is {part.size}."
-        )
+        name, found, wanted = type(part).__name__, tuple(value.shape), f"(..., {rows}, {part.size})"
+        raise ValueError(f"{name}.{method} returned the shape {found}, expected {wanted}: its size is {part.size}")
     return value
 
 

@@ -59,10 +59,8 @@ class RobustMax(TorchDistribution):
     def __init__(self, f: Tensor, epsilon: Union[float, Tensor] = 1e-3, validate_args: Optional[bool] = None) -> None:
         f = torch.as_tensor(f)
         if f.dim() < 1 or f.shape[-1] < 2:
-            raise ValueError(
-                f"RobustMax's f must have shape (..., P) with at least two classes, got {tuple(f.shape)}; for values "
-                "(P, N) of a GP site write RobustMax(f.mT)."
-            )
+            got = tuple(f.shape)
+            raise ValueError(f"RobustMax's f must be (..., P) for P ≥ 2 classes, got {got}; of values (P, N) give f.mT")
         epsilon = epsilon.to(f) if isinstance(epsilon, Tensor) else f.new_full((), epsilon)
         batch_shape = broadcast_shapes(f.shape[:-1], epsilon.shape)
         self.f = f.expand(*batch_shape, f.shape[-1])

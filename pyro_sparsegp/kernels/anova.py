@@ -102,14 +102,14 @@ class Anova(Kernel):
     :class:`Matern52`, by Gauss-Legendre quadrature of 64 nodes for other kernels of one column, which is a kernel
     still, of functions whose quadrature is zero. It acts on one column; select it, and multiply for an interaction:
 
-    >>> main = Anova(RBF(0.3), 0, 1)[0] + Anova(RBF(0.3), 0, 1)[1]
-    >>> both = Anova(RBF(0.3), 0, 1)[0] * Anova(RBF(0.3), 0, 1)[1]
+    >>> first, second = Anova(RBF(0.3), 0, 1)[0], Anova(RBF(0.3), 0, 1)[1]
+    >>> kernel = first + second + first * second
 
     Durrande, Ginsbourger, Roustant and Carraro, 2013, "ANOVA kernels and RKHS of zero mean functions for model-based
     sensitivity analysis", eq. 12.
 
-    :param base: k, a kernel of one column; a variance factor stays one, ``Anova(v * RBF(l))`` is ``v * Anova(RBF(l))``.
-        The prior variance of f₀ is smaller than that of f, by far where the length scale is long.
+    :param base: k, of one column; ``Anova(v * RBF(l))`` is ``v * Anova(RBF(l))``. The prior variance of f₀ is smaller
+        than that of f, by far where the length scale is long.
     :param low: a, in the units of the column: a number or ``(...,)``.
     :param high: b > a.
     :raises ValueError: for an empty interval, or a base that reads other columns than its first.
@@ -125,10 +125,7 @@ class Anova(Kernel):
     def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0) -> None:
         base = as_kernel(base, "Anova's base")
         if base.columns not in (None, (), (0,)):
-            raise ValueError(
-                f"Anova's base must be a kernel of one column, got {base!r}: select the column outside, "
-                "Anova(RBF(l), low, high)[2], and write interactions as products."
-            )
+            raise ValueError(f"Anova's base must be a kernel of one column, got {base!r}: select outside, {_ONE[1]}")
         base = base.on_columns(1)
         if base.depends_on_rows:
             raise ValueError(f"Anova's base must not have a diagonal that depends on the rows given, as {base!r} has")

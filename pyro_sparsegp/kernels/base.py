@@ -40,10 +40,8 @@ def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
     if not value.dim():
         return value
     if value.shape[-1] not in (1, x.shape[-1]):
-        raise ValueError(
-            f"{name} has {value.shape[-1]} entries in its last dimension, the inputs have {x.shape[-1]} columns; "
-            f"give one number, shape () or (..., 1), or one per column, (..., {x.shape[-1]})."
-        )
+        have, columns = value.shape[-1], x.shape[-1]
+        raise ValueError(f"{name} has {have} entries, the inputs {columns} columns: give (..., 1) or (..., {columns})")
     return value[..., None, :]
 
 

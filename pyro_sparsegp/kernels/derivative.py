@@ -14,6 +14,8 @@ from .algebra import Kernel, as_kernel
 from .base import PriorFunctions
 from .stationary import Matern12
 
+_jvp: Any = torch.func.jvp  # a function's values, and their change in a direction
+
 
 class Derivative(Kernel):
     """f and its partial derivatives at inputs (x, j): f(x) for j = 0, ∂f/∂x_j(x) for j = 1, …, D.
@@ -22,12 +24,10 @@ class Derivative(Kernel):
 
         cov((x, i), (z, j)) = ∂_{x_i} ∂_{z_j} k(x, z),
 
-    by two passes of forward mode through k for all rows at once, exact and for any kernel: some four times k's cost.
-    The last column of the inputs is j; :meth:`at` makes them. Any family takes it, with inducing variables of either
-    kind: observed slopes are rows like others, with noise of their own.
-
-    Functions must be differentiable: ``Matern12`` has no derivatives, ``Matern32`` has first ones. A mean function has
-    the same inputs (x, j): :meth:`of` makes it from a function of x. ``White`` adds noise to values alone.
+    by two passes of forward mode through any k, exactly, at some four times its cost. The last column of the inputs is
+    j; :meth:`at` makes them, and :meth:`of` a mean function of them. Observed slopes are rows like others, with noise
+    of their own, and inducing variables may be of either kind. Functions must be differentiable: ``Matern12`` has no
+    derivatives, ``Matern32`` has first ones. ``White`` adds noise to values alone.
 
     :param kernel: k, of D columns.
     :raises ValueError: if k is no kernel, or its diagonal depends on the other rows.
@@ -36,14 +36,9 @@ class Derivative(Kernel):
     def __init__(self, kernel: Any) -> None:
         kernel = as_kernel(kernel, "Derivative's kernel")
         if kernel.depends_on_rows:
-            raise ValueError(
-                f"Derivative of {kernel!r}: a variance correction has no derivative; variance_correction=False leaves "
-                "it out."
-            )
+            raise ValueError(f"a variance correction, as in {kernel!r}, has no derivative: variance_correction=False")
         if _is_rough(kernel):
-            raise ValueError(
-                f"Derivative of {kernel!r}: Matern12's functions have no derivative; take Matern32 or a smoother one."
-            )
+            raise ValueError(f"Matern12's functions have no derivative, as in {kernel!r}: take Matern32 or smoother")
         self.parts = (kernel,)
 
     @property
@@ -60,9 +55,7 @@ class Derivative(Kernel):
         :raises ValueError: if x is not a matrix, or a number is not from 0 to D.
         """
         if x.dim() < 2:
-            raise ValueError(
-                f"Derivative.at's x is (..., N, D), got shape {tuple(x.shape)}: one column of N rows is x[:, None]"
-            )
+            raise ValueError(f"Derivative.at's x is (..., N, D), got shape {tuple(x.shape)}: a column is x[:, None]")
         if isinstance(j, int) and not 0 <= j <= x.shape[-1]:
             raise ValueError(f"Derivative.at's j must be 0 (values) or a column, 1 to {x.shape[-1]}, got {j}")
         codes = torch.as_tensor(j, dtype=x.dtype, device=x.device).expand(x.shape[:-1])
@@ -134,11 +127,6 @@ class Derivative(Kernel):
         remedy = "0 is a value, others are derivatives by the column of that number; Derivative.at(x, j) makes inputs"
         require_codes(x[..., -1], x.shape[-1], what, remedy)
         self.kernel.check_inputs(x[..., :-1])
-
-
-def _jvp(function: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> tuple[Any, Any]:
-    value, change, *_ = torch.func.jvp(function, primals, tangents)
-    return value, change
 
 
 def _is_rough(kernel: Any) -> bool:

@@ -110,9 +110,7 @@ class RandomFourier(FeatureKernel):
 
     def __init__(self, frequencies: Tensor, lengthscale: Scalar = 1.0) -> None:
         if not isinstance(frequencies, Tensor) or frequencies.dim() != 2:
-            raise ValueError(
-                "RandomFourier's frequencies must be a tensor (R, D), such as RandomFourier.draw(kernels.RBF, R, D)"
-            )
+            raise ValueError("RandomFourier's frequencies must be a tensor (R, D): RandomFourier.draw(RBF, R, D)")
         self.omega = frequencies
         self.lengthscale = positive(lengthscale, "RandomFourier's lengthscale")
 
@@ -125,18 +123,13 @@ class RandomFourier(FeatureKernel):
         known = isinstance(kernel, type) and issubclass(kernel, Kernel)
         omega = kernel().frequencies((num,), torch.empty(1, dim).to(like)) if known else None
         if omega is None:
-            raise ValueError(
-                "RandomFourier.draw needs the class of a stationary kernel with a spectral density, such as "
-                f"kernels.RBF or kernels.Matern32, got {kernel!r}"
-            )
+            raise ValueError(f"RandomFourier.draw needs a class with a spectral density, such as RBF, got {kernel!r}")
         return omega
 
     def features(self, x: Tensor) -> Tensor:
         length = per_column(self.lengthscale, x, "RandomFourier's lengthscale")
-        if self.omega.shape[-1] != x.shape[-1]:
-            raise ValueError(
-                f"RandomFourier's frequencies are for {self.omega.shape[-1]} columns, the inputs have {x.shape[-1]}"
-            )
+        if (num := self.omega.shape[-1]) != x.shape[-1]:
+            raise ValueError(f"RandomFourier's frequencies are for {num} columns, the inputs have {x.shape[-1]}")
         # φ = (cos ωᵀx/ℓ, sin ωᵀx/ℓ)/√R (Rahimi and Recht, 2007)
         angle = (x / length) @ self.omega.to(x).mT
         return torch.cat([angle.cos(), angle.sin()], -1) / math.sqrt(self.omega.shape[0])
@@ -145,9 +138,9 @@ class RandomFourier(FeatureKernel):
 class White(Level):
     """White noise: k(x, z) = 0 and k(x) = s·I, independent at every row.
 
-    It has no features, so sparse families give it no coefficients and cannot learn it. Its variance s enters the bound
-    as a penalty, Σs/(2σ²), and the posterior of the other terms is too narrow. Under a guide put such noise into the
-    likelihood, and effects of single rows into a plate of latents.
+    It has no features, so sparse families cannot learn it: its variance enters the bound as a penalty, Σs/(2σ²), and
+    the posterior of the other terms is too narrow. Under a guide put such noise into the likelihood, and effects of
+    single rows into a plate of latents.
     """
 
     has_residual = True
@@ -166,22 +159,18 @@ class White(Level):
 class DeepBasis(FeatureKernel):
     """k(x, x') = φ(x)ᵀφ(x') with a network φ, (N, D) to (N, r), and a diagonal that makes the prior variance uniform.
 
-    The variance correction (section 3.3) adds independent values of variance
+    The variance correction (section 3.3) adds to f, or to the summand or factor that the kernel is, independent values
+    of variance c(x) = maxₙ ‖φ(xₙ)‖² − ‖φ(x)‖². By itself, and in a step of training, the maximum is over the rows that
+    the kernel is given; in predictions of guides and of :meth:`GaussianProcess.given` over the training inputs and the
+    row itself. Without it, training tends to a kernel of rank one and vanishing uncertainty (theorem 1).
 
-        c(x) = maxₙ ‖φ(xₙ)‖² − ‖φ(x)‖² ≥ 0
+    In training the correction is the penalty Σₙ c(xₙ)/(2σ²). Features of a network as torch initialises it have uneven
+    norms: at first the penalty outweighs the fit many times, and training shrinks them towards a constant and recovers
+    slowly. Small initial features (the last layer times 0.1) help; r > 1 outputs that end in
+    ``s * torch.nn.functional.normalize(h, dim=-1)`` with a learned s have c = 0 throughout.
 
-    to f. By itself, and in a step of training, the maximum is over the rows that the kernel is given. In predictions of
-    guides and of :meth:`GaussianProcess.given` it is over the training inputs and the row itself. Without the
-    correction, training tends to a kernel of rank one and vanishing uncertainty (theorem 1).
-
-    In training the correction is the penalty Σₙ c(xₙ)/(2σ²). A network as torch initialises it has features of uneven
-    norm, and the penalty at first outweighs the fit many times: training shrinks the features towards a constant and
-    recovers slowly. Small initial features (the last layer times 0.1) help; a network of r > 1 outputs that ends in
-    ``s * torch.nn.functional.normalize(h, dim=-1)`` with a learned s has c = 0 throughout.
-
-    In a model the network must be registered, ``pyro.module("net", net)``, and the kernel is built in each run. It is
-    evaluated several times a run, in parts: its output must depend on the row alone. In sums and products a summand or
-    factor is corrected by itself.
+    A model must register the network, ``pyro.module("net", net)``, and builds the kernel in each run. The network is
+    evaluated several times a run, in parts: its output must depend on the row alone.
 
     >>> network = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh())
     >>> kernel = DeepBasis(network)
@@ -190,8 +179,8 @@ class DeepBasis(FeatureKernel):
 
     :param network: a module, or any callable of tensors, (N, D) to (N, r).
     :param variance_correction: whether k has the diagonal term c.
-    :raises ValueError: if the network is not callable, does not give one row of features for each row, or has layers in
-        training mode (dropout, batch normalisation) or weights (``PyroSample``) that differ from call to call.
+    :raises ValueError: if the network is not callable, does not give a row of features for each row, or differs from
+        call to call: dropout or batch normalisation in training mode, weights from ``PyroSample``.
     """
 
     any_dtype = False
@@ -273,7 +262,7 @@ class CodeKernel(FeatureKernel):
 
     codes: ClassVar[str]  # what they are, for errors
     remedy: ClassVar[str]  # for data that have others
-    num_codes: int
+    num_codes: int  # C
 
     def indicators(self, x: Tensor) -> Tensor:
         """[x = c], ``(..., N, C)``."""
@@ -324,17 +313,15 @@ class Coregionalisation(CodeKernel):
     """k(p, p') = (AAᵀ + diag(s²))_pp' for a column of output numbers 0, …, P − 1: low rank plus diagonal.
 
     Times a kernel of the inputs it is the intrinsic model of coregionalisation, f_p = Σ_q A_pq g_q + s_p h_p with
-    independent functions g_q, h_p of that kernel; a sum of such products, a kernel each, is the linear model (Journel
-    and Huijbregts, 1978; Bonilla, Chai and Williams, 2008). A datum is a row, its output's number in a column:
+    independent functions g_q, h_p of that kernel; a sum of such products is the linear model (Journel and Huijbregts,
+    1978; Bonilla, Chai and Williams, 2008). A datum is a row, with its output's number in a column; a missing value is
+    no row. Its features are A's columns and the indicators, so that sparse families are exact in it alone.
 
     >>> mixing = torch.tensor([[1.0], [0.5], [-0.5]])
     >>> kernel = Coregionalisation(mixing)[1]
     >>> kernel(torch.tensor([[0.3, 0.0], [0.7, 2.0]]))
     tensor([[ 1.0000, -0.5000],
             [-0.5000,  0.2500]])
-
-    Outputs may be observed at inputs of their own; a missing value is not a row. Its features are A's columns and
-    the indicators, so that sparse families are exact in it alone.
 
     :param mixing: A, ``(..., P, Q)``: a parameter, or sampled, from a start that is not 0.
     :param own: s, ``(..., P)``, standard deviations of what each output has by itself; none by default.
@@ -346,14 +333,10 @@ class Coregionalisation(CodeKernel):
 
     def __init__(self, mixing: Tensor, own: Optional[Tensor] = None) -> None:
         if not isinstance(mixing, Tensor) or mixing.dim() < 2 or not mixing.numel():
-            raise ValueError(
-                f"Coregionalisation's mixing must be a matrix, outputs by functions, (P, Q); got {shape_of(mixing)}"
-            )
+            raise ValueError(f"Coregionalisation's mixing must be a matrix, (P, Q), got {shape_of(mixing)}")
         if own is not None and (not isinstance(own, Tensor) or own.shape[-1:] != mixing.shape[-2:-1]):
-            raise ValueError(
-                f"Coregionalisation's own must be a standard deviation for each of {mixing.shape[-2]} outputs; got "
-                f"{shape_of(own)}"
-            )
+            num = mixing.shape[-2]
+            raise ValueError(f"Coregionalisation's own must be (..., {num}), one an output, got {shape_of(own)}")
         self.mixing, self.own, self.num_codes = mixing, own, mixing.shape[-2]
 
     def features(self, x: Tensor) -> Tensor:

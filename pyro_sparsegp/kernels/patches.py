@@ -48,11 +48,8 @@ def patches(images: Tensor, image_shape: Shape, patch_shape: Shape, stride: int 
     """
     patch_grid(image_shape, patch_shape, stride)
     channels, height, width = (1, *image_shape)[-3:]
-    if images.shape[-1] != channels * height * width:
-        raise ValueError(
-            f"images have {images.shape[-1]} columns, image_shape {tuple(image_shape)} makes "
-            f"{channels * height * width}; give images as rows, (N, {channels * height * width})"
-        )
+    if (columns := images.shape[-1]) != (size := channels * height * width):
+        raise ValueError(f"images have {columns} columns, image_shape {tuple(image_shape)} makes {size}: give as many")
     x = images.unflatten(-1, (channels, height, width))
     x = x.unfold(-2, patch_shape[0], stride).unfold(-2, patch_shape[1], stride)  # (..., C, H', W', h, w)
     return x.movedim(-5, -3).flatten(-3).flatten(-3, -2)
@@ -72,8 +69,8 @@ class Convolutional(Kernel):
         k(x, x') = Σ_p Σ_q w_p w_q k_g(x[p], x'[q])
 
     The :attr:`source` of f is g, so that inducing points are patches (or images, where they have an image's size):
-    cov(f(x), g(z)) = Σ_p w_p k_g(x[p], z) takes P evaluations of k_g, the variance k(x, x) takes P²/2, and the
-    covariance of two images P². They are made in pieces, dropped and made again on the way back where there are many.
+    cov(f(x), g(z)) = Σ_p w_p k_g(x[p], z) takes P evaluations of k_g, k(x, x) takes P²/2, the covariance of two images
+    P². Where these are many they are made in pieces, and again on the way back.
 
     >>> kernel = Convolutional(RBF(1.0), (28, 28), (5, 5), stride=2)
     >>> kernel.diag(torch.rand(3, 784)).shape
@@ -84,8 +81,8 @@ class Convolutional(Kernel):
     :param base: k_g, a kernel on patches ``(..., C·h·w)``.
     :param image_shape: (H, W), with images as rows ``(N, H·W)``; or (C, H, W), ``(N, C·H·W)``, channel after channel.
     :param patch_shape: (h, w); a patch has all C channels.
-    :param weights: w, ``(..., P)``. ``None`` is 1/P each: f is then the mean response, whose variance is at most that
-        of g and does not grow with the image; learned weights had better start there.
+    :param weights: w, ``(..., P)``. ``None`` is 1/P each: f, the mean response, varies at most as g does, however large
+        the image; learned weights had better start there.
     :param stride: pixels from a patch to the next.
     :raises ValueError: if shapes do not fit, or the diagonal of k_g depends on the rows given.
     """
@@ -201,9 +198,9 @@ class TICK(Convolutional):
 
         k(x, x') = Σ_p Σ_q w_p w_q k_l(l_p, l_q) k_g(x[p], x'[q])
 
-    The translation insensitive convolutional kernel: with a short length scale of k_l the response differs from place
-    to place, with a long one it is :class:`Convolutional`. A location l = (row, column) is the number of the patch from
-    the top and from the left, in [0, H'] x [0, W']; an inducing patch has it in two more columns, ``(M, C·h·w + 2)``.
+    The translation insensitive convolutional kernel: as the length scale of k_l grows, it becomes
+    :class:`Convolutional`. A location l = (row, column) is the number of the patch from the top and from the left, in
+    [0, H'] x [0, W']; an inducing patch has it in two more columns, ``(M, C·h·w + 2)``.
 
     >>> kernel = TICK(RBF(1.0), RBF(3.0), (28, 28), (5, 5), stride=2)
     >>> kernel.from_source(torch.rand(3, 784), torch.rand(8, 25 + 2)).shape
@@ -246,10 +243,8 @@ class TICK(Convolutional):
 
     def _of_patch(self, z: Tensor) -> Tensor:
         if z.shape[-1] != self.patch_size + 2:
-            raise ValueError(
-                f"an inducing patch of TICK has {self.patch_size} pixels and a location (row, column), "
-                f"{self.patch_size + 2} columns in all, got {tuple(z.shape)}"
-            )
+            size = self.patch_size
+            raise ValueError(f"TICK's inducing patches are (M, {size + 2}), with row and column, got {tuple(z.shape)}")
         return z[..., : self.patch_size]
 
     def _towards(self, z: Tensor) -> Tensor:

@@ -49,9 +49,8 @@ class Components(Sequence):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
             if index not in self.names:
-                raise ValueError(
-                    f"the kernel of site {self._whole.name!r} has no term {index!r}; its terms are {list(self.names)}"
-                )
+                site, terms = self._whole.name, list(self.names)
+                raise ValueError(f"the kernel of site {site!r} has no term {index!r}; its terms are {terms}")
             index = self.names.index(index)
         return self._parts[index]
 
@@ -69,10 +68,7 @@ class Components(Sequence):
         """
         inputs = [x] * len(self) if isinstance(x, Tensor) else list(x)
         if len(inputs) != len(self):
-            raise ValueError(
-                f"Components.at got {len(inputs)} matrices of inputs, the kernel of site {self._whole.name!r} has "
-                f"{len(self)} terms: {list(self.names)}"
-            )
+            raise ValueError(f"Components.at got {len(inputs)} matrices of inputs for the terms {list(self.names)}")
         return Components(self._whole, [self._whole.at(part).process.x for part in inputs])
 
     @property

@@ -81,14 +81,10 @@ class SparsePosterior(TorchDistribution):
         """Φ at the inputs, a block ``(..., N, M_b)`` for each block of coefficients."""
         return self.basis(self.process.x)
 
-    @property
-    def _known_features(self) -> Optional[list[Tensor]]:
-        return vars(self).get("features")
-
     @cached_property
     def _moments(self) -> tuple[Tensor, ...]:
         """Φm, diag(Φ(S − I)Φᵀ) and the kernel's diagonal, ``(..., N)`` each."""
-        x, known = self.process.x, self._known_features
+        x, known = self.process.x, vars(self).get("features")
         at = partial(self.basis.marginals, coefficients=self.coefficients, known=known)
         # Without a graph the features of many rows are never in memory at once. A diagonal that depends on the rows
         # is that in the company of all of them.
@@ -120,10 +116,6 @@ class SparsePosterior(TorchDistribution):
         # ρ + ΦSΦᵀ with ρ = k − ΦΦᵀ
         covariance = self.process.kernel(self.process.x) + self.coefficients.covariance_change(self.features)
         return covariance.expand(self._batch_shape + self._event_shape * 2)
-
-    def prior_variance_of(self, rows: Tensor) -> Tensor:
-        """diag(Ak(x, x)Aᵀ), ``(..., K)``, for a matrix A, ``(..., K, N)``, at O(KN²)."""
-        return (rows @ self.process.kernel(self.process.x) * rows).sum(-1)
 
     @property
     def marginals(self) -> dist.Normal:
@@ -169,7 +161,7 @@ class SparsePosterior(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> SparsePosterior:
         """Independent copies with the given batch shape."""
-        process, known = self.process.expand(batch_shape), self._known_features
+        process, known = self.process.expand(batch_shape), vars(self).get("features")
         return type(self)(process, self.basis, self.coefficients, self.name, self.sites, known)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
@@ -188,7 +180,7 @@ class SparsePosterior(TorchDistribution):
 
         :param w: a block ``(..., M_b)`` for each block of coefficients.
         """
-        return SparsePosterior(self.process, self.basis, Given(w), self.name, self.sites, self._known_features)
+        return SparsePosterior(self.process, self.basis, Given(w), self.name, self.sites, vars(self).get("features"))
 
     @cached_property
     def residual_tril(self) -> Tensor:
