@@ -220,7 +220,7 @@ def _require_inputs(x: Any) -> None:
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{what} be a floating point tensor (N, D), got {kind}: torch.as_tensor(x).double() is one")
     if x.dim() < 2 or not x.shape[-1] or not x.shape[-2]:
-        raise ValueError(f"{what} have shape (N, D), N and D ≥ 1, got {tuple(x.shape)}: one column is x[:, None]")
+        raise ValueError(f"{what} have shape (N, D), got {tuple(x.shape)}: at least one row; a column is x[:, None]")
 
 
 def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -> None:

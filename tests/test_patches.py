@@ -223,7 +223,7 @@ def test_bad_images_and_bases():
     refused(r"images have 15 columns, image_shape \(4, 4\) makes 16", kernel.diag, torch.rand(2, 15))
     refused("variance correction", kernels.Convolutional, kernels.DeepBasis(torch.nn.Linear(4, 2)), (4, 4), (2, 2))
     tick = kernels.TICK(kernels.RBF(), kernels.RBF(), (4, 4), (2, 2))
-    with pytest.raises(ValueError, match=r"4 pixels and a location \(row, column\), 6 columns"):
+    with pytest.raises(ValueError, match=r"patches are \(M, 6\), with row and column"):
         tick.from_source(torch.rand(2, 16), torch.rand(3, 4))
 
 

@@ -20,7 +20,7 @@ from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
 from ..numerics.functions import broadcast_shapes, in_pieces
 from ..numerics.linalg import Whitening, cholesky, on_diagonal, over_upper, solve_lower
-from .base import Basis, Component, CrossFeatures, Features
+from .base import Basis, Component, CrossFeatures, Features, Moments
 from .features import ExplicitFeatures
 from .inducing import InducingFeatures, InducingPoints, features_of
 from .variables import Values, Variables, between
@@ -57,9 +57,7 @@ class DecoupledFeatures(CrossFeatures):
         shift = self.moved(x, torch.cat(blocks, -1)) / self.square().sqrt()[..., None]
         return [*blocks, shift[..., None]]
 
-    def marginals(
-        self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def marginals(self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None) -> Moments:
         blocks = self.inducing.of_summand(self.cross)(x) if known is None else known[:-1]
         mean, change = coefficients.marginal(range(len(blocks))).moments(blocks)
         return mean + self.moved(x, torch.cat(blocks, -1)), change, self.cross.diag(x)
@@ -163,9 +161,7 @@ class AdditiveFeatures(Features):
             return [block for part in self.parts for block in part(x)]
         return self._in_order(lambda features: features(x))
 
-    def marginals(
-        self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def marginals(self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None) -> Moments:
         mean, change = coefficients.moments(self(x) if known is None else known)
         if x.dim() != 2:
             return mean, change, self.cross.diag(x)

@@ -19,6 +19,7 @@ from ..gaussians.base import Gaussian
 from ..modules import AbstractModule
 
 Component = tuple[Any, "Features", tuple[int, ...]]
+Moments = tuple[Tensor, Tensor, Tensor]  # Φm, diag(Φ(S − I)Φᵀ) and the function's prior variance, (..., N) each
 
 
 class Features(ABC):
@@ -37,9 +38,7 @@ class Features(ABC):
     @abstractmethod
     def __call__(self, x: Tensor) -> list[Tensor]: ...
 
-    def marginals(
-        self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def marginals(self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None) -> Moments:
         """Φm, diag(Φ(S − I)Φᵀ) and the function's prior variance, ``(..., N)`` each.
 
         :param known: Φ at x, if it is known.
@@ -67,9 +66,9 @@ class Features(ABC):
         """u, ``(M,)``, with L⁻¹u the coefficients of the function 1, or near them; ``None`` where it is not known."""
         return None
 
-    @abstractmethod
     def components(self) -> list[Component]:
-        """For each summand k_c of the kernel: k_c, the features of f_c, and the blocks of w these refer to."""
+        """For each summand k_c of the kernel, by default one: k_c, the features of f_c, and their blocks of w."""
+        return [(self.kernel, self, tuple(range(len(self.sizes))))]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
         """``num`` draws of the prior as functions, with their coefficients w', ``(num, ..., M_b)`` a block.

@@ -19,7 +19,7 @@ from ..gaussians.seats import AtRows
 from ..gaussians.sites import Sites
 from ..numerics.functions import by_rows, dropping, is_long, pieces
 from ..numerics.linalg import row_squares
-from .base import Basis, Component, Features
+from .base import Basis, Component, Features, Moments
 
 _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, and so many a feature
 
@@ -110,24 +110,23 @@ class KernelFeatures(Features):
             totals = totals[0] + gram, totals[1] + right
         return totals
 
-    def marginals(
-        self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def marginals(self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None) -> Moments:
         if not self.size:
             return super().marginals(x, coefficients, known)
         # a diagonal that depends on the rows is that in the company of all
         settled = self.kernel.relative_to(x) if is_long(x) else self.kernel
 
-        def moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def moments(rows: Tensor) -> Moments:
             phi, diagonal = self.explicit(x) if rows is x else self._explicit(settled, rows)
             return (*coefficients.moments([phi]), diagonal)
 
         return by_rows(moments, x)  # type: ignore[return-value]
 
     def components(self) -> list[Component]:
-        blocks, terms = tuple(range(len(self.sizes))), self.kernel.terms
-        parts = [self] if len(terms) == 1 else [_TermFeatures(terms, i, self.sizes) for i in range(len(terms))]
-        return [(part.kernel, part, blocks) for part in parts]
+        terms = self.kernel.terms
+        if len(terms) == 1:
+            return super().components()
+        return [part for i in range(len(terms)) for part in _TermFeatures(terms, i, self.sizes).components()]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
         if self.kernel.has_residual:
@@ -150,6 +149,3 @@ class _TermFeatures(Features):
         whole = phi.new_zeros(*phi.shape[:-1], sum(self.sizes))
         whole[..., start : start + phi.shape[-1]] = phi
         return [whole]
-
-    def components(self) -> list[Component]:
-        return [(self.kernel, self, tuple(range(len(self.sizes))))]

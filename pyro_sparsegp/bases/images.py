@@ -1,6 +1,4 @@
-"""Where the layers of a deep convolutional Gaussian process start, without pre-training.
-
-(Shi, Titsias and Mnih, 2020, appendix G.2.)
+"""Where layers of a deep convolutional Gaussian process start untrained (Shi, Titsias and Mnih, 2020, appendix G.2).
 
 A layer is a GP over all patches of all images, its outputs the channels of the next image; the last layer's kernel is
 :class:`~pyro_sparsegp.kernels.Convolutional` or :class:`~pyro_sparsegp.kernels.TICK`:
@@ -29,8 +27,8 @@ def as_images(values: Tensor, num: int) -> Tensor:
     The inputs of the layer are patches image after image, ``kernels.patches(...).flatten(-3, -2)``; the next
     ``image_shape`` is (C, H', W') with (H', W') the :func:`~pyro_sparsegp.kernels.patch_grid`.
 
-    :param values: of the layer, ``(..., C, N·P)``, with P patches an image.
-    :param num: N, how many images they are of.
+    :param values: of the layer, with P patches an image.
+    :param num: N.
     :raises ValueError: if ``num`` does not divide the number of values.
     """
     if values.dim() < 2 or values.shape[-1] % num:
@@ -44,8 +42,6 @@ def inducing_patches(
 ) -> Tensor:
     """``num`` inducing patches, ``(num, C·h·w)``: centres of k-means on 100·``num`` patches of 1000 random images.
 
-    Equal patches, such as empty ones, count once.
-
     :param images: ``(N, C·H·W)``.
     :param num: how many patches.
     :param image_shape: (H, W) or (C, H, W).
@@ -53,7 +49,7 @@ def inducing_patches(
     :param stride: pixels from a patch to the next.
     :param locations: whether to add two columns of random locations in [0, H'] x [0, W'], which
         :class:`~pyro_sparsegp.kernels.TICK` needs.
-    :raises ValueError: if there are fewer than ``num`` distinct patches.
+    :raises ValueError: if there are fewer than ``num`` distinct patches: equal ones, such as empty ones, count once.
     """
     grid = patch_grid(image_shape, patch_shape, stride)
     images = images[torch.randperm(len(images), device=images.device)[:1000]]
@@ -80,7 +76,6 @@ def random_convolution(
     :param patch_shape: (h, w).
     :param channels: C'.
     :param stride: pixels from a patch to the next.
-    :returns: ``(N, C'·H'·W')``.
     """
     found = patches(images, image_shape, patch_shape, stride)
     # Of a filter, fan in is C·h·w and fan out C'·h·w.

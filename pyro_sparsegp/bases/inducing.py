@@ -21,7 +21,7 @@ from ..kernels.base import hyperparameters
 from ..numerics.functions import in_chunks
 from ..numerics.linalg import PRECISE, Whitening, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
-from .initial import Initialiser, choose_inputs, coarse_to_fine, given_inputs, some_distinct, those
+from .initial import Init, choose_inputs, coarse_to_fine, given_inputs, some_distinct, those
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
 
 Inducing = Union[int, Tensor, InducingVariables]
@@ -122,7 +122,7 @@ class InducingPoints(Basis):
         kernel: Any,
         x: Tensor,
         sets: Sequence[Inducing],
-        init: Union[str, Initialiser, None],
+        init: Init,
         name: str,
         trainable: bool = True,
         columns: Optional[Sequence[int]] = None,

@@ -14,6 +14,7 @@ from ..numerics.arguments import require_count
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
 
 Initialiser = Callable[[Any, Tensor, int], Tensor]
+Init = Union[str, Initialiser, None]  # None is by the number of rows
 
 
 @torch.no_grad()
@@ -120,12 +121,7 @@ _MANY = 1024  # rows above which points are taken to be too few for them
 
 
 def choose_inputs(
-    kernel: Any,
-    x: Tensor,
-    counts: Sequence[int],
-    init: Union[str, Initialiser, None],
-    name: str,
-    columns: Optional[Sequence[int]] = None,
+    kernel: Any, x: Tensor, counts: Sequence[int], init: Init, name: str, columns: Optional[Sequence[int]] = None
 ) -> Sequence[Tensor]:
     """Sets of so many inducing inputs each, chosen together among x, ``(..., N, D)``, by the ``columns`` read."""
     rows = x.detach().flatten(0, -2)

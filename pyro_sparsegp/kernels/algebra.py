@@ -181,7 +181,6 @@ class _Modified(Compound):
 
     @property
     def kernel(self) -> Any:
-        """k₀."""
         return self.parts[0]
 
     @property

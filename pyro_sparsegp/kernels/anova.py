@@ -136,7 +136,6 @@ class Anova(Kernel):
 
     @property
     def base(self) -> Kernel:
-        """k."""
         return self.parts[0]
 
     @property

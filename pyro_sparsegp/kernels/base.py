@@ -41,7 +41,7 @@ def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
         return value
     if value.shape[-1] not in (1, x.shape[-1]):
         have, columns = value.shape[-1], x.shape[-1]
-        raise ValueError(f"{name} has {have} entries, the inputs {columns} columns: give (..., 1) or (..., {columns})")
+        raise ValueError(f"{name} has {have} entries for {columns} columns of inputs: give one, or {columns}")
     return value[..., None, :]
 
 

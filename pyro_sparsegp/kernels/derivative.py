@@ -43,7 +43,6 @@ class Derivative(Kernel):
 
     @property
     def kernel(self) -> Any:
-        """k."""
         return self.parts[0]
 
     @staticmethod

@@ -336,7 +336,7 @@ class Coregionalisation(CodeKernel):
             raise ValueError(f"Coregionalisation's mixing must be a matrix, (P, Q), got {shape_of(mixing)}")
         if own is not None and (not isinstance(own, Tensor) or own.shape[-1:] != mixing.shape[-2:-1]):
             num = mixing.shape[-2]
-            raise ValueError(f"Coregionalisation's own must be (..., {num}), one an output, got {shape_of(own)}")
+            raise ValueError(f"Coregionalisation's own must be a number for each of {num} outputs, got {shape_of(own)}")
         self.mixing, self.own, self.num_codes = mixing, own, mixing.shape[-2]
 
     def features(self, x: Tensor) -> Tensor:

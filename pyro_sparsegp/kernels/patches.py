@@ -15,6 +15,7 @@ from .algebra import Kernel, Product, Select, as_kernel
 from .base import as_tensor
 
 Shape = Sequence[int]
+Weights = Optional[Tensor]
 _SPLITS = 4  # of a square of pairs of patches, of which the part above the diagonal is evaluated
 
 
@@ -90,7 +91,7 @@ class Convolutional(Kernel):
     event_dims = (("weights", 1),)
 
     def __init__(
-        self, base: Any, image_shape: Shape, patch_shape: Shape, weights: Optional[Tensor] = None, stride: int = 1
+        self, base: Any, image_shape: Shape, patch_shape: Shape, weights: Weights = None, stride: int = 1
     ) -> None:
         self.base = as_kernel(base, f"{type(self).__name__}'s base")
         if self.base.depends_on_rows:
@@ -107,7 +108,7 @@ class Convolutional(Kernel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return broadcast_shapes(self.base.batch_shape, super().batch_shape)
+        return broadcast_shapes(self.source.batch_shape, super().batch_shape)
 
     @property
     def source(self) -> Any:
@@ -211,21 +212,11 @@ class TICK(Convolutional):
     """
 
     def __init__(
-        self,
-        base: Any,
-        location: Any,
-        image_shape: Shape,
-        patch_shape: Shape,
-        weights: Optional[Tensor] = None,
-        stride: int = 1,
+        self, base: Any, location: Any, image_shape: Shape, patch_shape: Shape, weights: Weights = None, stride: int = 1
     ) -> None:
         super().__init__(base, image_shape, patch_shape, weights, stride)
         self.location = as_kernel(location, "TICK's location")
         self.patch_size = math.prod(self.image_shape[:-2]) * math.prod(self.patch_shape)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return broadcast_shapes(super().batch_shape, self.location.batch_shape)
 
     @property
     def source(self) -> Any:
