@@ -314,7 +314,7 @@ class UserPolicy(Policy):
         matrix = self.policy(kernel, sites)
         rows = sites.inputs.shape[-2]
         if not isinstance(matrix, Tensor) or matrix.dim() < 2 or matrix.shape[-2:] != (rows, self.num):
-            raise ValueError(f"the actions of site {name!r} must be ({rows}, {self.num}), got {shape_of(matrix)}")
+            raise ValueError(f"actions of site {name!r} must be a tensor ({rows}, {self.num}), got {shape_of(matrix)}")
         if not matrix.isfinite().all():
             raise ValueError(f"the actions of site {name!r} contain NaN or infinite values")
         return DenseActions(sites, _orthonormal(matrix, sites.precision))

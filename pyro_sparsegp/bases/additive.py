@@ -169,8 +169,8 @@ class AdditiveFeatures(Features):
         parts = [part.sum(-2) if len(members) > 1 else part for part, (members, _) in zip(own, self.groups)]
         return mean, change, functools.reduce(torch.add, parts)
 
-    @property
-    def anchor(self) -> Optional[Tensor]:
+    @functools.cached_property
+    def anchor(self) -> Any:
         found = list(zip(self.sizes, self.anchors))
         given = [anchor for _, anchor in found if anchor is not None]
         if not given:
@@ -183,8 +183,8 @@ class AdditiveFeatures(Features):
     def anchors(self) -> Sequence[Optional[Tensor]]:
         return self._in_order(lambda features: features.anchors)
 
-    @property
-    def ones(self) -> Optional[Tensor]:
+    @functools.cached_property
+    def ones(self) -> Any:
         """Of the blocks that have values of theirs, each has its share of 1."""
         found = [part.ones for part in self.parts]
         given = [part for part in found if part is not None]

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from ..gaussians.base import Gaussian
 from ..modules import AbstractModule
+from ..numerics.arguments import Documented
 
 Component = tuple[Any, "Features", tuple[int, ...]]
 Moments = tuple[Tensor, Tensor, Tensor]  # Φm, diag(Φ(S − I)Φᵀ) and the function's prior variance, (..., N) each
 
 
-class Features(ABC):
+class Features(Documented, ABC):
     """φ under one kernel: ``features(x)`` gives a block ``(..., N, M_b)`` for each block of coefficients.
 
     :param kernel: the kernel that the features belong to.
@@ -45,13 +46,9 @@ class Features(ABC):
         """
         return (*coefficients.moments(self(x) if known is None else known), self.cross.diag(x))
 
-    @property
-    def anchor(self) -> Any:
-        """L, lower triangular, ``(..., M, M)``, if u = Lw has a meaning that hyperparameters do not change, such as
-        f's values at inducing inputs; of features that are followed :class:`~pyro_sparsegp.gaussians.AtRows`; ``None``
-        if w itself has such a meaning.
-        """
-        return None
+    # L, lower triangular, (..., M, M), if u = Lw has a meaning that hyperparameters do not change, such as f's values
+    # at inducing inputs; of features that are followed AtRows; None if w itself has such a meaning.
+    anchor: Any = None
 
     @property
     def anchors(self) -> list[Optional[Tensor]]:
@@ -61,10 +58,8 @@ class Features(ABC):
         edges = list(itertools.accumulate(self.sizes, initial=0))
         return [self.anchor[..., a:b, a:b] for a, b in itertools.pairwise(edges)]
 
-    @property
-    def ones(self) -> Optional[Tensor]:
-        """u, ``(M,)``, with L⁻¹u the coefficients of the function 1, or near them; ``None`` where it is not known."""
-        return None
+    # u, (M,), with L⁻¹u the coefficients of the function 1, or near them; None where it is not known
+    ones: Any = None
 
     def components(self) -> list[Component]:
         """For each summand k_c of the kernel, by default one: k_c, the features of f_c, and their blocks of w."""
@@ -79,11 +74,7 @@ class Features(ABC):
 
 
 class CrossFeatures(Features):
-    """φ from covariances with f: of the whole f, or of a summand f_c, whose own kernel these are then.
-
-    :param kernel: of f, to which the features belong.
-    :param sizes: M_b, the number of coefficients of each block.
-    """
+    """φ from covariances with f: of the whole f, or of a summand f_c, whose own kernel these are then."""
 
     def of_summand(self, cross: Any) -> Self:
         """The same coefficients' features of another function, whose covariance with f is ``cross``."""

@@ -72,7 +72,7 @@ class KernelFeatures(Features):
         return [self.explicit(x)[0]] if self.size else []
 
     @functools.cached_property
-    def anchor(self) -> Optional[AtRows]:  # type: ignore[override]
+    def anchor(self) -> Any:
         if self.rows is None:
             return None
         # by blocks of rows, as all that a network makes: test_blocks_change_nothing

@@ -40,6 +40,7 @@ class InducingFeatures(CrossFeatures):
         self._wide = self._joined = _join(self.variables)
         if self.factor.dtype != getattr(self._joined[0], "z", self.factor).dtype:  # found in float64
             self._wide, self.factor = _join(widened(kernel, self.variables)), self.factor.to(self.z)
+        self.anchor = self.factor
 
     @property
     def z(self) -> Tensor:
@@ -57,11 +58,7 @@ class InducingFeatures(CrossFeatures):
         return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
 
     @functools.cached_property
-    def anchor(self) -> Any:  # type: ignore[override]
-        return self.factor
-
-    @property
-    def ones(self) -> Optional[Tensor]:
+    def ones(self) -> Any:
         return self.factor.new_ones(sum(self.sizes)) if self.are_values else None
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:

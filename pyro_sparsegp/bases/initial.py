@@ -139,8 +139,7 @@ def choose_inputs(
     if sum(counts) > distinct:
         raise ValueError(
             f"site {name!r} asks for {sum(counts)} inducing points, the guide's first call has {distinct} distinct "
-            "inputs: take fewer, give the inputs as a tensor, or first call the guide once on representative "
-            "inputs, for example on all of them."
+            "inputs: take fewer, give them as a tensor, or first call the guide on all inputs, or on typical ones."
         )
     chosen = choose(kernel, rows, sum(counts)).to(rows)
     if init == "grid" and len(counts) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6

@@ -66,6 +66,5 @@ def _log_ndtr(x: Tensor) -> Tensor:
     left = x < 0
     below, above = torch.where(left, x, 0.0), torch.where(left, 0.0, x)
     scaled = torch.special.erfcx(-below / math.sqrt(2))  # 2Φ(x)exp(x²/2)
-    return torch.where(
-        left, (0.5 * scaled).log() - 0.5 * below.square(), torch.log1p(-0.5 * torch.erfc(above / math.sqrt(2)))
-    )
+    right = torch.log1p(-0.5 * torch.erfc(above / math.sqrt(2)))
+    return torch.where(left, (0.5 * scaled).log() - 0.5 * below.square(), right)

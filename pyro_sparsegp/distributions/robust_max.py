@@ -49,10 +49,7 @@ class RobustMax(TorchDistribution):
     :raises ValueError: if f has no last dimension of at least two classes.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = {
-        "f": constraints.independent(constraints.real, 1),
-        "epsilon": constraints.unit_interval,
-    }
+    arg_constraints: ClassVar[dict[str, Any]] = {"f": constraints.real_vector, "epsilon": constraints.unit_interval}
     normal_parameter: ClassVar[str] = "f"
     piecewise_constant: ClassVar[bool] = True
 
@@ -69,12 +66,10 @@ class RobustMax(TorchDistribution):
 
     @property
     def num_classes(self) -> int:
-        """P."""
         return self.f.shape[-1]
 
     @property
     def support(self) -> Any:  # type: ignore[override]
-        """0, …, P − 1."""
         return constraints.integer_interval(0, self.num_classes - 1)
 
     @property

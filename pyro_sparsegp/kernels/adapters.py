@@ -49,9 +49,8 @@ def _freeze(module: Any) -> Any:
     names -= {f"{name}_unconstrained" for name in module._pyro_params}
     names -= {f"{name}_{part}" for name, (_, parts) in module._guides.items() for part in parts}  # of its own guide
     contents.update((name, getattr(module, name)) for name in names)
-    contents.update(
-        (name, _freeze(child) if _is_pyro_kernel(child) else child) for name, child in module._modules.items()
-    )
+    children = module._modules.items()
+    contents.update((name, _freeze(child) if _is_pyro_kernel(child) else child) for name, child in children)
     vars(frozen).update(contents)
     return frozen
 
@@ -93,8 +92,7 @@ def from_gpytorch(kernel: Any) -> Kernel:
         outputs = part.num_outputs_per_input(place, place) if isinstance(part, GPyTorchKernel) else 1
         if outputs > 1:
             raise ValueError(
-                f"from_gpytorch takes kernels of one value at each input; {type(part).__name__} has several. Several "
-                "outputs are GaussianProcess(kernel, x).expand([P]).to_event(1), mixed in the model, A @ f, where they "
-                "are correlated."
+                f"from_gpytorch takes kernels of one value at each input; {type(part).__name__} has several. Outputs are "
+                "GaussianProcess(kernel, x).expand([P]).to_event(1), mixed by A @ f where they are correlated."
             )
     return Foreign(lambda x, z: kernel(x, z).to_dense(), lambda x: kernel(x, diag=True), kernel)

@@ -188,11 +188,9 @@ class _Modified(Compound):
         return self.kernel.source
 
     def source_inputs(self, x: Tensor) -> Tensor:
-        """The inputs of g that f reads at x, ``(..., N, P, d)``."""
         return self.kernel.source_inputs(self.own_columns(x))
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
-        """cov(f(xₙ), g(zₘ)), ``(..., N, M)``."""
         return self.combine([self.kernel.from_source(self.own_columns(x), z)], 2)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:

@@ -110,10 +110,8 @@ class CovarianceFunction(Documented, ABC):
         new.parts = tuple(parts)
         return new
 
-    @property
-    def columns(self) -> Optional[tuple[int, ...]]:
-        """The input columns the kernel reads, or ``None`` for all of them, or where :meth:`on_columns` is to tell."""
-        return None
+    # The input columns the kernel reads, a tuple, or None for all of them, or where on_columns is to tell.
+    columns: Any = None
 
     def own_columns(self, x: Tensor) -> Tensor:
         """The columns of inputs, ``(..., N, D)``, that the parts read."""
@@ -150,13 +148,9 @@ class CovarianceFunction(Documented, ABC):
         """The kernel, where a diagonal term max k − k(x, x) takes the maximum over ``rows``, the training inputs."""
         return self.with_parts([part.relative_to(self.own_columns(rows)) for part in self.parts])
 
-    @property
-    def source(self) -> Optional[Any]:
-        """The kernel of g, where f(x) = Σ_p w_p g(x_p), whose inputs are then inducing ones by default; or ``None``.
-
-        A kernel that has one has ``source_inputs(x)``, x_p, and ``from_source(x, z)``, cov(f(xₙ), g(zₘ)), too.
-        """
-        return None
+    # The kernel of g, where f(x) = Σ_p w_p g(x_p), whose inputs are then inducing ones by default; or None. A kernel
+    # that has one has source_inputs(x), x_p, (..., N, P, d), and from_source(x, z), cov(f(xₙ), g(zₘ)), (..., N, M).
+    source: Any = None
 
     @property
     def has_residual(self) -> bool:

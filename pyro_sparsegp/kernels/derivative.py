@@ -90,9 +90,8 @@ class Derivative(Kernel):
         # k and ∂_z k, and how they change with x: ∂_x k and ∂_x ∂_z k (Solak et al., 2003), along each row's direction
         (k, k_right), (k_left, k_both) = _jvp(by_right, (left,), (along_left,))
         columns = slopes_right[..., None, :]
-        return torch.where(
-            slopes_left[..., :, None], torch.where(columns, k_both, k_left), torch.where(columns, k_right, k)
-        )
+        of_slopes, of_values = torch.where(columns, k_both, k_left), torch.where(columns, k_right, k)
+        return torch.where(slopes_left[..., :, None], of_slopes, of_values)
 
     def diag(self, x: Tensor) -> Tensor:
         # N matrices of one row each; of values k has a diagonal of its own

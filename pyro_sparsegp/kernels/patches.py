@@ -115,7 +115,6 @@ class Convolutional(Kernel):
         return self.base
 
     def source_inputs(self, x: Tensor) -> Tensor:
-        """The patches, ``(..., N, P, C·h·w)``."""
         return self._patches(x)
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -140,7 +139,6 @@ class Convolutional(Kernel):
         return w[..., :, None] * w[..., None, :]
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
-        """cov(f(xₙ), g(zₘ)), ``(..., N, M)``."""
         p, own, a = self._patches(x), self._of_patch(z), self._towards(z)
         batch = broadcast_shapes(self.batch_shape, p.shape[:-3], z.shape[:-2])
 

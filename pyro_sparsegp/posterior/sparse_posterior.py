@@ -43,9 +43,8 @@ class SparsePosterior(TorchDistribution):
     """The posterior of a Gaussian process under a finite basis and a Gaussian over its coefficients.
 
     A distribution over the values at the process's inputs x, with event shape ``(N,)``; :meth:`at` gives it at
-    other inputs. ``rsample`` draws values jointly. A function has no Lebesgue density, so ``log_prob`` is relative to
-    the prior process: log dq/dp = log q(w) − log p(w). ``log_prob`` takes only the
-    last draw: the object keeps the coefficients w of no other.
+    other inputs. ``rsample`` draws values jointly. A function has no Lebesgue density: ``log_prob``, of the last draw
+    alone, is relative to the prior process, log dq/dp = log q(w) − log p(w).
 
     :param process: the prior at the inputs.
     :param basis: the basis under that prior's kernel.
@@ -247,10 +246,9 @@ class SparsePosterior(TorchDistribution):
         """``num`` sample functions, x ↦ ``(num, ..., N)``: the same input gives the same value at every call.
 
         By Matheron's rule (Wilson et al., 2020, eq. 8): a prior function plus φ(x)ᵀ(w − w'), where w' are that
-        function's own coefficients. The prior functions of a stationary kernel are ``num_features`` random
-        Fourier waves; a kernel with finite features has exact ones. For other kernels
-        (:class:`~pyro_sparsegp.kernels.Periodic`, ``Anova``, adapted ones) values are drawn exactly, conditioned on all
-        values drawn before. A call costs O(n³), n counting points of earlier calls, too.
+        function's own coefficients. The prior functions of a stationary kernel are ``num_features`` random Fourier
+        waves; a kernel with finite features has exact ones. Of other kernels (``Periodic``, ``Anova``, adapted ones)
+        values are drawn exactly, given all drawn before, in O(n³) for the n points of all calls.
         """
         if num < 1 or num_features < 1:
             raise ValueError(f"paths needs at least one path and one feature, got {num} and {num_features}")
@@ -268,10 +266,8 @@ class SparsePosterior(TorchDistribution):
         return in_chunks(path, num * num_features)
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.name!r}, x: {tuple(self.process.x.shape)}, "
-            f"coefficients: {sum(self.coefficients.sizes)}, batch_shape: {tuple(self.batch_shape)})"
-        )
+        kind, x, num = type(self).__name__, tuple(self.process.x.shape), sum(self.coefficients.sizes)
+        return f"{kind}({self.name!r}, x: {x}, coefficients: {num}, batch_shape: {tuple(self.batch_shape)})"
 
 
 @register_kl(SparsePosterior, GaussianProcess)
