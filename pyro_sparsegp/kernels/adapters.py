@@ -92,7 +92,7 @@ def from_gpytorch(kernel: Any) -> Kernel:
         outputs = part.num_outputs_per_input(place, place) if isinstance(part, GPyTorchKernel) else 1
         if outputs > 1:
             raise ValueError(
-                f"from_gpytorch takes kernels of one value at each input; {type(part).__name__} has several. Outputs are "
-                "GaussianProcess(kernel, x).expand([P]).to_event(1), mixed by A @ f where they are correlated."
+                f"from_gpytorch takes kernels of one value at each input; {type(part).__name__} has several. Write "
+                "GaussianProcess(kernel, x).expand([P]).to_event(1), mixed by A @ f where outputs are correlated."
             )
     return Foreign(lambda x, z: kernel(x, z).to_dense(), lambda x: kernel(x, diag=True), kernel)
