@@ -20,6 +20,7 @@ from .numerics.functions import broadcast_shapes
 from .numerics.linalg import cholesky, solve_lower, times
 
 Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
+Jitter = Optional[float]
 
 
 class GaussianProcess(TorchDistribution):
@@ -49,12 +50,7 @@ class GaussianProcess(TorchDistribution):
     support = constraints.real_vector
 
     def __init__(
-        self,
-        kernel: Any,
-        x: Tensor,
-        mean: Mean = None,
-        jitter: Optional[float] = None,
-        validate_args: Optional[bool] = None,
+        self, kernel: Any, x: Tensor, mean: Mean = None, jitter: Jitter = None, validate_args: Optional[bool] = None
     ) -> None:
         _require_inputs(x)
         self.kernel = as_kernel(kernel, "GaussianProcess's kernel").on_columns(x.shape[-1])

@@ -187,7 +187,7 @@ def test_gradients_in_all_ways(base):
         (lambda: Anova(kernels.RBF(1.0), 0.0, float("inf")), "finite bounds, low < high, got 0.0 and inf"),
         (lambda: Anova(kernels.RBF(1.0)[2], 0.0, 1.0), "select outside"),
         (lambda: Anova(3.0), "Anova's base must be a kernel"),
-        (lambda: Anova(kernels.DeepBasis(torch.nn.Linear(1, 3))), "depends on the rows"),
+        (lambda: Anova(kernels.DeepBasis(torch.nn.Linear(1, 3))), "has a variance correction"),
         (lambda: Anova(kernels.RBF(1.0))(torch.rand(3, 2)), "the inputs have 2: select one"),
         (lambda: kernels.Categorical(0), "num_levels must be"),
         (lambda: kernels.Categorical(2)(torch.rand(3, 2)), "select one"),

@@ -67,9 +67,11 @@ class Foreign(Kernel):
         return describe(self.of)
 
 
-def as_kernel(value: Any, name: str) -> Kernel:
-    """``value`` if it is a kernel; a callable with a method ``diag`` as one; refused by name, if it is neither."""
+def as_kernel(value: Any, name: str, by_row: bool = False) -> Kernel:
+    """``value`` as a kernel, with a diagonal ``by_row`` if asked for: it is one, or a callable with a ``diag``."""
     if isinstance(value, Kernel):
+        if by_row and value.depends_on_rows:
+            raise ValueError(f"{name} has a variance correction, {value!r}: write variance_correction=False")
         return value
     if not callable(value) or not callable(getattr(value, "diag", None)):
         raise ValueError(

@@ -123,16 +123,13 @@ class Anova(Kernel):
         return super().__new__(cls)
 
     def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0) -> None:
-        base = as_kernel(base, "Anova's base")
+        base = as_kernel(base, "Anova's base", by_row=True)
         if base.columns not in (None, (), (0,)):
             raise ValueError(f"Anova's base must be a kernel of one column, got {base!r}: select outside, {_ONE[1]}")
-        base = base.on_columns(1)
-        if base.depends_on_rows:
-            raise ValueError(f"Anova's base must not have a diagonal that depends on the rows given, as {base!r} has")
         bounds = [bound for bound in (low, high) if not isinstance(bound, Tensor)]
         if sorted(set(bounds)) != bounds or not all(map(math.isfinite, bounds)):
             raise ValueError(f"Anova needs finite bounds, low < high, got {low} and {high}")
-        self.parts, self.low, self.high = (base,), low, high
+        self.parts, self.low, self.high = (base.on_columns(1),), low, high
 
     @property
     def base(self) -> Kernel:

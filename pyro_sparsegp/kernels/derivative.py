@@ -34,9 +34,7 @@ class Derivative(Kernel):
     """
 
     def __init__(self, kernel: Any) -> None:
-        kernel = as_kernel(kernel, "Derivative's kernel")
-        if kernel.depends_on_rows:
-            raise ValueError(f"a variance correction, as in {kernel!r}, has no derivative: variance_correction=False")
+        kernel = as_kernel(kernel, "Derivative's kernel", by_row=True)
         if _is_rough(kernel):
             raise ValueError(f"Matern12's functions have no derivative, as in {kernel!r}: take Matern32 or smoother")
         self.parts = (kernel,)

@@ -85,12 +85,11 @@ class Polynomial(FeatureKernel):
         # (xᵀx' + b)^p = (aᵀa')^p with a = (x, √b); expand the power of the inner product.
         a = side_by_side([x, as_tensor(self.bias, x).sqrt()[..., None, None]])
         columns = []
-        # a monomial has the root of its multinomial coefficient, p!/Π_d p_d!
         for powers in itertools.combinations_with_replacement(range(a.shape[-1]), self.degree):
-            count = math.factorial(self.degree)
-            for column in set(powers):
-                count //= math.factorial(powers.count(column))
-            columns.append(math.sqrt(count) * functools.reduce(torch.mul, (a[..., i] for i in powers)))
+            # a monomial has the root of its multinomial coefficient, p!/Π_d p_d!
+            repeats = math.prod(math.factorial(powers.count(column)) for column in set(powers))
+            root = math.sqrt(math.factorial(self.degree) // repeats)
+            columns.append(root * functools.reduce(torch.mul, (a[..., i] for i in powers)))
         return torch.stack(columns, -1)
 
 

@@ -93,9 +93,7 @@ class Convolutional(Kernel):
     def __init__(
         self, base: Any, image_shape: Shape, patch_shape: Shape, weights: Weights = None, stride: int = 1
     ) -> None:
-        self.base = as_kernel(base, f"{type(self).__name__}'s base")
-        if self.base.depends_on_rows:
-            raise ValueError(f"{type(self).__name__}'s base has a variance correction, {base!r}: turn it off")
+        self.base = as_kernel(base, f"{type(self).__name__}'s base", by_row=True)
         self.grid = patch_grid(image_shape, patch_shape, stride)
         self.num_patches = math.prod(self.grid)  # P = H'W'
         self.image_shape, self.patch_shape, self.stride = tuple(image_shape), tuple(patch_shape), stride

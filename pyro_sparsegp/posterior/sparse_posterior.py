@@ -132,10 +132,7 @@ class SparsePosterior(TorchDistribution):
         :raises ValueError: if the family keeps no sites.
         """
         if self.sites is None:
-            raise ValueError(
-                f"the posterior of site {self.name!r} has no Gaussian sites to compute the exact posterior from; "
-                "use a family on sites, such as ComputationAware or SGPR."
-            )
+            raise ValueError(f"site {self.name!r} has no Gaussian sites: take a family on sites, such as SGPR")
         root, x, kernel = self.sites.precision.sqrt(), self.sites.inputs, self.process.kernel
         # k − k(·, X)Λ^½(I + Λ^½KΛ^½)⁻¹Λ^½k(X, ·): no division by a λ of 0
         gram = root[..., None] * kernel(x) * root[..., None, :]
@@ -199,10 +196,7 @@ class SparsePosterior(TorchDistribution):
         """
         drawn, w = self._draw
         if drawn is not value:
-            raise ValueError(
-                f"log_prob of the sparse posterior of site {self.name!r} is log q(w) − log p(w) at the coefficients w "
-                "of a draw; this value is not the last draw of this object, so its w is unknown."
-            )
+            raise ValueError(f"log_prob of site {self.name!r} is at a draw's coefficients; this is not the last draw")
         centred = value - self.process.mean_at(self.process.x)
         return self.coefficients.log_ratio(w, centred).expand(value.shape[:-1])
 
