@@ -192,11 +192,8 @@ class Policy(AbstractModule):
 
     def forward(self, kernel: Any, sites: Sites, name: str) -> Actions:
         """The actions of a run."""
-        if self.rows not in (None, sites.inputs.shape[-2]):
-            raise ValueError(
-                f"the actions of site {name!r} are for {self.rows} rows, the guide's first call; got "
-                f"{sites.inputs.shape[-2]}. Make a new guide for other data, or use another policy."
-            )
+        if self.rows not in (None, rows := sites.inputs.shape[-2]):
+            raise ValueError(f"actions of site {name!r} are for {self.rows} rows, got {rows}: make a new guide")
         return self.actions(kernel, sites, name)
 
     def actions(self, kernel: Any, sites: Sites, name: str) -> Actions:

@@ -124,7 +124,5 @@ def between(kernel: Any, first: Variables, second: Variables) -> Tensor:
         return first.cross(kernel, second.z).mT
     if isinstance(first, SourceValues) and isinstance(second, SourceValues):
         return kernel.source(first.z, second.z)
-    raise ValueError(
-        f"the covariance of inducing variables {type(first).__name__} with {type(second).__name__} is not known: of "
-        "several sets, one may be of InducingVariables, the others are inputs."
-    )
+    one, other = type(first).__name__, type(second).__name__
+    raise ValueError(f"the covariance of {one} with {other} is not known: of several sets, one may be no inputs")

@@ -39,7 +39,7 @@ class _Profile(NamedTuple):
 
     def _mean(self, a: Tensor, power: int) -> Tensor:
         # The mean of (1 − t)ᵖ(1 − g(at)) over t in [0, 1], for a up to _NEAR, where closed forms cancel.
-        nodes, weights = _legendre(_NUM_NEAR, a.dtype, a.device)
+        nodes, weights = legendre(_NUM_NEAR, a.dtype, a.device)
         t = 0.5 + 0.5 * nodes
         return -self.value_and_slope((a[..., None] * t).square())[0] @ (weights * (1 - t) ** power)
 
@@ -88,8 +88,8 @@ _PROFILES: dict[type, _Profile] = {
 
 
 @functools.lru_cache(maxsize=32)
-def _legendre(num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    # Gauss-Legendre nodes on [−1, 1] and weights that add up to 1; kept, so that a step copies nothing.
+def legendre(num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Gauss-Legendre nodes on [−1, 1] and weights that add up to 1; kept, so that a step copies nothing."""
     nodes, weights = np.polynomial.legendre.leggauss(num)
     with torch.inference_mode(False):  # they must serve training, too
         return torch.as_tensor(nodes).to(device, dtype), torch.as_tensor(weights / 2).to(device, dtype)
@@ -187,7 +187,7 @@ class Anova(Kernel):
         return (spread - self.profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
 
     def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        nodes, weights = _legendre(_NUM_NODES, x.dtype, x.device)
+        nodes, weights = legendre(_NUM_NODES, x.dtype, x.device)
         low, high = (as_tensor(bound, x)[..., None] for bound in (self.low, self.high))
         return ((low + high) / 2 + (high - low) / 2 * nodes)[..., None], weights
 

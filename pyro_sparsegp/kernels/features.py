@@ -207,10 +207,8 @@ class DeepBasis(FeatureKernel):
         phi = self.network(x)
         if not isinstance(phi, Tensor) or phi.dim() < 2 or phi.shape[:-1] != x.shape[:-1] or not phi.shape[-1]:
             found = f"shape {tuple(phi.shape)}" if isinstance(phi, Tensor) else type(phi).__name__
-            raise ValueError(
-                f"DeepBasis's network must turn inputs of shape {tuple(x.shape)} into features of shape "
-                f"{(*x.shape[:-1], 'r')}, one row for each row; it returned {found}"
-            )
+            wanted = (*x.shape[:-1], "r")
+            raise ValueError(f"DeepBasis's network must turn {tuple(x.shape)} into {wanted}; it returned {found}")
         return phi
 
     def explicit(self, x: Tensor) -> tuple[Tensor, Tensor]:

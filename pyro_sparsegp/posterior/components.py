@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional, Union
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.algebra import term_names
-from ..kernels.anova import centred_on
+from ..kernels.anova import centred_on, legendre
 from ..numerics.linalg import on_diagonal, residual_cholesky, side_by_side, sum_blocks, times
 
 _NODES = {1: 40, 2: 16, 3: 8}  # of a quadrature over the columns of an effect, along each of them
@@ -144,9 +143,9 @@ class Components(Sequence):
         like = self._whole.process.x
         if not box:
             return like.new_zeros(1, like.shape[-1]), like.new_ones(1)
-        nodes, weights = (torch.as_tensor(p).to(like) for p in np.polynomial.legendre.leggauss(_NODES[len(box)]))
+        nodes, weights = legendre(_NODES[len(box)], like.dtype, like.device)
         axes = [low + (high - low) * (1 + nodes) / 2 for low, high in box.values()]
-        places, shares = (torch.cartesian_prod(*p).reshape(-1, len(box)) for p in (axes, [weights / 2] * len(box)))
+        places, shares = (torch.cartesian_prod(*p).reshape(-1, len(box)) for p in (axes, [weights] * len(box)))
         grid = like.new_zeros(len(places), like.shape[-1])
         grid[:, list(box)] = places
         return grid, shares.prod(-1)

@@ -221,10 +221,7 @@ class SparsePosterior(TorchDistribution):
         here = self.process.x
         if not isinstance(x, Tensor) or x.dim() != here.dim() or x.dtype != here.dtype:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"the posterior of site {self.name!r} got inputs {got}; its own are {here.dtype} of shape "
-                f"{tuple(here.shape)}: give as many columns, one row for each input, of the same dtype."
-            )
+            raise ValueError(f"site {self.name!r} got inputs {got}; its own are {here.dtype}, {tuple(here.shape)}")
         try:
             process = self.process.at(x).expand(self.process.batch_shape)
         except ValueError as error:
