@@ -208,7 +208,7 @@ class DeepBasis(FeatureKernel):
         if not isinstance(phi, Tensor) or phi.dim() < 2 or phi.shape[:-1] != x.shape[:-1] or not phi.shape[-1]:
             found = f"shape {tuple(phi.shape)}" if isinstance(phi, Tensor) else type(phi).__name__
             wanted = (*x.shape[:-1], "r")
-            raise ValueError(f"DeepBasis's network must turn {tuple(x.shape)} into {wanted}; it returned {found}")
+            raise ValueError(f"DeepBasis's network must give features of shape {wanted}; it returned {found}")
         return phi
 
     def explicit(self, x: Tensor) -> tuple[Tensor, Tensor]:
