@@ -221,7 +221,8 @@ class SparsePosterior(TorchDistribution):
         here = self.process.x
         if not isinstance(x, Tensor) or x.dim() != here.dim() or x.dtype != here.dtype:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"site {self.name!r} got inputs {got}; its own are {here.dtype}, {tuple(here.shape)}")
+            own = f"{here.dtype} of shape {tuple(here.shape)}"
+            raise ValueError(f"the posterior of site {self.name!r} got inputs {got}; its own are {own}")
         try:
             process = self.process.at(x).expand(self.process.batch_shape)
         except ValueError as error:
