@@ -260,8 +260,6 @@ class NaturalLowRank(NaturalGaussian):
                 parts = list(value.split(self.sizes, -1))
             elif value.numel():
                 parts = self._stack.blocks(value, square=name != "low_rank")
-            if name == "seat":  # a block about w has none: golden anova-CoupledPrecision
-                parts = [part.new_zeros(0, 0) if part.equal(eye_like(part)) else part for part in parts]
             destination.update((f"{prefix}{name}_{b}", part.contiguous()) for b, part in enumerate(parts))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
