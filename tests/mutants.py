@@ -178,8 +178,8 @@ detached-prior-variance: test_sites.py::test_sgpr_gradients_are_the_dense_bounds
 - return (*coefficients.moments(self(x) if known is None else known), self.cross.diag(x))
 + return (*coefficients.moments(self(x) if known is None else known), self.cross.diag(x).detach())
 negative-curvature-counts: test_sites.py::test_cut_sites_reach_their_fixed_point
-- sites = update(old, found.first, (-found.second).clamp(min=0), relative, rate * reading.pace)
-+ sites = update(old, found.first, found.second.abs(), relative, rate * reading.pace)
+- sites = update(old, found.first, (-found.second).clamp(min=0), relative, self.rate * self.pace)
++ sites = update(old, found.first, found.second.abs(), relative, self.rate * self.pace)
 second-block-sees-all: test_orthogonal.py::test_semi_collapsed_bound_is_equation_9_or_10
 - linear = sites.linear - sites.precision * sum_blocks(phi[1:], others.loc)
 + linear = sites.linear

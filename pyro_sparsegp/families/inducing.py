@@ -1,7 +1,5 @@
 """Families on one set of inducing points, and on nested sets of them (Shi, Titsias and Mnih, 2020)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Union

@@ -1,7 +1,5 @@
 """Rows that arrive after training: their sites are added to a guide's posteriors, without the rows seen before."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The guide that users make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Optional, Union

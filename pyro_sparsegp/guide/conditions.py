@@ -157,6 +157,8 @@ class SiteReading:
         self.name, self.process, self.module = name, process, module
         found = reader.found
         self.quadratic, self.direct, self.alone = name in found.quadratic, found.is_direct(name), found.is_alone(name)
+        # ℓ that is quadratic where others are held has sites that no damping brings nearer.
+        self.rate = 1.0 if self.quadratic else module.rate
         kept: KeptSites = module.sites
         self.unread = kept.empty or kept.inputs.shape != process.x.shape
         known = Sites(process.x, kept.precision, kept.linear)
@@ -205,6 +207,13 @@ class SiteReading:
         # λ = −E[ℓ''] and λ(z − μ) = E[ℓ'] + λ(m − μ): Khan and Lin, 2017, eq. 10
         precision = (-found.second).clamp(min=least)
         return Sites(self.process.x, precision, found.first + precision * away, self.alone)
+
+    def damped(self, found: Expectation) -> Sites:
+        """A damped update; projections of data take no sites whose z is far from the marginal."""
+        (mean, variance), old = self.marginal, self.sites.detached()
+        relative = mean - self.process.mean, variance
+        sites = update(old, found.first, (-found.second).clamp(min=0), relative, self.rate * self.pace)
+        return within_reach(sites, old, relative) if isinstance(self.module, ProjectedGP) else sites
 
     def end(self, keeps: bool) -> None:
         """Let go of what is larger than the sites, which are read; the module may keep them."""
@@ -278,17 +287,15 @@ class Readings:
         found, target = self._target(reading)
         # Negative curvatures, beyond rounding, of which sites cut to 0 are made.
         reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
-        # ℓ that is quadratic where others are held has sites that no damping brings nearer.
-        rate = 1.0 if reading.quadratic else reading.module.rate
         if reading.direct:
             reading.move(target)
-        elif least < reading.change <= _LARGE / (rate * reading.pace):
-            reading.move(_proposed(reading, found, reading.marginal, rate))
+        elif least < reading.change <= _LARGE / (reading.rate * reading.pace):
+            reading.move(reading.damped(found))
             reading.pace = min(1.0, 1.1 * reading.pace)
         elif reading.change > least:
-            self._search(reading, found, rate)
+            self._search(reading, found)
 
-    def _search(self, reading: SiteReading, found: Expectation, rate: float) -> None:
+    def _search(self, reading: SiteReading, found: Expectation) -> None:
         """An update that may overshoot: as far as the bound E[ℓ] − KL does not fall."""
         known, (posterior, marginal) = reading.marginal, reading.look()
         if known is not marginal:  # what was kept may be of an earlier step
@@ -301,7 +308,7 @@ class Readings:
             reading.move(self._at_modes(reading))
             return
         for _ in range(_ATTEMPTS):
-            sites = _proposed(reading, found, marginal, rate)
+            sites = reading.damped(found)
             moved = reading.posterior(sites.detached())
             with torch.no_grad():
                 value = float(self._expect(reading, moved[1]).value - moved[0].kl.sum())
@@ -360,11 +367,3 @@ class Readings:
             for (reading, found), part in zip(pairs, parts):
                 reading.move(Sites(found.inputs, found.precision, part.reshape(found.linear.shape)))
         return False
-
-
-def _proposed(reading: SiteReading, found: Expectation, marginal: Marginal, rate: float) -> Sites:
-    """The damped update; projections of data take no sites whose z is far from the marginal."""
-    relative = marginal[0] - reading.process.mean, marginal[1]
-    old = reading.sites.detached()
-    sites = update(old, found.first, (-found.second).clamp(min=0), relative, rate * reading.pace)
-    return within_reach(sites, old, relative) if isinstance(reading.module, ProjectedGP) else sites

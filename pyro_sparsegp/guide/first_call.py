@@ -1,7 +1,5 @@
 """A guide's first call makes its parameters and learns what the model is; its first step checks them."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Collection

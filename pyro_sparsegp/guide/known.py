@@ -1,7 +1,5 @@
 """What a guide knows: its families and modules, its program's facts, its data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union

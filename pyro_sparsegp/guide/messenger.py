@@ -1,7 +1,5 @@
 """How Pyro and torch meet a guide: it answers at a program's sites, and is saved, loaded, copied and moved whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import chain

@@ -1,7 +1,5 @@
 """One run of the guide: what is asked of it, how it answers at GP sites, what it met; and which rows a call brings."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
