@@ -1066,15 +1066,21 @@ def test_a_posterior_whose_mean_is_made_of_latents(family):
     x, new = torch.linspace(0, 1, 12)[:, None], torch.tensor([[0.05], [0.52], [1.2]])
     kernel, y = kernels.RBF(0.3), torch.sin(5 * x[:, 0])
 
-    def model(x, y=None):
+    def model(x, y=None, values=False):
+        def mean(x):
+            return a + x[..., 0] * (b[0] - b[1])
+
         a, b = pyro.sample("a", dist.Normal(0.0, 2.0)), pyro.sample("b", dist.Normal(torch.ones(2), 0.5).to_event(1))
-        f = pyro.sample("f", GaussianProcess(kernel, x, mean=lambda x: a + x[..., 0] * (b[0] - b[1])))
+        f = pyro.sample("f", GaussianProcess(kernel, 1.0 * x, mean=mean(x) if values else mean))
         pyro.sample("y", dist.Normal(f, 0.2).to_event(1), obs=y)
 
     guide = AutoSparseGP(model, family(x))
     SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO()).step(x, y)
     exact = conditional(kernel + 4.0 + 0.5 * kernels.Linear(), x, y, 0.2, new)
     posterior = guide.posterior(new)["f"]
-    for f in (posterior, guide.posterior(x)["f"].at(new)):
+    with torch.inference_mode():
+        f = guide.posterior(new + 0.0)["f"]
+        torch.testing.assert_close((f.mean, f.covariance_matrix), exact, rtol=0, atol=1e-5)
+    for f in (posterior, guide.posterior(x)["f"].at(new), guide.posterior(new, values=True)["f"]):
         torch.testing.assert_close((f.mean, f.covariance_matrix), exact, rtol=0, atol=1e-5)
     torch.testing.assert_close(posterior.variance, exact[1].diagonal(), rtol=0, atol=1e-5)

@@ -8,8 +8,7 @@ affine function of x: its linear predictor.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Optional
 
 import pyro
@@ -25,6 +24,7 @@ from ..bases.base import Features
 from ..gaussians import AtRows, NaturalGaussian
 from ..gaussians.product import Shared
 from ..kernels import Kernel
+from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import residual_cholesky, side_by_side
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
@@ -34,7 +34,6 @@ from ..program.traces import as_process, bare, repeatable
 from .known import KnownGuide
 
 LARGEST = 2000  # entries of a field, whose covariance is dense
-_ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
 
 
 def is_normal_prior(prior: Any) -> bool:
@@ -233,14 +232,6 @@ def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
-def keep_rows(guide: KnownGuide, inputs: Mapping[int, Tensor]) -> None:
-    """Keep some inputs of GP sites, by their numbers among the members, at which q(x) is about their values."""
-    for i, x in inputs.items():
-        most = max(_ROWS, _EACH * sum(list(guide.facts.field.values())[i]))
-        rows = torch.linspace(0, len(x) - 1, min(len(x), most), device=x.device).long()
-        guide.field.register_buffer(f"rows_{i}", x.detach()[rows])
-
-
 def anchor_of(
     guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
 ) -> AtRows:
@@ -272,37 +263,41 @@ def _unconstrained(site: Any) -> Tensor:
 class _MadeOf(Kernel):
     """k + JJᵀ, of f = μ + Jz + r where a GP site's prior mean is made of latents that are normal, z ~ N(0, I).
 
-    :param here: the process at z = 0.
-    :param there: the processes at each zₖ = 1.
+    :param here: the process at z = 0, and ``there`` with its graph to each latent's ``z``.
     """
 
-    def __init__(self, here: GaussianProcess, there: Sequence[GaussianProcess]) -> None:
-        self.here, self.there = here, there
+    def __init__(self, here: GaussianProcess, there: GaussianProcess, z: list[Tensor]) -> None:
+        self.here, self.there, self.z = here, there, z
 
     @property
     def terms(self) -> tuple[Any, ...]:
         return self.here.kernel.terms
 
-    def features(self, x: Tensor) -> Tensor:
-        mean = self.here.mean_at(x)
-        return torch.stack([(process.mean_at(x) - mean).expand(x.shape[:-1]) for process in self.there], -1)
+    def blocks(self, x: Tensor) -> list[Tensor]:
+        """J, by latent."""
+        with torch.inference_mode(False), torch.enable_grad():
+            # a clone has a graph, where x is of inference mode
+            mean = self.there.mean if x is self.here.x else self.there.mean_at(x.clone()).expand(x.shape[:-1])
+            found = [jacobian(mean.reshape(-1), z).mT.unflatten(0, mean.shape) for z in self.z]
+        return found if torch.is_grad_enabled() else [part.detach() for part in found]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.here.kernel(x, z) + self.features(x) @ self.features(x if z is None else z).mT
+        first, second = side_by_side(self.blocks(x)), side_by_side(self.blocks(x if z is None else z))
+        return self.here.kernel(x, z) + first @ second.mT
 
     def diag(self, x: Tensor) -> Tensor:
-        return self.here.kernel.diag(x) + self.features(x).square().sum(-1)
+        return self.here.kernel.diag(x) + side_by_side(self.blocks(x)).square().sum(-1)
 
 
 class _WithMean(Features):
     """A GP site's features and those of its mean."""
 
-    def __init__(self, basis: Features, kernel: _MadeOf, sizes: tuple[int, ...]) -> None:
-        super().__init__(kernel, basis.sizes + sizes)
-        self.basis, self.of_mean = basis, sizes
+    def __init__(self, basis: Features, kernel: _MadeOf) -> None:
+        super().__init__(kernel, basis.sizes + tuple(map(len, kernel.z)))
+        self.basis = basis
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        return [*self.basis(x), *self.kernel.features(x).split(self.of_mean, -1)]
+        return [*self.basis(x), *self.kernel.blocks(x)]
 
     def components(self) -> list[Any]:
         return self.basis.components()
@@ -320,19 +315,14 @@ def with_means(
     :param processes: the GP sites' priors at standardised values of these latents.
     :param normal: zeros, of the shape of each latent's.
     """
-    here, there = processes(normal), dict[str, dict[str, list[GaussianProcess]]]()
-    generator = torch.Generator().manual_seed(0)
-    for latent, zero in normal.items():
-        away = torch.randn(zero.shape, generator=generator).to(zero)
-        moved = processes({**normal, latent: away})
-        members = [name for name, process in moved.items() if not torch.equal(process.mean, here[name].mean)]
-        for one in torch.eye(len(zero)).to(zero) if members else ():
-            at = processes({**normal, latent: one})
-            for name in members:
-                there.setdefault(name, {}).setdefault(latent, []).append(at[name])
+    with torch.inference_mode(False), torch.enable_grad():
+        z = {name: zero.clone().requires_grad_() for name, zero in normal.items()}
+        there = processes(z)
+        made_of = {name: [n for n in z if depends(process.mean, z[n])] for name, process in there.items()}
+    here = processes(normal) if any(made_of.values()) else {}
     found = dict[str, tuple[GaussianProcess, Features, list[str]]]()
-    for name, by_latent in there.items():
-        kernel = _MadeOf(here[name], list(itertools.chain(*by_latent.values())))
-        basis = _WithMean(bases[name], kernel, tuple(map(len, by_latent.values())))
-        found[name] = here[name].with_kernel(kernel), basis, list(by_latent)
+    for name, latents in made_of.items():
+        if latents:
+            kernel = _MadeOf(here[name], there[name], [z[latent] for latent in latents])
+            found[name] = here[name].with_kernel(kernel), _WithMean(bases[name], kernel), latents
     return found

@@ -24,7 +24,7 @@ from ..program import checks, handlers, traces
 from ..program.data import TrainingData, is_plain
 from ..program.facts import Structure
 from .conditions import conditions_now
-from .field import keep_rows, make_field
+from .field import make_field
 from .known import Core, KnownGuide
 from .latents import BaseMeasure, FieldLatent, condition_on_held, couple, coupled_params, coupled_posterior
 
@@ -309,8 +309,8 @@ class SiteMessenger(KnownGuide):
                 self.core = Core(facts)
                 _make_parameters(self, facts, tensors)
             core = self.core = Core(facts, loaded=True)
-            held = {i: f"field.rows_{i}" for i, name in enumerate(facts.field) if name in facts.gps}
-            keep_rows(self, {i: torch.zeros_like(tensors[key]) for i, key in held.items()})
+            for key in [key for key in tensors if key.startswith("field.rows_")]:
+                self.field.register_buffer(key.removeprefix("field."), torch.zeros_like(tensors[key]))
             if "data" in saved:
                 data, like = TrainingData(self.model, saved["data"]["args"], saved["data"]["kwargs"]), self.like
                 core.data = data.mapped(lambda t: t.to(like if t.is_floating_point() else like.device), self.model)

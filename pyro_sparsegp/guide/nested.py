@@ -109,7 +109,10 @@ class Nested:
         x, covariance = x.clone().requires_grad_(), torch.cholesky_inverse(root)
         density, slope, curvature = self._local(found, x, root)
         # x̂ is given: what F makes of x's own move by θ is added to the gradient below.
-        moved, left = _by_precision(found, curvature, covariance), _left_out(found, curvature)
+        moved = _by_precision(found, curvature, covariance)
+        parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in curvature.items()]
+        each = 0.5 * sum(parts, x.new_zeros(self.layout.extended - self.layout.num))
+        left = {name: each[own].sum() for name, own in slices(self.layout.residuals).items()}
         total = total + density - 0.5 * x.square().sum() - sum(left.values())
         total = total - root.diagonal().log().sum() - (moved - moved.detach())
         if not self.is_smooth:  # E[ℓ] has ½ tr SJᵀWJ + ½ Σ ρW by now; left are their derivatives
@@ -296,13 +299,6 @@ def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Ten
             second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
             curvatures |= {(one, place): -part for place, part in zip(own, second) if part is not None}
     return density, slopes, curvatures
-
-
-def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, Tensor]:
-    """½ Σₙ ρₙWₙₙ of each GP site."""
-    parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in curvature.items()]
-    each = 0.5 * sum(parts, found.x.new_zeros(found.layout.extended - found.layout.num))
-    return {name: each[own].sum() for name, own in slices(found.layout.residuals).items()}
 
 
 def _by_precision(found: Predictors, curvature: Slopes, covariance: Tensor) -> Tensor:

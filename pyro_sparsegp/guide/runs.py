@@ -21,7 +21,7 @@ from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks, handlers, traces
-from ..program.data import NoRelation, TrainingData
+from ..program.data import NoRelation, TrainingData, map_tensors
 from ..program.enumeration import Enumeration
 from ..warned import warn_once
 from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
@@ -172,14 +172,15 @@ class Posteriors(Run):
             values = {name: value for name, value in traces.free_values(ahead.trace).items() if name in others}
             self.conditions = replace(self.conditions, values=self.conditions.values | values)
             if self.at_medians and self.rows.new and ahead.normal:
-                zeros = {name: self.guide.like.new_zeros(fn.shape().numel()) for name, fn in ahead.normal.items()}
+                held = values | {name: ahead.values[name] for name in ahead.bases}
 
                 def processes(z: Mapping[str, Tensor]) -> dict[str, GaussianProcess]:
-                    handler = Standardised(self.guide, z, dict.fromkeys(ahead.bases, z0), bases=ahead.bases)
-                    run_standardised(self.guide, args, kwargs, handler, values)
-                    return {n: self.settled(n, traces.as_process(handler.priors[n])[0]) for n in ahead.bases}  # type: ignore
+                    # clones have a graph, where tensors are of inference mode
+                    given, named, known = map_tensors(Tensor.clone, (args, kwargs, held))
+                    sites = run_standardised(self.guide, given, named, Standardised(self.guide, z, {}), known).nodes
+                    return {n: self.settled(n, traces.as_process(sites[n]["fn"])[0]) for n in ahead.bases}  # type: ignore
 
-                z0 = self.guide.like.new_zeros(1)
+                zeros = {name: self.guide.like.new_zeros(fn.shape().numel()) for name, fn in ahead.normal.items()}
                 self._with_means = with_means(processes, zeros, ahead.bases)
         return super().perform(args, kwargs)
 

@@ -30,7 +30,6 @@ from .field import (
     anchor_of,
     index_of,
     is_normal_prior,
-    keep_rows,
     make_field,
     residuals_of,
     run_standardised,
@@ -46,6 +45,7 @@ _MOST_VALUES = 500  # of rows that are a basis themselves
 _MOST_BESIDE = 50  # normal latents beside more of these
 _BESIDE = 0.3  # in unconstrained space
 ALL_ROWS = 20_000  # up to which all are taken in the end
+_ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
 _MOST_SLOPES = 50_000_000  # of predictors by the field
 _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
@@ -292,7 +292,11 @@ class _Mode:
                 module.basis = InducingPoints([inputs[name]], trainable=False)
                 facts.gps[name] = module.spec()
         make_field(guide, facts.field)
-        keep_rows(guide, {i: inputs[name] for i, name in enumerate(field) if name in facts.gps})
+        for i, name in enumerate(field):
+            if name in facts.gps:  # its inputs at which q(x) is about its values
+                x = inputs[name].detach()
+                num = min(len(x), max(_ROWS, _EACH * sum(facts.field[name])))
+                guide.field.register_buffer(f"rows_{i}", x[torch.linspace(0, len(x) - 1, num, device=x.device).long()])
         drop_latents(guide, [name for name in field if name not in facts.gps])
         anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
         if intercepts:
