@@ -16,8 +16,8 @@ from .._version import __version__
 from ..inference.batches import arguments_of
 from ..numerics.arguments import require_count
 from ..program.data import signature_of
-from ..program.traces import is_observation, unmasked_rows
-from .sources import Source, as_source, seeded
+from ..program.traces import unmasked_rows
+from .sources import Draws, Source, as_source, seeded
 
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 _DRAWN = ("posterior", "log_prior", "sample_stats", "posterior_predictive", "predictions")
@@ -73,9 +73,7 @@ def to_datatree(
     """
     require_count(num_samples, "num_samples")
     source, new = as_source(model, guide, args, kwargs), None if predict is None else arguments_of(predict)
-    shape = source.shape or (1, num_samples)
-    table = Table(source, shape, dims, coords)
-    table.blocks["posterior"] = {}  # with draws, though function values that are left out may be all there is
+    shape, blocks = source.shape or (1, num_samples), dict[str, dict[str, list[Tensor]]]()
     with seeded(seed):
         for draws in source.draws(shape[0] * shape[1], new, posterior_predictive):
             groups = {group: getattr(draws, group) for group in _DRAWN}
@@ -87,118 +85,97 @@ def to_datatree(
                     groups["sample_stats"]["lp"] = sum(
                         draws.log_prior.values(), densities.towards[source.attrs["target"]]
                     )
-            table.put(groups, draws.functions)
-    if new is not None:
-        table.fix_arguments("predictions_constant_data", *new, {})
-    return table.tree()
+            for group, variables in groups.items():
+                kept = blocks.setdefault(group, {})
+                for name, values in variables.items():
+                    kept.setdefault(name, []).append(values.cpu())
+    table = Table(source, shape, draws, dims, coords)
+    found = {group: {name: torch.cat(parts) for name, parts in kept.items()} for group, kept in blocks.items()}
+    found["observed_data"] = observed = {name: source.sites[name]["value"] for name in source.data}
+    found["constant_data"] = _constants(model, args, kwargs, observed)
+    found["predictions_constant_data"] = {} if new is None else _constants(model, *new, {})
+    # Of a posterior, function values that are left out may be all there is.
+    filled = {group: table.dataset(group, part) for group, part in found.items() if part or group == "posterior"}
+    return xarray.DataTree.from_dict(filled)
+
+
+def _constants(model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Mapping[str, Tensor]) -> Any:
+    """The tensors among a model's arguments, by the names of its parameters, but those that are observed values."""
+    flat: dict[str, Any] = {}
+    for name, value in signature_of(model).bind_partial(*args, **kwargs).arguments.items():
+        parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
+        flat |= parts if isinstance(parts, Mapping) else {name: parts}
+    tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
+
+    def is_observed(value: Tensor) -> bool:  # which has values in the place of NaN under a mask
+        same = (other for other in observed.values() if value.shape == other.shape)
+        return any(bool(((value == other) | value.isnan()).all()) for other in same)
+
+    return {name: value for name, value in tensors.items() if not is_observed(value)}
 
 
 class Table:
-    """Arrays by group and variable, in blocks, a row a draw: so many chains of so many draws."""
+    """Makes datasets of groups of tensors; knows what a source's dimensions are called, and what masks leave."""
 
-    def __init__(self, source: Source, shape: tuple[int, ...], dims: Any, coords: Any) -> None:
-        self.source, self.shape = source, shape
+    def __init__(self, source: Source, shape: tuple[int, ...], draws: Draws, dims: Any, coords: Any) -> None:
+        ours = {"creation_library": "pyro_sparsegp", "creation_library_version": __version__}
+        self.shape, self.attrs = shape, make_attrs({**ours, **source.attrs}, pyro)
         self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
-        self.blocks: dict[str, dict[str, list[np.ndarray]]] = {}
-        self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
         self.names: dict[Any, list[str]] = {}  # of the dimensions of a variable, or of one in a group
-        self.rows: dict[int, str] = {}  # the data plates, by size
-        self.left: dict[tuple[str, str], Tensor] = {}  # the rows that masks leave of log likelihoods
-        self.discrete: set[tuple[str, str]] = set()  # what has whole numbers: torch holds counts as floats
-
-    def put(self, groups: Mapping[str, Mapping[str, Tensor]], functions: Mapping[str, Tensor]) -> None:
-        """Add a block of draws, ``(B, ...)`` by group and variable; function values give names."""
-        if not self.names:
-            self._learn(functions)
-        for group, variables in groups.items():
-            for name, values in variables.items():
-                self.blocks.setdefault(group, {}).setdefault(name, []).append(self._array(group, name, values))
-
-    def _array(self, group: str, name: str, values: Tensor) -> np.ndarray:
-        if (group, name) in self.left:
-            values = values.reshape(len(values), -1)[:, self.left[group, name]]
-        return (values.long() if (group, name) in self.discrete else values).detach().cpu().numpy()
-
-    def _learn(self, functions: Mapping[str, Tensor]) -> None:
-        """Learn names and kinds, and what has no draws."""
-        sites = {name: self.source.sites[name] for name in self.source.data}
-        for name, site in sites.items():
+        self.left: dict[tuple[str, str], np.ndarray] = {}  # the rows that masks leave of log likelihoods
+        self.counts: set[tuple[str, str]] = set()  # what has whole numbers: torch holds counts as floats
+        rows: dict[int, str] = {}  # the data plates, by size
+        for name in source.data:
+            site = source.sites[name]
             self.names[name] = plate_names(name, site)
             # Function values and arguments of as many rows have the plate's name.
             sizes = zip(self.names[name], site["fn"].batch_shape)
-            self.rows = {size: dim for dim, size in sizes if not dim.startswith(f"{name}_dim_")} | self.rows
+            rows = {size: dim for dim, size in sizes if not dim.startswith(f"{name}_dim_")} | rows
             if getattr(site["fn"].support, "is_discrete", False) and (site["value"] == site["value"].round()).all():
-                self.discrete |= {(group, name) for group in _OF_DATA}
-            rows = unmasked_rows(site["fn"], site["value"], site["mask"])
-            if rows is not None and not rows.all():
+                self.counts |= {(group, name) for group in _OF_DATA}
+            seen = unmasked_rows(site["fn"], site["value"], site["mask"])
+            if seen is not None and not seen.all():
                 # The first such site has the plate's name: another's mask may leave other rows
                 # (test_sites_of_one_plate_keep_rows_of_their_own).
-                key, first = ("log_likelihood", name), rows.dim() == 1 and not self.left
+                key, first = ("log_likelihood", name), seen.dim() == 1 and not self.left
                 self.names[key] = self.names[name][:1] if first else [f"{name}_dim_0"]
-                self.left[key] = rows.flatten().nonzero()[:, 0]
-        for name, f in functions.items():
+                self.left[key] = seen.flatten().nonzero()[:, 0].cpu().numpy()
+        for name, f in draws.functions.items():
             front = [f"{name}_dim_{i}" for i in range(f.dim() - 3)] + [f"{name}_output"] * (f.dim() > 2)
-            self.names[name] = [*front, self.rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 2}")]
+            self.names[name] = [*front, rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 2}")]
             self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
-        observed = {name: site["value"] for name, site in sites.items() if is_observation(site)}
-        self._fix("observed_data", observed)
-        self.fix_arguments("constant_data", self.source.args, self.source.kwargs, observed)
+        # An argument may have as many rows as there are data, or as there are new ones.
+        new = {value.shape[-1]: self.names[n][-1] for n, value in draws.predictions.items() if n in self.names}
+        self.rows = {"constant_data": rows, "predictions_constant_data": rows | new}
 
-    def fix_arguments(self, group: str, args: tuple, kwargs: Mapping[str, Any], observed: Mapping[str, Tensor]) -> None:
-        """Add a group of the model's arguments by the names of its parameters: tensors that are not observed values."""
-        flat: dict[str, Any] = {}
-        for name, value in signature_of(self.source.model).bind_partial(*args, **kwargs).arguments.items():
-            parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
-            flat |= parts if isinstance(parts, Mapping) else {name: parts}
-        tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
-
-        def is_observed(value: Tensor) -> bool:  # which has values in the place of NaN under a mask
-            same = (other for other in observed.values() if value.shape == other.shape)
-            return any(bool(((value == other) | value.isnan()).all()) for other in same)
-
-        self._fix(group, {name: value for name, value in tensors.items() if not is_observed(value)})
-
-    def _fix(self, group: str, values: Mapping[str, Tensor]) -> None:
-        """Add a group without draws, if there is anything in it; counts among observed values are integers."""
-        for name, value in values.items():
-            self.fixed.setdefault(group, {})[name] = array = self._array(group, name, value)
-            if name not in self.names:  # an argument of as many rows as there are data, or as there are new ones
-                new = {n: blocks[0] for n, blocks in self.blocks.get("predictions", {}).items() if n in self.names}
-                rows = self.rows | {f.shape[-1]: self.names[n][-1] for n, f in new.items()}
-                self.names[group, name] = [rows[size] for size in array.shape[:1] if size in rows]
-
-    def tree(self) -> xarray.DataTree:
-        """The groups, and the source's attributes."""
-        ours = {"creation_library": "pyro_sparsegp", "creation_library_version": __version__}
-        attrs = make_attrs({**ours, **self.source.attrs}, pyro)
-        found = {group: self._dataset(group, arrays, [], attrs) for group, arrays in self.fixed.items()}
-        for group, variables in self.blocks.items():
-            drawn = {n: np.concatenate(b).reshape(*self.shape, *b[0].shape[1:]) for n, b in variables.items()}
-            found[group] = self._dataset(group, drawn, ["chain", "draw"], attrs)
-        return xarray.DataTree.from_dict(found)
-
-    def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str], attrs: Any) -> Any:
+    def dataset(self, group: str, values: Mapping[str, Tensor]) -> xarray.Dataset:
+        """A group's dataset, of draws ``(S, ...)`` or of data."""
+        front = [] if group.endswith("_data") else ["chain", "draw"]
         # An empty group, of function values that are left out, has its draws all the same.
         sizes, variables, coords = dict(zip(front, self.shape)), dict[str, Any](), dict(self.coords)
-        for name, array in arrays.items():
-            shape = array.shape[len(front) :]
+        for name, value in values.items():
+            left = self.left.get((group, name))
+            kept = value if left is None else value.reshape(len(value), -1)[:, left]
+            array = (kept.long() if (group, name) in self.counts else kept).detach().cpu().numpy()
+            shape = array.shape[1:] if front else array.shape
             # A plate's name that a variable has, or that is of other rows, gives way.
             dims = [
-                dim if dim not in arrays and sizes.get(dim, size) == size else f"{name}_dim_{i}"
+                dim if dim not in values and sizes.get(dim, size) == size else f"{name}_dim_{i}"
                 for i, (dim, size) in enumerate(zip(self._dims(group, name, shape), shape))
             ]
             sizes |= dict(zip(dims, shape))
-            variables[name] = [*front, *dims], array
-            if (group, name) in self.left:
-                rows = self.left[group, name].cpu().numpy()
-                coords[dims[0]] = coords.get(dims[0], np.arange(rows.max(initial=0) + 1))[rows]
+            variables[name] = [*front, *dims], array.reshape(*(self.shape if front else ()), *shape)
+            if left is not None:
+                coords[dims[0]] = coords[dims[0]][left] if dims[0] in coords else left
         # Coordinates may be given for dimensions of other rows, such as those of new inputs.
         coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim)}
-        return xarray.Dataset(variables, {dim: coords.get(dim, np.arange(size)) for dim, size in sizes.items()}, attrs)
+        places = {dim: coords.get(dim, np.arange(size)) for dim, size in sizes.items()}
+        return xarray.Dataset(variables, places, self.attrs)
 
     def _dims(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
         """Names of a variable's dimensions, chain and draw apart."""
-        known = self.names.get((group, name), self.names.get(name, []))
+        rows = self.rows.get(group, {})
+        known = self.names.get((group, name), self.names.get(name, [rows[size] for size in shape[:1] if size in rows]))
         known = list(self.dims.get(name, known)) if (group, name) not in self.left else known
         if len(known) > len(shape) and not group.startswith("log_"):  # an event has one log density
             raise ValueError(f"dims[{name!r}] names {len(known)} dimensions, {known}, the variable has shape {shape}")
