@@ -68,8 +68,8 @@ def predict(
         apart, facts = result.has_random_latents, result.facts
         rows = sum(facts.rows.values()) if facts.classes else 0  # given which classes are drawn
     else:
-        chains, old = sampled(result, None if data is None else (tuple(data), {}))
-        model, warned = bare_model(model), Warned()
+        model, chains, old = sampled(model, result, None if data is None else (tuple(data), {}))
+        warned = Warned()
         samples = {name: value.flatten(0, 1)[:num_samples] for name, value in chains.items()}
         have = min(map(len, samples.values()))
         if have < (num_samples or 0):
@@ -135,8 +135,11 @@ def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None
             ) from error
 
 
-def sampled(result: Any, data: Optional[Call]) -> tuple[dict[str, Tensor], Call]:
-    """MCMC's samples, ``(chain, draw, ...)`` each, and the training arguments, its own or ``data``."""
+def sampled(model: Callable, result: Any, data: Optional[Call]) -> tuple[Callable, dict[str, Tensor], Call]:
+    """The model without whitening, MCMC's samples, ``(chain, draw, ...)`` each, and the training arguments."""
+    # Trained takes whitened draws back to function values itself.
+    while isinstance(model, ReparamHandler) and isinstance(model.msngr.config, Whitening):
+        model = model.fn
     if isinstance(result, MCMC):
         samples = result.get_samples(group_by_chain=True)
         known: Any = getattr(result, "_args", None), getattr(result, "_kwargs", {})
@@ -151,14 +154,7 @@ def sampled(result: Any, data: Optional[Call]) -> tuple[dict[str, Tensor], Call]
         )
     if data is None or data[0] is None:
         raise ValueError("predict needs the training arguments: pass data=(x, y), or an MCMC that has run on them")
-    return samples, data
-
-
-def bare_model(model: Callable) -> Callable:
-    """The model under any whitening, whose draws predict takes back to function values itself."""
-    while isinstance(model, ReparamHandler) and isinstance(model.msngr.config, Whitening):
-        model = model.fn
-    return model
+    return model, samples, data
 
 
 def data_plates(trace: poutine.Trace) -> set[str]:

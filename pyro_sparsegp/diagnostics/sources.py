@@ -25,7 +25,7 @@ from ..guide.runs import LARGEST_JOINT
 from ..inference.expected import weighted_sum
 from ..inference.quadrature import own_guide
 from ..posterior.sparse_posterior import SparsePosterior
-from ..predict import AtNewInputs, Call, Trained, bare_model, sampled
+from ..predict import AtNewInputs, Call, Trained, sampled
 from ..program.checks import require_sizes
 from ..program.data import signature_of
 from ..program.enumeration import Enumeration
@@ -91,7 +91,15 @@ class Source(ABC):
 
         @torch.no_grad()
         def one(item: dict[Any, Tensor]) -> dict[str, Any]:
-            return vars(self.make(item, new, simulates))
+            draw = self.make(item, new, simulates)
+            for name in self.data:
+                there, shape = tuple(self.sites[name]["value"].shape), tuple(self.sites[name]["fn"].shape())
+                if there != shape:
+                    raise ValueError(
+                        f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: each "
+                        f"observation would meet all values. Give them the shape {shape}, such as y.reshape({shape})."
+                    )
+            return vars(draw)
 
         return (Draws(**parts) for parts in in_blocks(one, self.items(num), numbers))
 
@@ -139,7 +147,6 @@ class GuideSource(Source, Messenger):
             raise ValueError(
                 f"site {min(missing)!r} was observed in training and is not now: give the training data, (x, y)"
             )
-        require_shapes({name: sites[name] for name in self.data})
         draw.posterior_predictive = {name: sites[name]["fn"].sample() for name in self.data if simulates}
         draw.functions = {name: values[name] for name in self.posteriors}
         # All that densities are read at: function values are integrated, but where densities couple them.
@@ -205,9 +212,9 @@ class SampleSource(Source):
     """Draws from MCMC samples, ``(chain, draw, ...)``; if ``old`` are training's arguments, of values given those."""
 
     def __init__(self, model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool) -> None:
-        super().__init__(bare_model(model), args, kwargs, posterior="mcmc", target="exact")
         has_run = isinstance(result, MCMC)
-        samples, old = sampled(result, None if has_run else (args, kwargs))
+        model, samples, old = sampled(model, result, None if has_run else (args, kwargs))
+        super().__init__(model, args, kwargs, posterior="mcmc", target="exact")
         self.old, self.warned = old if marginal and has_run else None, Warned()
         self.shape = next(iter(samples.values())).shape[:2]
         diverging = torch.zeros(self.shape, dtype=torch.bool)
@@ -221,7 +228,6 @@ class SampleSource(Source):
         if not self.sites:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
         self.data = [name for name, site in self.sites.items() if not is_factor(site)]
-        require_shapes({name: self.sites[name] for name in self.data})
         self.reader = DensityReader(self.model, self.args, self.kwargs, list(self.sites))
 
     def items(self, num: int) -> dict[str, Tensor]:
@@ -271,17 +277,6 @@ def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any],
     if isinstance(guide, AutoSparseGP):
         return GuideSource(own_guide(model, guide, "this diagnostic"), args, kwargs, marginal)
     return SampleSource(model, result, args, kwargs, marginal)
-
-
-def require_shapes(data: Mapping[str, Any]) -> None:
-    """Raise where observed values and their distribution have other shapes: densities would be of all their pairs."""
-    for name, site in data.items():
-        there, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
-        if there != shape:
-            raise ValueError(
-                f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: each "
-                f"observation would meet all values. Give observations of shape {shape}, such as y.reshape({shape})."
-            )
 
 
 def predictions(trace: poutine.Trace, known: Mapping[str, Tensor]) -> dict[str, Tensor]:

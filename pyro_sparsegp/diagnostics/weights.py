@@ -57,9 +57,9 @@ def psis(tree: xarray.DataTree) -> PSIS:
     trained towards (:func:`to_datatree`): errors of the family and the optimiser show, and not that inducing points are
     too few.
 
-    k-hat looks only where q has draws, so that a q which is too narrow can have a low one: in one model mean field had
-    0.39, its interval of an intercept a tenth as wide as it should be. Simulation-based calibration, or NUTS on part of
-    the data, shows whether q is wide enough. Held-out coverage may not: in predictions f makes up for the intercept.
+    k-hat looks only where q has draws: a q that is too narrow can have a low one (mean field had 0.39 with a tenth of an
+    intercept's interval). Simulation-based calibration, or NUTS on part of the data, shows whether q is wide enough.
+    Held-out coverage may not: in predictions f makes up for the intercept.
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
 
