@@ -57,8 +57,8 @@ def psis(tree: xarray.DataTree) -> PSIS:
     trained towards (:func:`to_datatree`): errors of the family and the optimiser show, and not that inducing points are
     too few.
 
-    k-hat looks only where q has draws: a q that is too narrow can have a low one (mean field had 0.39 with a tenth of an
-    intercept's interval). Simulation-based calibration, or NUTS on part of the data, shows whether q is wide enough.
+    k-hat looks only where q has draws: a q that is too narrow can have a low one (mean field had 0.39 with a tenth of
+    an intercept's interval). Simulation-based calibration, or NUTS on part of the data, shows whether q is wide enough.
     Held-out coverage may not: in predictions f makes up for the intercept.
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)

@@ -40,9 +40,8 @@ class Model(BoTorchModel, FantasizeMixin):
     differentiated by the inputs, and a q-batch is joint. Under a computation-aware family the variance includes what
     the computation left out. The outputs belong to one site, or to several in order, which are then independent.
 
-    The model refers to the guide: train it on, or :meth:`~AutoSparseGP.absorb` a measurement, and the posterior
-    follows. :meth:`fantasize` and :meth:`condition_on_observations` give the model after a hypothetical measurement,
-    and leave the guide as it is.
+    The model follows its guide, which may train on or :meth:`~AutoSparseGP.absorb` a measurement. :meth:`fantasize` and
+    :meth:`condition_on_observations` give the model after a hypothetical measurement, and leave the guide as it is.
 
     :param model: the Pyro model that the guide was made of.
     :param guide: trained, or called once, on the data so far.
@@ -52,6 +51,9 @@ class Model(BoTorchModel, FantasizeMixin):
         broadcasts to ``(..., q, P)``.
     :raises ValueError: for a guide of another class or model, one never called, or one without that GP site.
     """
+
+    guide: AutoSparseGP
+    likelihood = None  # of which BoTorch's fantasize asks whether it is GPyTorch's, with a noise held
 
     def __init__(
         self,
@@ -72,20 +74,14 @@ class Model(BoTorchModel, FantasizeMixin):
         joint = [name for name in self.sites if name in facts.field]
         if len(joint) > 1:
             raise ValueError(f"Model's sites {joint} have one posterior, and outputs are taken to be independent")
-        # The guide is in a tuple: BoTorch's train() and eval() are not its.
-        self._guide, self.arguments = (guide,), arguments
-        self.noise, modules = None, guide.modules_by_site()
+        vars(self)["guide"] = guide  # as no part of this module: BoTorch's train() and eval() are not the guide's
+        self.noise, self.arguments, modules = None, arguments, guide.modules_by_site()
         self._outputs = list(range(sum(modules[name].batch_shape.numel() for name in self.sites)))
         if noise is not None:
             value = torch.as_tensor(noise if isinstance(noise, (int, float, Tensor)) else math.nan)
             if not (value.isfinite() & (value >= 0)).all():
                 raise ValueError(f"Model's noise is a variance, or a tensor of them, of at least 0; got {noise!r}")
             self.noise = value + guide.like.new_zeros(len(self._outputs))
-
-    @property
-    def guide(self) -> AutoSparseGP:
-        """The guide."""
-        return self._guide[0]
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -181,8 +177,6 @@ class Model(BoTorchModel, FantasizeMixin):
             "posterior(X, observation_noise=...) or condition_on_observations(X, Y, noise=...)."
         )
 
-    likelihood = None  # of which BoTorch's fantasize asks whether it is GPyTorch's, with a noise held
-
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None] = None, **kwargs: Any
     ) -> Model:
@@ -192,9 +186,8 @@ class Model(BoTorchModel, FantasizeMixin):
         and of C(X, x') in the covariance: exact given q for Gaussian noise, however few the inducing inputs are.
 
         :param X: ``(..., n, D)``.
-        :param Y: measurements of f, ``(..., n, P)`` with as many or more batches.
+        :param Y: measurements of f, ``(..., n, P)`` with as many batches or more, which are the new model's.
         :param noise: their variances, which broadcast to Y; by default the likelihood's.
-        :returns: a model of as many batches as Y.
         :raises ValueError: if the shapes do not fit, or no noise is given and the likelihood has none.
         """
         return _Given(self, X, Y, noise)
@@ -213,7 +206,8 @@ class _Given(Model):
             )
         if noise is None:
             noise = before._noises(X)
-        self.before, self._guide, self._outputs = before, before._guide, list(range(outputs))
+        vars(self)["guide"] = before.guide
+        self.before, self._outputs = before, list(range(outputs))
         self.places, self.values = X, Y.expand(broadcast_shapes(Y.shape, (*X.shape[:-1], outputs)))
         self.variances = torch.as_tensor(noise, dtype=Y.dtype, device=Y.device).expand(self.values.shape)
 
