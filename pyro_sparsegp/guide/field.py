@@ -28,7 +28,7 @@ from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import residual_cholesky, side_by_side
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
-from ..program.facts import COUPLED, NO_VALUES, Structure, Values
+from ..program.facts import NO_VALUES, Values
 from ..program.handlers import NO_RUN, trace_like
 from ..program.traces import as_process, bare, repeatable
 from .known import KnownGuide
@@ -113,11 +113,6 @@ class Layout:
         """Of ``(extended,)`` numbers those of each member, and of each GP site's residual."""
         every = x.split([*self.numbers.values(), *self.residuals.values()])
         return dict(zip(self.field, every)), dict(zip(self.residuals, every[len(self.field) :]))
-
-
-def residuals_of(facts: Structure, rows: Mapping[str, int]) -> dict[str, int]:
-    """How many standardised residuals GP sites of so many rows have."""
-    return {name: num if facts.dependence[name] == COUPLED else 1 for name, num in rows.items()}
 
 
 def slices(numbers: Mapping[str, int]) -> dict[str, slice]:

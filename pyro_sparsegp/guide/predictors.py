@@ -15,22 +15,11 @@ from torch import Tensor
 
 from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import above_rounding
+from ..program import traces
 from ..program.facts import Values
 from ..program.handlers import mapped
 from ..program.reader import normal_nodes
-from ..program.traces import (
-    LINKS,
-    bare,
-    candidates,
-    expectation,
-    is_declared,
-    is_observation,
-    parameters,
-    rebuilt,
-    rewrapped,
-    sample_sites,
-    unmasked,
-)
+from ..program.traces import LINKS, bare
 from .field import Layout
 
 Place = tuple[str, str]  # a site, and its parameter
@@ -61,9 +50,9 @@ def find_links(
     moves = x.new_zeros(len(members), layout.extended)
     for move, name, factor in zip(moves, members, cycle(_MOVED)):
         move[layout.rows[name]] = factor * x.detach()[layout.rows[name]]
-    here = sample_sites(run(x))
+    here = traces.sample_sites(run(x))
     with torch.no_grad():
-        start, *ends = (sample_sites(run(place)) for place in (zero, *moves))
+        start, *ends = (traces.sample_sites(run(place)) for place in (zero, *moves))
 
     def found(name: str, of_site: dict[str, str]) -> tuple[list[str], dict[str, str], list[Tensor]]:
         """The members in which predictors are not affine, their links, and their slopes."""
@@ -76,19 +65,19 @@ def find_links(
     links, bent, slopes, total = dict[str, dict[str, str]](), list[str](), list[Tensor](), 0.0 * x.sum()
     for name, site in here.items():
         fn = bare(site["fn"])
-        density = fn.log_prob(site["value"]) if is_observation(site) else zero
+        density = fn.log_prob(site["value"]) if traces.is_observation(site) else zero
         if not depends(density, x):
             continue
         total = total + scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]).sum()
-        made_of = {} if fn.event_shape else parameters(fn)
+        made_of = {} if fn.event_shape else traces.parameters(fn)
         moving = [key for key, part in made_of.items() if depends(part, x)]
         # What is observed may move, as in obs=y - a: test_what_is_observed_may_be_made_of_latents.
         keys = [] if depends(site["value"], x) or not _is_made_of(fn, moving, site["value"]) else moving
-        options = [dict(zip(keys, each)) for each in product(*(candidates(fn, key) for key in keys)) if keys]
+        options = [dict(zip(keys, each)) for each in product(*(traces.candidates(fn, key) for key in keys)) if keys]
         tried = [found(name, option) for option in options]
         # What moves without a slope jumps, as by a comparison.
         still = [(key, sites[name]["fn"]) for key in made_of if key not in moving for sites in ends]
-        jumps = any(not torch.equal(parameters(there)[key], made_of[key]) for key, there in still)
+        jumps = any(not torch.equal(traces.parameters(there)[key], made_of[key]) for key, there in still)
         # Links come first, as in mu + k f without k; then the values of f, if each datum has one.
         if not jumps and all(not layout.residuals.keys().isdisjoint(off) for off, *_ in tried):
             values = [here[gp]["value"] for gp in layout.residuals]
@@ -109,14 +98,14 @@ def find_links(
 
 def _is_flat(site: Any, pull: Tensor) -> bool:
     """Whether the mask of a prior leaves out values that data pull at, so that theirs is flat."""
-    seen = unmasked(site["fn"], site["value"], None)
+    seen = traces.unmasked(site["fn"], site["value"], None)
     return seen is not None and bool(pull[~seen.reshape(-1)].any())
 
 
 def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
     """A predictor in a run, ``(N,)``."""
     fn = bare(sites[name]["fn"])
-    part = sites[key]["value"] if link == VALUE else LINKS[link][0](parameters(fn)[key].expand(fn.batch_shape))
+    part = sites[key]["value"] if link == VALUE else LINKS[link][0](traces.parameters(fn)[key].expand(fn.batch_shape))
     return part.reshape(-1)
 
 
@@ -129,9 +118,9 @@ def _density_of(site: Any) -> Tensor:
 def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
     """Whether a density of single data can be made anew of one or two parameters that move, and all others."""
     # Grids have two axes at most. Whether a subclass is no more than its parameters, numbers tell.
-    is_single = len(moving) <= 2 and all(parameters(fn)[key].dim() <= len(fn.batch_shape) for key in moving)
+    is_single = len(moving) <= 2 and all(traces.parameters(fn)[key].dim() <= len(fn.batch_shape) for key in moving)
     with suppress(TypeError, ValueError, RuntimeError):
-        return is_single and torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
+        return is_single and torch.equal(traces.rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
     return False
 
 
@@ -201,7 +190,7 @@ class Predictors:
         for key, link in self.links[name].items():
             value = eta[name, key]
             changed[key] = LINKS[link][1](value.reshape(value.shape[:-1] + shape))
-        return rebuilt(self.sites[name]["fn"], changed)
+        return traces.rebuilt(self.sites[name]["fn"], changed)
 
     def log_prob(self, name: str, eta: Mapping[Place, Tensor]) -> Tensor:
         """A site's log densities of single data at predictors ``(..., N)``."""
@@ -220,7 +209,7 @@ class Predictors:
         total = self.x.new_zeros(())
         for name in self.links:
             site = self.sites[name]
-            each = rewrapped(site["fn"], of_site(name))
+            each = traces.rewrapped(site["fn"], of_site(name))
             total = total + scale_and_mask(each, site["scale"], site["mask"]).sum()
         return total
 
@@ -258,9 +247,9 @@ class Predictors:
             (first, *others), site = [(name, key) for key in self.links[name]], self.sites[name]
             variance = covariance[first, first]
             # A closed form is of the distribution's own parameter, as a Normal's loc is.
-            if self.links[name] == {"loc": "identity"} and is_declared(site["fn"]):
+            if self.links[name] == {"loc": "identity"} and traces.is_declared(site["fn"]):
                 fn = self.distribution(name, eta)
-                return expectation(fn, site["value"], variance.reshape(fn.batch_shape))
+                return traces.expectation(fn, site["value"], variance.reshape(fn.batch_shape))
             nodes, weights = normal_nodes(1 + len(others), eta[first], num_nodes)
             at = {first: eta[first] + variance.sqrt() * nodes[:, :1]}
             # Of two the second is normal given the first: its mean moves by C₁₂/C₁₁ of the first's.

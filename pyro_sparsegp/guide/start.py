@@ -23,17 +23,7 @@ from ..program.checks import holds_part
 from ..program.data import map_tensors
 from ..program.facts import NO_VALUES, Values
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, sample_sites, whole_plates
-from .field import (
-    LARGEST,
-    Layout,
-    Standardised,
-    anchor_of,
-    index_of,
-    is_normal_prior,
-    make_field,
-    residuals_of,
-    run_standardised,
-)
+from .field import LARGEST, Layout, Standardised, anchor_of, index_of, is_normal_prior, make_field, run_standardised
 from .known import KnownGuide
 from .latents import Hyperparameters, couple, drop_latents
 from .nested import Nested, Optimum
@@ -198,7 +188,7 @@ class Search:
         sizes = {name: list(module.basis.sizes) or [rows] for name, module in guide.modules_by_site().items()}
         sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
         field = {name: sizes[name] for name in self.sites if name in sizes}
-        layout = Layout(field, residuals_of(facts, dict.fromkeys(self.gps, self.num)))
+        layout = Layout(field, facts.residuals(dict.fromkeys(self.gps, self.num)))
         if layout.num > LARGEST or layout.extended * rows > _MOST_SLOPES:
             raise ValueError(f"{layout.extended} numbers that are normal a priori, at {rows} rows, are too many")
         # Beside their start, where a hyperparameter may hide what it multiplies, as an LKJCholesky's identity does:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..guide import AutoSparseGP
-from ..guide.field import Layout, Standardised, residuals_of, run_standardised
+from ..guide.field import Layout, Standardised, run_standardised
 from ..guide.predictors import Pair, Place, Predictors
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
@@ -33,7 +33,7 @@ def bound_of_field(
     ahead = Priors(guide)
     model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead=ahead)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
-    whole, layout = ahead.whole, Layout(facts.field, residuals_of(facts, rows), facts.owned)
+    whole, layout = ahead.whole, Layout(facts.field, facts.residuals(rows), facts.owned)
     loc = torch.cat(whole.q.loc, -1).detach()
     nodes: Any = model_trace.nodes  # a handler may hold some of the latents
     held = free_values(whole_trace) | {name: nodes[name]["value"] for name in facts.latents if name in nodes}

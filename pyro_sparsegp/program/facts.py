@@ -246,6 +246,10 @@ class Structure:
         """Whether, besides, no other GP site meets it."""
         return self.is_direct(name) and not self.neighbours(name)
 
+    def residuals(self, rows: Mapping[str, int]) -> dict[str, int]:
+        """How many standardised residuals GP sites of so many rows have."""
+        return {name: num if self.dependence[name] == COUPLED else 1 for name, num in rows.items()}
+
     def axes(self, most: float = MAX_AXES) -> dict[str, tuple[int, ...]]:
         """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out."""
         # Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
