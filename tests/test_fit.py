@@ -282,6 +282,7 @@ def test_mini_batches_leave_the_mean_where_all_rows_have_it():
 
 
 def test_rates_fall_to_the_end_and_those_of_many_points_are_smaller():
+    assert [round(falling(step, 1000), 3) for step in (0, 400, 700, 999)] == [1.0, 1.0, 0.505, 0.01]
     x, y = fit_worker.rows(40)
     optim, rates = FallingAdam(0.1), []
 

@@ -26,11 +26,7 @@ _INPUTS = re.compile(r"\.gps\..*\.basis\.(.*\.)?inputs_\d+$")
 
 
 def falling(step: int, steps: int) -> float:
-    """The share of its rate that a step takes: 1 over the first part, then by a cosine to a hundredth.
-
-    >>> [round(falling(step, 1000), 3) for step in (0, 400, 700, 999)]
-    [1.0, 1.0, 0.505, 0.01]
-    """
+    """The share of its rate that a step takes: 1 over the first part, then by a cosine to a hundredth."""
     # 1 up to t = 0, then 0.01 + 0.99 · ½(1 + cos πt), where t is 0 after the first two fifths and 1 at the end
     past = (step / max(steps, 1) - _HELD) / (1 - _HELD)
     return _LAST + (1 - _LAST) * 0.5 * (1 + math.cos(math.pi * min(max(past, 0.0), 1.0)))

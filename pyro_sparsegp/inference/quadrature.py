@@ -116,12 +116,10 @@ class TraceQuadrature_ELBO(ELBO):
         if closed is not None and closed.rest.dependence:
             known.steps, before, known.loss = known.steps + 1, known.loss, value
             if known.steps in _LOOKS:
-                self._warn_of_few_nodes(before - value, unwrapped, guide, args, kwargs)
+                self._warn_of_few_nodes(before - value, unwrapped, guide, (args, kwargs))
         return value
 
-    def _warn_of_few_nodes(
-        self, gain: float, guide: AutoSparseGP, wrapped: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> None:
+    def _warn_of_few_nodes(self, gain: float, guide: AutoSparseGP, wrapped: Any, call: tuple[tuple, Any]) -> None:
         """Tell of a bound that other numbers of nodes change, by more than a tenth of what a step gains."""
         # No Gauss-Hermite rule converges for a density with a kink, as of a quantile's loss, and natural steps may
         # stand still where its error is larger than their gain. Beside an early q a smooth one may be as narrow, while
@@ -131,7 +129,7 @@ class TraceQuadrature_ELBO(ELBO):
         for num in range(self.num_nodes, self.num_nodes + 4):
             with repeatable(guide.like), torch.no_grad():
                 other = TraceQuadrature_ELBO(num, self.num_particles)
-                found.append(float(other._minus_bound(guide, wrapped, args, kwargs)))
+                found.append(float(other._minus_bound(guide, wrapped, *call)))
         error = max(found) - min(found)
         rounding = 1e3 * torch.finfo(guide.like.dtype).eps * abs(found[0])
         if error > max(_LEAST, rounding, 0.1 * abs(gain)):
