@@ -31,8 +31,7 @@ class OnTerms(OnInducingPoints):
 
     :param inducing: the number of inducing inputs of each summand, or these inputs ``(M_c, d)`` in the columns that the
         summand reads. A list has one entry per summand; entries of summands with finite features are not used.
-    :param init: how each summand's inducing inputs are chosen, as in :class:`InducingFamily`. "greedy" is the default;
-        "grid" suits main effects and pairs.
+    :param init: how inducing inputs are chosen, as in :class:`InducingFamily`; "grid" suits main effects and pairs.
     """
 
     inducing: Union[Inducing, Sequence[Optional[Inducing]]] = 32  # type: ignore[assignment]
@@ -127,7 +126,6 @@ class CoupledPrecision(AdditiveFamily):
 class AdditiveSGPR(OnTerms, OptimalFamily):
     """A basis for each summand with the joint posterior that is optimal given the likelihood.
 
-    (Adam, Durrande and John, 2018, eq. 6.) S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C] and Λ
-    the sites' precisions: what :class:`CoupledCovariance` tends to, in a few steps on all rows. It forms a matrix of
-    all coefficients.
+    (Adam, Durrande and John, 2018, eq. 6.) S⁻¹ = I + ΦᵀΛΦ, one matrix of all coefficients, Φ = [Φ₁ … Φ_C] and Λ the
+    sites' precisions: what :class:`CoupledCovariance` tends to, in a few steps on all rows.
     """

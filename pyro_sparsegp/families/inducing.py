@@ -149,8 +149,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
     :param num_columns: by default the second set is whitened by a Cholesky factor, in O(M₂³). With a number, its mean
         is c(x, O)a for free coefficients a instead, and the divergence ½aᵀC_OO a is estimated from that many random
-        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set, without natural
-        steps, which would take C_OO⁻¹.
+        columns of K_OO a step: linear in M₂, of many thousands. For one second set; natural steps would take C_OO⁻¹.
     """
 
     num_columns: Optional[int] = field(default=None, kw_only=True)

@@ -27,10 +27,9 @@ class ComputationAware(SiteFamily):
         (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``; of a module a copy
         trains, ``guide.gps.f.policy.policy``. Sparse and random actions belong to the rows of the first call.
     :param tolerance: of "cg": the relative residual that ends the iterations.
-    :param batches: whether training steps bring mini-batches of rows, ``size=N``. The actions are then of the n rows of
-        the guide's first call, ``guide(x[rows], y[rows])``, and 0 elsewhere: q is the posterior given less, still never
-        overconfident, and the bound is that of all N rows. A step of B rows evaluates n² + nB kernel entries, a
-        posterior at one new input n.
+    :param batches: whether training steps bring mini-batches, ``size=N``. The actions are then of the n rows of the
+        guide's first call, ``guide(x[rows], y[rows])``, and 0 elsewhere: q is the posterior given less, still never
+        overconfident, and the bound that of all N. A step on B evaluates n² + nB kernel entries, a new input n.
     """
 
     num_actions: int = 64
@@ -43,8 +42,7 @@ class ComputationAware(SiteFamily):
         require_count(self.num_actions, "ComputationAware's num_actions")
         if not callable(self.actions) and self.actions not in _POLICIES:
             raise ValueError(
-                f"ComputationAware's actions must be one of {sorted(_POLICIES)} or a callable (kernel, sites) -> S, "
-                f"got {self.actions!r}"
+                f"actions must be one of {sorted(_POLICIES)} or a callable (kernel, sites) -> S, got {self.actions!r}"
             )
 
     def build(self, process: GaussianProcess, name: str) -> ProjectedGP:

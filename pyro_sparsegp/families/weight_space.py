@@ -1,6 +1,5 @@
 """Families on the kernel's own finite features (Zhu, Yuchi and Xie, 2025)."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..approximations.on_sites import ExactWeightSpaceGP
@@ -26,7 +25,6 @@ class OnFeatures(BasisFamily):
         return require_basis(ExplicitFeatures(phi.shape[-1]), name)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class WeightSpace(OnFeatures, FreeFormFamily):
     """The kernel's own features with a full covariance for any likelihood, by mini-batches.
 
@@ -49,7 +47,6 @@ class WeightSpace(OnFeatures, FreeFormFamily):
         return FullCholesky
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class ExactWeightSpace(OnFeatures, OptimalFamily):
     """The kernel's own features with the posterior that is optimal given the likelihood.
 

@@ -253,8 +253,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
             require_data(run)
         return 0.0
     known = {*facts.gps, *facts.latents, *facts.rows}
-    # A latent that training first meets now would be drawn from its prior at each step, and data be met at f's mean:
-    # test_guide.py::test_refusals.
+    # A latent that is met first now would be drawn from its prior, and data met at f's mean: test_refusals.
     others = {name: site for name, site in sites.items() if name not in known}
     new = [n for n, s in others.items() if (_is_prior(s) if traces.is_free(s) else traces.is_observation(s))]
     if new:
