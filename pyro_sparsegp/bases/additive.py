@@ -221,10 +221,8 @@ class Additive(Basis):
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> AdditiveFeatures:
         terms = kernel.terms
         if (names := term_names(kernel)) != self.names:
-            raise ValueError(
-                f"the terms of the kernel of site {name!r} are {list(names)} now, and were {list(self.names)} when the "
-                "guide was initialised or saved; their order and names must not change."
-            )
+            now, before = list(names), list(self.names)
+            raise ValueError(f"the terms of site {name!r} are {now} now, and were {before}: keep their order and names")
         bases = self.parts
         groups: list[tuple[Sequence[int], Any]] = []
         for members, inputs in _alike(bases, terms):

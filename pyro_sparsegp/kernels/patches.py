@@ -118,18 +118,14 @@ class Convolutional(Kernel):
     def _patches(self, x: Tensor) -> Tensor:
         return patches(x, self.image_shape, self.patch_shape, self.stride)
 
-    def _of_patch(self, z: Tensor) -> Tensor:
-        # What k_g reads of inputs of the source.
-        return z
-
     def _weights(self, like: Tensor) -> Tensor:
         if self.weights is None:
             return like.new_full((self.num_patches,), 1 / self.num_patches)
         return as_tensor(self.weights, like)
 
-    def _towards(self, z: Tensor) -> Tensor:
-        # a with cov(f(x), g(z)) = Σ_p a_p k_g(x[p], z), (..., P, 1) or (..., P, M).
-        return self._weights(z)[..., None]
+    def _towards(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        # What k_g reads of z, and a with cov(f(x), g(z)) = Σ_p a_p k_g(x[p], z), (..., P, 1) or (..., P, M).
+        return z, self._weights(z)[..., None]
 
     def _pairwise(self, like: Tensor) -> Tensor:
         # W with k(x, x') = Σ_pq W_pq k_g(x[p], x'[q]), (..., P, P).
@@ -137,7 +133,7 @@ class Convolutional(Kernel):
         return w[..., :, None] * w[..., None, :]
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
-        p, own, a = self._patches(x), self._of_patch(z), self._towards(z)
+        p, (own, a) = self._patches(x), self._towards(z)
         batch = broadcast_shapes(self.batch_shape, p.shape[:-3], z.shape[:-2])
 
         def covariance(rows: slice) -> Tensor:
@@ -228,14 +224,11 @@ class TICK(Convolutional):
         p = self._patches(x)
         return torch.cat([p, self.locations(x).expand(*p.shape[:-1], 2)], -1)
 
-    def _of_patch(self, z: Tensor) -> Tensor:
-        if z.shape[-1] != self.patch_size + 2:
-            size = self.patch_size
+    def _towards(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        if z.shape[-1] != (size := self.patch_size) + 2:
             raise ValueError(f"TICK's inducing patches are (M, {size + 2}), with row and column, got {tuple(z.shape)}")
-        return z[..., : self.patch_size]
-
-    def _towards(self, z: Tensor) -> Tensor:
-        return super()._towards(z) * self.location(self.locations(z), z[..., self.patch_size :])
+        # a_p = w_p k_l(l_p, l) of an inducing patch at l
+        return z[..., :size], self._weights(z)[..., None] * self.location(self.locations(z), z[..., size:])
 
     def _pairwise(self, like: Tensor) -> Tensor:
         return super()._pairwise(like) * self.location(self.locations(like))

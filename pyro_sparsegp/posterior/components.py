@@ -37,12 +37,11 @@ class Components(Sequence):
         self._whole, found = whole, whole.basis.components()
         self.names = term_names(whole.process.kernel)
         if len(found) != len(self.names):  # test_a_basis_has_a_component_for_each_summand
-            raise ValueError(
-                f"the basis of GP site {whole.name!r} has {len(found)} components, its kernel the terms "
-                f"{list(self.names)}: its features' components() must have one for each of kernel.terms"
-            )
+            num, terms = len(found), list(self.names)
+            raise ValueError(f"the basis of GP site {whole.name!r} has {num} components(), not one for each of {terms}")
         self._blocks = [blocks for _, _, blocks in found]
         inputs = inputs or [whole.process.x] * len(found)
+        self._rows = [x.shape[-2] for x in inputs]
         self._parts = [whole.part(*component, x) for component, x in zip(found, inputs)]
 
     def __getitem__(self, index: Any) -> Any:
@@ -149,10 +148,6 @@ class Components(Sequence):
         grid = like.new_zeros(len(places), like.shape[-1])
         grid[:, list(box)] = places
         return grid, shares.prod(-1)
-
-    @property
-    def _rows(self) -> list[int]:
-        return [part.process.x.shape[-2] for part in self._parts]
 
     @property
     def _prior(self) -> Tensor:
