@@ -163,9 +163,7 @@ def data_plates(trace: poutine.Trace) -> set[str]:
 
 
 class AtNewInputs(Messenger):
-    """Gives the sites of a run at other inputs what is known: latents of all rows their values, and GP sites the answer
-    of ``function``. Latents in plates that hold data in the run ``before`` are drawn from the model.
-    """
+    """A run at other inputs: GP sites by ``function``, latents as known, but the model's in plates of data."""
 
     def __init__(self, before: poutine.Trace, values: Samples, warned: Warned, function: Callable) -> None:
         super().__init__()
@@ -193,9 +191,7 @@ class AtNewInputs(Messenger):
 
 
 class Trained(Messenger):
-    """A run of the model at the training inputs, with its latents at one MCMC draw, of function values or of their
-    whitened noise among them; and runs at other inputs given it.
-    """
+    """A run at the training inputs with latents at one MCMC draw, whitened or not; and runs elsewhere given it."""
 
     def __init__(self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Warned) -> None:
         super().__init__()
@@ -223,9 +219,7 @@ class Trained(Messenger):
             self.known[name] = process.x, msg["value"], process.mean
 
     def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
-        """A run at other inputs; if it is ``marginal``, function values are drawn independently of each other, and
-        discrete latents of the rows are summed out.
-        """
+        """A run at other inputs; if ``marginal``, values are drawn one by one, discrete latents of rows summed out."""
 
         def function(msg: Any, process: GaussianProcess) -> None:
             given: Any = process.given(*self.known[msg["name"]])

@@ -69,9 +69,7 @@ class DensityReader:
         self.scales: dict[str, Any] = {}  # of poutine.scale, by site
 
     def __call__(self, held: Values, functions: Mapping[str, Moments]) -> Densities:
-        """The densities at S draws, of latent sites ``held`` at values, subsample sites among them, and h and d of GP
-        sites that are integrated, ``(S, ..., N)``.
-        """
+        """The densities at S draws: sites ``held`` at values, and h and d of GP sites to integrate, ``(S, ..., N)``."""
         with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
             if not self.plans:
                 first = {gp: (mean[0], variance[0]) for gp, (mean, variance) in functions.items()}
@@ -82,12 +80,11 @@ class DensityReader:
             bad = ~log_density.isfinite()
             bad = bad.reshape(-1, bad.shape[-1] if bad.dim() > 1 else 1).any(0)
             if bad.any():
-                rows = bad.nonzero()[:, 0].tolist()
                 raise ValueError(
-                    f"site {name!r} has integrated log densities that are not finite in rows {str(rows[:10])[:-1]}"
-                    f"{', ...' if len(rows) > 10 else ''}] ({len(rows)} of {len(bad)}): their likelihood is 0 at all "
-                    "function values of the posterior. Look for NaN in the data (leave missing rows out with "
-                    "poutine.mask), data outside of the likelihood's support, or extreme hyperparameters."
+                    f"site {name!r} has integrated log densities that are not finite in {int(bad.sum())} of {len(bad)} "
+                    f"rows, such as rows {bad.nonzero()[:10, 0].tolist()}: their likelihood is 0 at all function "
+                    "values of the posterior. Look for NaN in the data (leave missing rows out with poutine.mask), "
+                    "data outside of the likelihood's support, or extreme hyperparameters."
                 )
             weighted = self.scales[name] * log_density
             densities.integrated[name], densities.weighted[name] = log_density, weighted

@@ -42,8 +42,7 @@ _ROWS = 8192  # whose features are held in memory at once
 class Draws:
     """S posterior draws: tensors by name, ``(S, ...)`` each. While one is made they are without S."""
 
-    # Latent sites that are no GPs; under "{site}_w" the coefficients of each GP site, one block after the other; none
-    # of MCMC.
+    # Latents that are no GPs; as "{site}_w" the coefficients of each GP site, one block after the other; none of MCMC.
     posterior: dict[str, Tensor] = field(default_factory=dict)
     functions: dict[str, Tensor] = field(default_factory=dict)  # each GP site's values at the inputs, (..., N)
     # Mean and variance of each function value given the rest of the draw, where it is integrated out.

@@ -52,10 +52,9 @@ def to_datatree(
     * "vfe", of the evidence lower bound: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ];
     * "fitc", of expectation propagation: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ.
 
-    The draws are of the posterior that the guide predicts with: of
-    :class:`~pyro_sparsegp.families.ExactWeightSpace` under a variance correction the one whose target is "fitc".
-    :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws
-    are made in blocks, by ``torch.func.vmap`` if the program allows it. A block takes up to some 150 MB.
+    The posterior is that which the guide predicts with: of :class:`~pyro_sparsegp.families.ExactWeightSpace` under a
+    variance correction its target is "fitc"; :class:`~pyro_sparsegp.families.ComputationAware` has no draws of w to
+    weigh, and no tree. Blocks of draws, of up to some 150 MB, are made by ``torch.func.vmap`` if the program allows it.
 
     :param model: the model.
     :param guide: a fitted guide, an object that has one (SVI), an ``MCMC`` that has run, or its samples.
@@ -106,12 +105,10 @@ def _constants(model: Callable, args: tuple, kwargs: Mapping[str, Any], observed
         parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
         flat |= parts if isinstance(parts, Mapping) else {name: parts}
     tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
-
-    def is_observed(value: Tensor) -> bool:  # which has values in the place of NaN under a mask
-        same = (other for other in observed.values() if value.shape == other.shape)
-        return any(bool(((value == other) | value.isnan()).all()) for other in same)
-
-    return {name: value for name, value in tensors.items() if not is_observed(value)}
+    # An observed value has numbers in the place of NaN under a mask.
+    pairs = ((n, v, y) for n, v in tensors.items() for y in observed.values() if v.shape == y.shape)
+    seen = {name for name, value, y in pairs if ((value == y) | value.isnan()).all()}
+    return {name: value for name, value in tensors.items() if name not in seen}
 
 
 class Table:
