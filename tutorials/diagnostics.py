@@ -145,7 +145,6 @@ for name, guide in guides.items():
         predict=new,
         include_f=False,
         seed=0,
-        name=name,
     )
 print(", ".join(trees["SGPR 15"].children))
 names = ["scale", "length", "noise"]
@@ -167,9 +166,7 @@ nuts = MCMC(
     disable_progbar=command_line.IN_NOTEBOOK,
 )
 nuts.run(x, y)
-trees["NUTS"] = diagnostics.to_datatree(
-    model, nuts, x, y, predict=new, seed=0, name="NUTS"
-)
+trees["NUTS"] = diagnostics.to_datatree(model, nuts, x, y, predict=new, seed=0)
 compared = {
     name: trees[name] for name in ("SGPR 15", "SGPR 4", "SVGP 15", "EP 15", "NUTS")
 }
