@@ -334,6 +334,8 @@ BATCH = (torch.zeros(4, 1), torch.zeros(4))
     [
         ("steps or epochs", {"steps": 3, "epochs": 1}),
         ("batch_size=41", {"batch_size": 41}),
+        ("batch_size must be", {"batch_size": 2.5}),
+        ("steps must be", {"steps": -1}),
         ("batch_size=2", {"data": (torch.zeros(4, 1), torch.zeros(3)), "batch_size": 2}),
         ("batch_size=2 is for", {"data": [BATCH], "batch_size": 2}),
         ("method has an optimiser", {"method": "svi", "loss": TraceQuadrature_ELBO()}),

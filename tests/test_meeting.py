@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SGPR, AdditiveSGPR, CollapsedOrthogonal, ComputationAware, Family, WeightSpace
+from pyro_sparsegp.families import (
+    SGPR,
+    SVGP,
+    AdditiveSGPR,
+    CollapsedOrthogonal,
+    ComputationAware,
+    Exact,
+    Family,
+    WeightSpace,
+)
 
-from .models import maximise, observed
+from .models import maximise, observed, train
 
 NUM, NOISE = 18, 0.3
 ROUGH, SMOOTH = 1.2 * kernels.Matern12(0.7), 0.8 * kernels.Matern12(2.0)  # of well conditioned matrices
@@ -138,6 +147,21 @@ def test_exponential_links_under_wide_priors(link, variance, family):
     assert guide.site_status["f"]["converged"]
     _, best = maximise(model, WeightSpace(natural=False), x, y, num_nodes=20, iterations=100)
     assert -losses[-1] == pytest.approx(best, abs=1e-3 if isinstance(family, SGPR) else 0.1)
+
+
+@pytest.mark.parametrize("family", [Exact(), SGPR(10)])
+def test_kinks_far_from_the_prior_mean(family):
+    """A Laplace density has a slope and no curvature there: modes of rows lead nowhere, damped updates to the best."""
+    x = torch.linspace(0, 1, 30)[:, None]
+    y = 20 + torch.sin(6 * x[:, 0]) + 0.1 * torch.randn(30)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        return observed(dist.Laplace(f, 0.1), y)
+
+    losses = train(model, AutoSparseGP(model, family), x, y, steps=60)
+    best = train(model, AutoSparseGP(model, SVGP(x)), x, y, steps=60)
+    assert losses[-1] == pytest.approx(best[-1], abs=0.1)
 
 
 @pytest.mark.parametrize("family", [CollapsedOrthogonal(6, 6, rate=1.0), AdditiveSGPR(6, rate=1.0)])

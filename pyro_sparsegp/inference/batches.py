@@ -89,10 +89,10 @@ class TensorBatches:
         rows, size = _rows(self.args, self.kwargs), self.batch_size
         if not rows:
             raise ValueError("data has no tensor or array with rows; torch.as_tensor(table.to_numpy()) makes one")
-        if size is not None and (min(rows) < max(rows) or not 0 < size <= rows[0]):
+        if size is not None and (min(rows) < max(rows) or size > rows[0]):
             raise ValueError(
-                f"batch_size={size} needs tensors with a row for each datum; data's have {rows} rows. Bind other "
-                "tensors to the model, functools.partial(model, table=table)."
+                f"batch_size={size} needs tensors with a row for each datum, and so many; data's have {rows} rows. "
+                "Bind other tensors to the model, functools.partial(model, table=table)."
             )
         self.num, self.size, self.whole = rows[0], self.size or rows[0], size is None
 

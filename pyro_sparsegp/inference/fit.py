@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import check
+from ..numerics.arguments import require_count
 from ..numerics.processes import Workers, sharing
 from ..program.data import signature_of
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
@@ -115,6 +116,9 @@ def fit(
         raise ValueError("resume=True continues from the file checkpoint, and none is given")
     if steps is not None and epochs is not None:
         raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
+    require_count(steps, "steps", or_none=True)
+    require_count(epochs, "epochs", or_none=True)
+    require_count(batch_size, "batch_size", or_none=True)
     method = _method(model, guide, optim, loss, method, group)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
     total = (2000 if steps is None else steps) if epochs is None else epochs * len(batches)
