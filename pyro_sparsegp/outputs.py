@@ -1,7 +1,5 @@
 """Outputs that are mixtures of functions, as values: no kernel knows of it."""
 
-from __future__ import annotations
-
 from typing import Optional
 
 from torch import Tensor

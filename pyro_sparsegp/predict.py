@@ -1,7 +1,5 @@
 """One verb for prediction: posterior draws of every site at new inputs, from a guide or from MCMC, whitened or not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Optional, Union

@@ -1,7 +1,5 @@
 """Warnings that are given once for each site."""
 
-from __future__ import annotations
-
 import warnings
 
 Warned = set[tuple[str, str]]  # kinds of warnings, and the sites that they were about

@@ -1,7 +1,5 @@
 """A basis with a free Gaussian over its coefficients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Optional
 

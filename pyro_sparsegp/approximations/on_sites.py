@@ -1,7 +1,5 @@
 """Posteriors that follow from Gaussian sites, projections of their data, or sites of expectation propagation."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

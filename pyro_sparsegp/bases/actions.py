@@ -5,8 +5,6 @@ With site precisions Λ, actions are held as S = Λ^½T: then Sᵀ(z − μ) and
 rows with λ = 0 drop out. The posterior depends on the span of S alone (lemma S4), so nothing is lost.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from abc import ABC, abstractmethod

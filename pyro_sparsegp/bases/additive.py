@@ -5,8 +5,6 @@ Of an additive kernel Σ_c k_c, Φ = [Φ₁ … Φ_C], so component c has mean �
 (Adam, Durrande and John, 2018, section 3.2).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ A basis module owns parameters (inducing inputs); called with a kernel it gives 
 always k − φφᵀ, so the features alone say everything.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Variational Fourier features: inducing variables that are Fourier coefficients of f on an interval."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -12,8 +12,6 @@ A layer is a GP over all patches of all images, its outputs the channels of the 
 ...         return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

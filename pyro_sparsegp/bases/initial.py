@@ -1,7 +1,5 @@
 """Where inducing inputs start: given, or chosen among the inputs of the guide's first call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union

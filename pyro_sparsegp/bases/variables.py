@@ -3,8 +3,6 @@
 All that a basis needs of them are covariances, K_uu and K_fu (van der Wilk et al., 2020, section 3).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, Union
 

@@ -4,8 +4,6 @@ Given coefficients w (or all other function values) and hyperparameters, fₙ ~ 
 log ∫ p(yₙ | fₙ) N(fₙ | hₙ, dₙ) dfₙ: importance weights made of log p(yₙ | fₙ) at a *sampled* fₙ fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional

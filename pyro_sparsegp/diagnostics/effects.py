@@ -1,7 +1,5 @@
 """Partial-effect plots of additive models: each effect with its interval, and a rug of the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 

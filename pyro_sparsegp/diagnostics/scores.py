@@ -1,7 +1,5 @@
 """How well a posterior predicts data: proper scores, PIT and coverage of each observation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

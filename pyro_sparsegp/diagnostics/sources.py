@@ -1,7 +1,5 @@
 """Posterior draws at a model's arguments, in blocks, with all that their densities are made of: of a guide, of MCMC."""
 
-from __future__ import annotations
-
 import json
 import math
 from abc import ABC, abstractmethod

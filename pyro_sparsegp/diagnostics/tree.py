@@ -1,7 +1,5 @@
 """Posteriors as ``xarray.DataTree`` in ArviZ's schema."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 

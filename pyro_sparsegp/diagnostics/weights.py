@@ -1,7 +1,5 @@
 """Importance weights of a guide's draws, with their k-hat."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

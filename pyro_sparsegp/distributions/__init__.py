@@ -1,7 +1,5 @@
 """Likelihoods that Gaussian processes are used with and that Pyro lacks, and what one of a user's own may bring."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor

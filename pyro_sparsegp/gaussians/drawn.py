@@ -10,8 +10,6 @@ R's diagonal, is longer than ρ, a fraction of q's own deviations. Where log p i
 every draw, so steps from a start at the mode and its curvature have next to no noise.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

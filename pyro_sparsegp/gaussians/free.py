@@ -2,8 +2,6 @@
 posterior given projections of the data, in coordinates that never factorise SᵀKS.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Optional

@@ -12,8 +12,6 @@ only the positive part is turned, so that what is left stays positive definite.
 D is a stack, ``(..., C, M, M)``, and B flat, ``(..., C·M, R)``: :class:`~.base.Stack`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 

@@ -12,8 +12,6 @@ be a wrong mean, S times that of Pm, which for precise data in float32 is more t
 moves of hyperparameters are told as m ← m + small terms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Optional

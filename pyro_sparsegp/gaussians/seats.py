@@ -11,8 +11,6 @@ least squares over the rows have it: in G by the square of the change, in r by w
 change that the features did not span. Left as they were, they would err by the whole change times what q does fit.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import cached_property

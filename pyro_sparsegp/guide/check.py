@@ -9,8 +9,6 @@ A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and it
 as it raises the bound, says how far q's mean and width are from the best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

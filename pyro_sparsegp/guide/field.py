@@ -6,8 +6,6 @@ share; its sites are about Lx, whose meaning θ does not change. Each parameter 
 affine function of x: its linear predictor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Optional
 

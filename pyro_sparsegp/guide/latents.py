@@ -4,8 +4,6 @@ q(θ) = N(a, RRᵀ), drawn when it is first asked for, learned by natural steps.
 draw of x.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress

@@ -13,8 +13,6 @@ A density with kinks, such as Laplace's, has no curvature. There F is the best b
 of q(x | θ) and W = −E[∇²ℓ].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ or differentiated, θ's variance, whatever the model did:
     Var θ = Σ_e (θ(m + C e) − θ(m))² over the axes e of a row's values, or diag(A Cov(f) Aᵀ) of those at several inputs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ residuals t ~ N(0, I): ηₙ is normal with mean ηₙ(m) and variance (JSJᵀ)�
 natural steps are those of a Gaussian process on them. Parameters of one density (a loc and a scale) are jointly normal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

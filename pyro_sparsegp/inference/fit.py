@@ -1,7 +1,5 @@
 """A training loop over SVI or expectation propagation, with mini-batches and checkpoints, from which it goes on."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """Optimisers: Adam with rates that fall to the end, and steps that several processes take together."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Objectives: the evidence lower bound, function values integrated by quadrature, and projected data's evidence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

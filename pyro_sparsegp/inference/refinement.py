@@ -3,8 +3,6 @@
 Equations are those of Hernández-Lobato and Hernández-Lobato, 2016, with w = L⁻¹u for the inducing values u.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

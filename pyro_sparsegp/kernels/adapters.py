@@ -4,8 +4,6 @@ The modules keep their parameters. So that these train, the model must register 
 network: ``pyro.module("kernel", module)``, or an attribute of a ``PyroModule`` model.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Kernels of functions whose mean over an interval is zero: f₀ = f − E[f | f̄] for f ~ GP(0, k) and f̄ its mean."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ hyperparameters. N and M count inputs, D their columns; leading batch dimensions
 broadcast: a variance is ``(...,)``, a length scale ``(..., D)``, ``(..., 1)`` or a scalar.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import operator

@@ -1,7 +1,5 @@
 """Functions and their partial derivatives as one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Optional, Union
 

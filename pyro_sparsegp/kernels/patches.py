@@ -1,7 +1,5 @@
 """Convolutional kernels: a function of an image that is made of one function of its patches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Optional

@@ -1,7 +1,5 @@
 """Kernels of one structure as one: their matrices in one call, in the place of one each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Optional
 

@@ -4,8 +4,6 @@ Profiles are written with their slope dg/ds, which is finite at s = 0 where the 
 gives 0·∞: values and gradients are right at coincident points, in float32 too.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence

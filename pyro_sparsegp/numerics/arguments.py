@@ -1,7 +1,5 @@
 """What arguments may be, numbers that name something or count, words of which one is chosen; and how they are told."""
 
-from __future__ import annotations
-
 import re
 from inspect import cleandoc, signature
 from textwrap import indent

@@ -1,7 +1,5 @@
 """Cholesky factors, products and solves with triangular matrices by blocks, and gradients that cost least."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Functions of tensors: gradients, shapes, and chunks of many rows, whose values are made again on the way back."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

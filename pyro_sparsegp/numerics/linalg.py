@@ -1,7 +1,5 @@
 """Dense linear algebra: a Cholesky factorisation that never fails in silence, and Gaussian divergences."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence

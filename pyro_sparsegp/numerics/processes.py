@@ -1,7 +1,5 @@
 """Sums over processes that hold a share of the data each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, Optional

@@ -2,8 +2,6 @@
 function values that expectation propagation and the diagnostics share.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a program must be for a guide to learn from it; and what to say where it is not."""
 
-from __future__ import annotations
-
 import gc
 import textwrap
 from collections.abc import Collection, Iterable, Mapping

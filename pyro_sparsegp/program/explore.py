@@ -1,7 +1,5 @@
 """A program is asked once how its densities depend on GP sites' values: by NaN, by moves and by slopes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace

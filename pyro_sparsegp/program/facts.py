@@ -7,8 +7,6 @@ Only a comparison with a number hides what is compared: entries that move though
 of all values.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Handlers of a program's run that hold its values, hide it, look at it ahead, or map it over many values."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -2,8 +2,6 @@
 their derivatives, all else held, and nodes to take expectations at.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -5,8 +5,6 @@ A closed form is used where θ is an affine function of function values and noth
 :mod:`.explore` finds that out.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
