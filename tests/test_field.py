@@ -1084,3 +1084,8 @@ def test_a_posterior_whose_mean_is_made_of_latents(family):
     for f in (posterior, guide.posterior(x)["f"].at(new), guide.posterior(new, values=True)["f"]):
         torch.testing.assert_close((f.mean, f.covariance_matrix), exact, rtol=0, atol=1e-5)
     torch.testing.assert_close(posterior.variance, exact[1].diagonal(), rtol=0, atol=1e-5)
+    (d,) = posterior.components  # effects are of the kernel's summands alone
+    gain = torch.linalg.solve((kernel + 4.0 + 0.5 * kernels.Linear())(x) + 0.04 * torch.eye(12), kernel(x, new)).mT
+    torch.testing.assert_close(
+        (d.mean, d.covariance_matrix), (gain @ y, kernel(new) - gain @ kernel(x, new)), rtol=0, atol=1e-5
+    )

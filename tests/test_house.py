@@ -131,7 +131,7 @@ BRANCH_POINTS = 2282  # 1,600 are asked: 80 per 1,000 of 20,000 lines
 COMMENTS = 0.0446  # at least
 FILE_LINES = 401
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23412
+TEST_LINES = 23420
 
 
 @functools.cache

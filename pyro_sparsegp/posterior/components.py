@@ -27,7 +27,7 @@ class Components(Sequence):
 
     ``components[2]`` and ``components["wind"]`` are posteriors of single effects; :attr:`covariance_matrix` and
     :meth:`rsample` know how they go together. Names come from ``kernel.named("wind")``, from the columns (``"x0"``,
-    ``"x0:x1"``) or from the kernel's class (``"constant"``).
+    ``"x0:x1"``) or from the kernel's class (``"constant"``). They add up to f less its prior mean.
 
     :param whole: the posterior of the sum.
     :param inputs: where each component is wanted, ``(N_c, D)`` each; by default where the whole is.
