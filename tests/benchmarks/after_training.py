@@ -18,7 +18,7 @@ import pyro.distributions as dist
 import torch
 from others import Approximate, matern
 
-from pyro_sparsegp import GaussianProcess, kernels, predict
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels, predict
 from pyro_sparsegp.diagnostics import to_datatree
 from pyro_sparsegp.families import SVGP
 
@@ -74,7 +74,7 @@ def main():
     cases = {}
     for how, program, num in (("", bench.regression(0.7), 1), (", priors", with_priors, 100)):
         with torch.enable_grad():
-            guide = bench.Training(program, bench.AutoSparseGP(program, SVGP(64)), more, y[:1000]).until(50).guide
+            guide = bench.Training(program, AutoSparseGP(program, SVGP(64)), more, y[:1000]).until(50).guide
         draws = partial(predict, program, guide, few, num_samples=100)
         loop = partial(lambda guide: [guide.draw(few) for _ in range(100)], guide)
         if not how:

@@ -22,7 +22,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 
-from pyro_sparsegp import GaussianProcess, families, fit, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, families, fit, kernels
 
 MANY, POINTS = [10_000, 31_623, 100_000, 316_228, 1_000_000], [64, 128, 256, 512, 1024]
 SWEEPS = {  # by what grows: sizes, the exponent that the family's docstring gives, the family, rows and rows a step
@@ -61,7 +61,7 @@ def training(family, num, batch=0, terms=2, num_outputs=0):
     y = torch.sin(8 * x).sum(-1) + 0.3 * torch.randn(num)
     y = y[:, None] + 0.3 * torch.randn(num, num_outputs) if num_outputs else y
     model = outputs if num_outputs else bench.regression(0.3) if terms == 2 else additive
-    return bench.Training(model, bench.AutoSparseGP(model, family), x, y, batch=batch)
+    return bench.Training(model, AutoSparseGP(model, family), x, y, batch=batch)
 
 
 def one_size(name, size, rounds):
