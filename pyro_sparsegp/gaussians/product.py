@@ -48,8 +48,7 @@ class Product(Gaussian):
         ]
 
     def _join(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        # one block, as most posteriors have, takes no call: test_a_step_passes_few_files
-        return list(blocks) if len(blocks) == 1 else [side_by_side([blocks[b] for b in g]) for g in self.groups]
+        return [side_by_side([blocks[b] for b in group]) for group in self.groups]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
