@@ -13,7 +13,7 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace
 
-from .models import estimate, hermite, observed, one_function, prepared, refused, restored, train
+from .models import assert_alike, estimate, hermite, observed, one_function, prepared, refused, restored, train, trained
 
 KERNEL = kernels.Matern32(0.5)
 LINES = kernels.Linear(1.0) + kernels.Constant(0.5)
@@ -217,6 +217,19 @@ def test_classes_condition_on_the_draw():
     mean, variance = dense_bernoulli(x, y, new, torch.tensor(0.4))
     torch.testing.assert_close(q.mean, mean, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(q.variance, variance, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["SGPR", "projected"])
+def test_a_density_with_kinks_is_read_off_a_state_as_it_was(name):
+    x, y = data(20)
+    noise = dist.HalfNormal(1.0)
+    model, family = one_function(KERNEL, lambda f: dist.Laplace(f, pyro.sample("noise", noise))), FAMILIES[name](x)
+    guide = trained(model, family, x, y, steps=3, independent=True)
+    q = guide.posterior(x)["f"]
+    for given in ((), (x[:3] + 0.1,)):  # the loaded guide is first asked at rows of training, or at others
+        fresh = restored(guide, model, family, independent=True)
+        fresh.posterior(*given)
+        assert_alike(fresh.posterior(x)["f"], q)
 
 
 def test_the_state_holds_the_data_and_says_when_it_cannot():

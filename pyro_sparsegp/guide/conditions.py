@@ -87,18 +87,24 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     checks.require_full_batch(name, module.family["name"], run.trace)
     if same and learns:
         core.data = rows.relation.call if core.data else TrainingData(guide.model, args, kwargs)
-    # Expectations are in closed form if no other densities depend on the values of the one GP site.
-    forms, closed = core.forms, tuple[str, ...]()
-    if forms and len(core.facts.gps) == 1 and not (forms.functions or forms.rest.dependence):
-        closed = forms.rows * forms.hold(run.trace.nodes)
-    reader = Reader(handlers.held_runs(guide.model, run.trace, args, kwargs), core.facts, closed)
+    held = handlers.held_runs(guide.model, run.trace, args, kwargs)
+    reader = Reader(held, core.facts, _closed_forms(run, held) if len(core.facts.gps) == 1 else ())
     with torch.set_grad_enabled(learns):
         readings = _read(reader, modules, run, rows)
     # What other runs are to have of latents: all of it at the same rows.
     free = traces.free_values(run.trace)
     shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(core.facts.local_latents)
-    held = {name: value if learns else value.detach() for name, value in free.items() if name in shared}
-    return Conditions(held, readings, run.drawn)
+    values = {name: value if learns else value.detach() for name, value in free.items() if name in shared}
+    return Conditions(values, readings, run.drawn)
+
+
+def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
+    """The densities after the one GP site, if expectations of all over its values are in closed form."""
+    core = run.guide.core
+    # A state has no closed forms; sites that are read at nodes instead would be others.
+    forms = core.forms = core.forms or explore(replace(core.facts), held, run.processes, list(run.guide.site_modules()))
+    is_whole = not (forms.functions or forms.rest.dependence) and forms.hold(run.trace.nodes)
+    return forms.rows if is_whole else ()
 
 
 def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:
