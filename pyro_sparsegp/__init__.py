@@ -6,7 +6,7 @@ from typing import Any
 from . import families, kernels
 from ._version import __version__
 from .guide import AutoSparseGP
-from .inference import ExpectationPropagation, FitResult, ProjectedLikelihood, TraceQuadrature_ELBO, fit
+from .inference import ExpectationPropagation, FitResult, ProjectedLikelihood, TraceQuadrature_ELBO, fit, follow_rates
 from .numerics.linalg import NumericalWarning
 from .outputs import mix_outputs
 from .posterior.sparse_posterior import SparsePosterior
@@ -29,6 +29,7 @@ __all__ = [
     "class_probabilities",
     "families",
     "fit",
+    "follow_rates",
     "kernels",
     "mix_outputs",
     "predict",

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset
 
-from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    fit,
+    follow_rates,
+    kernels,
+)
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
 from pyro_sparsegp.inference.batches import as_batches
 from pyro_sparsegp.inference.fit import fell, read, write
@@ -310,6 +318,51 @@ def test_schedules_are_stepped():
     found = [one.get_last_lr() for one in optim.optim_objs.values()]
     assert found
     assert found == [[pytest.approx(0.02 / 4)]] * len(found)  # the first step is of sites alone
+
+
+def exponential(gamma=0.9):
+    return pyro.optim.ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "gamma": gamma})
+
+
+FALLING = {
+    "ExponentialLR": (exponential, lambda t: 0.9**t),
+    "ClippedAdam": (lambda: pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.9}), lambda t: 0.9**t),
+    "warm-up": (
+        lambda: pyro.optim.LinearLR(
+            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "start_factor": 0.1, "total_iters": 20}
+        ),
+        lambda t: min(1.0, 0.1 + 0.045 * t) if t else 1.0,  # a schedule is made in the first step
+    ),
+    "constant": (lambda: pyro.optim.Adam({"lr": 0.02}), lambda t: 1.0),
+}
+
+
+@pytest.mark.parametrize("how", ["fit", "loop"])
+@pytest.mark.parametrize("kind", FALLING)
+def test_natural_steps_follow_a_schedule(kind, how):
+    """They have no other way to average the noise of batches out: the optimiser does not move them."""
+    x, y = fit_worker.rows(40)
+    make, wanted = FALLING[kind]
+    optim, guide, rates = make(), AutoSparseGP(regression, SVGP(4)), []
+
+    def note(losses):
+        rates.append(float(guide.gps.f.coefficients.last_rate))
+        return False
+
+    if how == "fit":
+        fit(regression, guide, (x, y), batch_size=20, steps=30, optim=optim, stopping=note, progress=False)
+    else:
+        svi = pyro.infer.SVI(regression, guide, optim, TraceQuadrature_ELBO())
+        guide(x, y)
+        for _ in range(30):
+            svi.step(x[:20], y[:20], size=40)
+            if isinstance(optim, pyro.optim.PyroLRScheduler):
+                optim.step()
+            follow_rates(guide, optim)
+            note(None)
+    refused("optim is Parameter", follow_rates, guide, guide.gps.f.coefficients.loc)
+    # 0.1 of themselves: the first call has met all rows
+    np.testing.assert_allclose(rates, [0.1 * wanted(t) for t in range(30)], rtol=1e-6)
 
 
 def test_a_hyperparameter_that_is_given_is_no_data():

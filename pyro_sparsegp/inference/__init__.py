@@ -2,6 +2,7 @@
 
 from .expectation import ExpectationPropagation
 from .fit import FitResult, fit
+from .optimisers import follow_rates
 from .quadrature import ProjectedLikelihood, TraceQuadrature_ELBO
 
-__all__ = ["ExpectationPropagation", "FitResult", "ProjectedLikelihood", "TraceQuadrature_ELBO", "fit"]
+__all__ = ["ExpectationPropagation", "FitResult", "ProjectedLikelihood", "TraceQuadrature_ELBO", "fit", "follow_rates"]

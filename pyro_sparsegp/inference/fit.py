@@ -28,7 +28,7 @@ from ..numerics.processes import Workers, sharing
 from ..program.data import signature_of
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .expectation import ExpectationPropagation
-from .optimisers import FallingAdam, agree, falling, shared_step
+from .optimisers import FallingAdam, agree, falling, follow_rates, share_rates, shared_step
 from .quadrature import TraceQuadrature_ELBO, kept_sites, own_guide
 
 # Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
@@ -227,6 +227,7 @@ class _Loop:
             "optim": {str(name).replace(own, ".", 1): value for name, value in self.optim.get_state().items()},
             "expectation": getattr(self.method, "progress", None),
             "sites": {name: sites.progress for name, sites in kept_sites(guide).items()},
+            "share": max((module.share for module in steppers(guide)), default=1.0),
             "seed": self.batches.seed,
             "mark": self._mark(),
         }
@@ -257,6 +258,7 @@ class _Loop:
             self.method.progress = state["expectation"]
         for name, sites in kept_sites(guide).items():
             sites.progress = state["sites"][name]
+        share_rates(guide, state.get("share", 1.0))  # older files have none
         pyro.util.set_rng_state(state["random"][0])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["random"][1])
@@ -289,7 +291,7 @@ class _Loop:
                         self.keep()
                         written = time.monotonic()
         finally:
-            self._share(1.0)  # natural steps' own rates after it, whatever ended the steps
+            share_rates(self.guide, 1.0)  # natural steps' own rates after it, whatever ended the steps
         return why or f"all {self.total} steps were taken"
 
     def notes(self) -> list[str]:
@@ -317,11 +319,9 @@ class _Loop:
             # At a rate ρ, q's mean is √(N/B · ρ/2) of its deviations beside the optimum
             # (test_mini_batches_leave_the_mean_where_all_rows_have_it).
             if not self.batches.whole:
-                self._share(falling(step, self.total))
-
-    def _share(self, part: float) -> None:
-        for module in steppers(self.guide):
-            module.share = part
+                share_rates(self.guide, falling(step, self.total))
+        else:
+            follow_rates(self.guide, self.optim)
 
     def _step(self, batch: Batch) -> float:
         """One step of the method; the loss of all processes' batch."""

@@ -11,6 +11,7 @@ from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
 
+from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..numerics.processes import Workers, joined, put_gradients
 
@@ -68,6 +69,33 @@ class FallingAdam(PyroOptim):
             group["initial_lr"] = share * group["lr"]
             group["lr"] = self._factor * group["initial_lr"]
         return optimiser
+
+
+def follow_rates(guide: AutoSparseGP, optim: PyroOptim) -> None:
+    """Let natural steps take the share of their rates that an optimiser takes of its first one, 1 at most.
+
+    A schedule moves the rates of the parameters that an optimiser knows, and natural steps are none of its doing.
+    :func:`fit` calls this before each step; call it after each step of your own loop:
+
+    >>> svi.step(x, y), scheduler.step(), follow_rates(guide, scheduler)  # doctest: +SKIP
+
+    :param guide: the guide, after its first call.
+    :param optim: an optimiser with rates that change, such as a ``PyroLRScheduler`` or ``ClippedAdam`` with ``lrd``.
+    """
+    if not isinstance(optim, PyroOptim):
+        raise ValueError(f"follow_rates reads a Pyro optimiser's rates: optim is {type(optim).__name__}")
+    optimisers: list[Any] = [getattr(one, "optimizer", one) for one in optim.optim_objs.values()]
+    # a schedule that begins below its rate notes this one in the group
+    pairs = [(group, group.get("initial_lr", one.defaults["lr"])) for one in optimisers for group in one.param_groups]
+    found = [float(group["lr"] / first) for group, first in pairs if first > 0]
+    if found:  # an optimiser that has taken no step knows no parameter
+        share_rates(guide, min(1.0, max(found)))
+
+
+def share_rates(guide: AutoSparseGP, share: float) -> None:
+    """Let natural steps take this share of their rates."""
+    for module in steppers(guide):
+        module.share = share
 
 
 def shared_step(svi: SVI, *args: Any, **kwargs: Any) -> float:
