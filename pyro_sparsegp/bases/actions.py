@@ -160,10 +160,13 @@ class ProjectedFeatures(CrossFeatures):
         super().__init__(kernel, (factor.shape[-1],))
         self.actions, self.factor, self.covariance = actions, factor, covariance
 
+        self.turn: Optional[Tensor] = None  # T, of the features ψT
+
     def of(self, products: Tensor) -> list[Tensor]:
         """Φ from k(x, X)S."""
         # k(x, X)S R⁻ᵀ
-        return [over_upper(products, self.factor)]
+        psi = over_upper(products, self.factor)
+        return [psi if self.turn is None else psi @ self.turn]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         return self.of(kernel_times(self.cross, x, self.actions))

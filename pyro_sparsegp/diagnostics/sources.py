@@ -108,12 +108,6 @@ class GuideSource(Source, Messenger):
         facts = guide.facts
         families = json.dumps({name: spec["family"] for name, spec in facts.gps.items()})
         super().__init__(guide.model, args, kwargs, posterior="variational", family=families)
-        projected = [f for f, spec in facts.gps.items() if spec["basis"].get("kind") == "projection"]
-        if projected and not marginal:
-            raise ValueError(
-                f"site {projected[0]!r} has no draws of coefficients to weigh, because the projected data fix them: "
-                "use predict(model, guide, x), or predictive_scores(model, guide, x, y)."
-            )
         self.guide, self.facts, self.sites = guide, facts, {}
         self.joint, self.apart = False, guide.has_random_latents
         self.data = [name for name, num in facts.rows.items() if num]
@@ -177,7 +171,7 @@ class GuideSource(Source, Messenger):
         draw, name, q = self.draw, msg["name"], without_event(msg["fn"])[0]
         if not isinstance(q, SparsePosterior):
             return
-        self.posteriors[name] = values = q
+        self.posteriors[name] = values = q = q if self.marginal else q.with_density()
         if not self.marginal:
             w = q.coefficients.rsample(q.batch_shape)
             values = q.given(w)

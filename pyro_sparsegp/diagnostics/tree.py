@@ -51,8 +51,9 @@ def to_datatree(
     * "fitc", of expectation propagation: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ.
 
     The posterior is that which the guide predicts with: of :class:`~pyro_sparsegp.families.ExactWeightSpace` under a
-    variance correction its target is "fitc"; :class:`~pyro_sparsegp.families.ComputationAware` has no draws of w to
-    weigh, and no tree. Blocks of draws, of up to some 150 MB, are made by ``torch.func.vmap`` if the program allows it.
+    variance correction its target is "fitc"; of :class:`~pyro_sparsegp.families.ComputationAware` w are the projected
+    function values, whitened. Blocks of draws, of up to some 150 MB, are made by ``torch.func.vmap`` if the program
+    allows it.
 
     :param model: the model.
     :param guide: a fitted guide, an object that has one (SVI), an ``MCMC`` that has run, or its samples.

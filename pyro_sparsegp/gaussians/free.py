@@ -202,6 +202,25 @@ class ProjectedGaussian(Given):
         self.white = solve_lower(factor, target[..., None])[..., 0]  # a
         super().__init__([self.white])
 
+    @property
+    def root(self) -> Tensor:
+        """R⁻¹D^½, lower triangular."""
+        return solve_lower(self.factor, torch.diag_embed(self.noise.sqrt()))
+
+    def of_projections(self) -> tuple[Tensor, Product]:
+        """The same posterior by coefficients that have draws: B^-½, which turns ψ into their features, and q(w).
+
+        w = B^-½R⁻¹u with B = R⁻¹SᵀKSR⁻ᵀ = I − R⁻¹DR⁻ᵀ is N(0, I) under the prior, and a = B^½w + R⁻¹ε, so that
+        q(w) = N(B^½a, R⁻¹DR⁻ᵀ).
+        """
+        # ψᵀB⁻¹ψ and not ψᵀψ: what ψ has where B is 0 is rounding, and there q(w) is the prior.
+        left, vectors = torch.linalg.eigh(self.root @ self.root.mT)
+        share = 1 - left
+        known = share > torch.finfo(share.dtype).eps ** 0.5
+        up = vectors * torch.where(known, share, 0.0).sqrt()[..., None, :] @ vectors.mT
+        down = vectors * torch.where(known, share, torch.inf).rsqrt()[..., None, :] @ vectors.mT
+        return down, Product(self.sizes, [DenseFactor((up @ self.white[..., None])[..., 0], self.root)], [(0,)])
+
     def _log_dets(self) -> tuple[Tensor, Tensor]:
         return 2 * self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), self.noise.log().sum(-1)
 
@@ -209,7 +228,7 @@ class ProjectedGaussian(Given):
         # α = G⁻¹ỹ = R⁻ᵀa
         weights = torch.linalg.solve_triangular(self.factor.mT, self.white[..., None], upper=True)[..., 0]  # α
         # tr G⁻¹D = ‖R⁻¹D^½‖²
-        trace = solve_lower(self.factor, torch.diag_embed(self.noise.sqrt())).square().sum((-2, -1))
+        trace = self.root.square().sum((-2, -1))
         of_g, of_d = self._log_dets()
         # αᵀ(SᵀKS)α
         fit = ((self.covariance @ weights[..., None])[..., 0] * weights).sum(-1)

@@ -9,6 +9,7 @@ The only place with the marginal formula: with a basis f = μ + φᵀw + r, r �
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, Optional
@@ -21,6 +22,7 @@ from torch.distributions import constraints, register_kl
 
 from ..bases.base import Features
 from ..gaussians.base import Gaussian, Given
+from ..gaussians.free import ProjectedGaussian
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
 from ..numerics.functions import broadcast_shapes, by_rows, in_chunks
@@ -177,6 +179,15 @@ class SparsePosterior(TorchDistribution):
         :param w: a block ``(..., M_b)`` for each block of coefficients.
         """
         return SparsePosterior(self.process, self.basis, Given(w), self.name, self.sites, vars(self).get("features"))
+
+    def with_density(self) -> SparsePosterior:
+        """The same posterior by coefficients that have draws and a density: itself, but of projected data."""
+        if not isinstance(self.coefficients, ProjectedGaussian):
+            return self
+        basis: Any = copy.copy(self.basis)
+        basis.turn, q = self.coefficients.of_projections()
+        known = [psi @ basis.turn for psi in self.features] if "features" in vars(self) else None
+        return SparsePosterior(self.process, basis, q, self.name, self.sites, known)
 
     @cached_property
     def residual_tril(self) -> Tensor:
