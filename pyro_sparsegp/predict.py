@@ -19,7 +19,7 @@ from .guide import AutoSparseGP
 from .numerics.arguments import require_count
 from .numerics.linalg import solve_lower, times
 from .process import GaussianProcess
-from .program.checks import warn_of_groups
+from .program.checks import require_known_indices, warn_of_groups
 from .program.enumeration import Enumeration
 from .program.handlers import Draw, Held, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
@@ -82,13 +82,8 @@ def predict(
         most = rows + max(value.numel() for value in draw.values())
         return most * ((most if joint else 128) if apart else 1)
 
-    try:
+    with require_known_indices():
         blocks = list(in_blocks(one, samples, numbers))
-    except IndexError as error:
-        raise ValueError(
-            f"the model indexes what these arguments do not have ({error}): give its plate of data their number of "
-            "rows, pyro.plate('data', len(x)), and its latents only indices that they had in training."
-        ) from error
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
@@ -170,6 +165,7 @@ class AtNewInputs(Messenger):
         self.local = {name for name in plates if data & plates[name].keys()}
         self.groups = {name: plates[name] for name in grouped(before)}
 
+    @require_known_indices()
     def run(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
         """The model's run at these arguments."""
         with whole_plates(), self:

@@ -1,5 +1,7 @@
 """Latents of groups whose plate holds data: what a prediction makes of them is told, and there is another way."""
 
+from functools import partial
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -7,7 +9,7 @@ import torch
 from pyro.infer import MCMC, NUTS
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels, predict
-from pyro_sparsegp.diagnostics import to_datatree
+from pyro_sparsegp.diagnostics import predictive_scores, to_datatree
 from pyro_sparsegp.families import SGPR, SVGP
 
 from .models import observed, prepared, refused, train
@@ -80,3 +82,42 @@ def test_groups_are_of_the_field_and_latents_of_rows_are_not():
     for guide, members in ((of_rows, set()), (of_groups, {"a", "f"})):
         guide(t, y)
         assert set(guide.structure.field) == members
+
+
+def levels(x, group, y=None):
+    with pyro.plate("groups", 2):
+        a = pyro.sample("a", dist.Normal(0.0, 2.0))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    observed(dist.Normal(f + a[group], 0.1), y)
+
+
+def means(x, group, y=None):
+    with pyro.plate("groups", 2):
+        a = pyro.sample("a", dist.LogNormal(0.0, 0.5))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x, mean=a[group]))
+    observed(dist.Normal(f, 0.1), y)
+
+
+def outliers(x, group, y=None):
+    with pyro.plate("groups", 2):
+        a = pyro.sample("a", dist.LogNormal(-1.0, 0.5))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Bernoulli(0.1), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(f, torch.where(z == 1, 3.0, a[group])), obs=y)
+
+
+@pytest.mark.parametrize("model", [levels, means, outliers])
+@pytest.mark.parametrize("family", [SVGP(6), SGPR(6)])
+def test_an_unknown_group_is_told_of_by_every_call(model, family):
+    x, group, y = torch.rand(20, 1), torch.arange(20) % 2, torch.randn(20)
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, group, y, steps=2)
+    new, seen = (x[:3], torch.tensor([0, 1, 2])), y[:3]
+    calls = [lambda: predict(model, guide, *new), lambda: predict(lambda *a: model(*a), guide, *new)]
+    calls += [partial(call, *new) for call in (guide, guide.posterior, guide.draw, guide.median)]
+    calls += [partial(call, *new, seen) for call in (guide, guide.draw)] + [lambda: guide.quantiles(0.5, *new)]
+    calls += [lambda: predictive_scores(model, guide, *new, seen)]
+    calls += [lambda: to_datatree(model, guide, x, group, y, num_samples=2, predict=new)]
+    for call in calls:
+        refused("indexes what these arguments do not have.*only indices that they had in training", call)

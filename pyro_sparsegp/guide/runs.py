@@ -73,6 +73,7 @@ class Run(ABC):
     drawn: Optional[Drawn] = field(init=False, default=None)  # latents that are coupled
     parts: dict[str, Any] = field(init=False, default_factory=dict)  # of that draw, which sites are about to take
 
+    @checks.require_known_indices()
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once."""
         guide, core, held = self.guide, self.guide.core, self.conditions

@@ -2,7 +2,8 @@
 
 import gc
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,18 @@ def require_sizes(sites: Mapping[str, Any]) -> None:
                     f"subsample=...), whose size is {frame.full_size}: they would be weighed by "
                     f"{frame.full_size}/{frame.size}. Give the plate the number of all rows, size=N."
                 )
+
+
+@contextmanager
+def require_known_indices() -> Iterator[None]:
+    """Raise, in the place of an IndexError, what to do where a program indexes what its arguments do not have."""
+    try:
+        yield
+    except IndexError as error:  # test_known_groups.py::test_an_unknown_group_is_told_of_by_every_call
+        raise ValueError(
+            f"the model indexes what these arguments do not have ({error}): give its plate of data their number of "
+            "rows, pyro.plate('data', len(x)), and its latents only indices that they had in training."
+        ) from error
 
 
 def holds_part(trace: poutine.Trace) -> str:

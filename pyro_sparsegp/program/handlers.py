@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
 from ..numerics.linalg import MAPPED, flags_kept
+from .checks import require_known_indices
 from .data import map_tensors, tensors
 from .enumeration import PLATES, Enumeration, Factor, sizes
 from .traces import all_sites, as_process, fill_masked, is_observation, repeatable, sample_sites
@@ -174,6 +175,7 @@ def stand_in(fn: Any) -> Tensor:
     return value.detach().expand(fn.shape())
 
 
+@require_known_indices()
 def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a run of the model with these arguments has data at ``rows``: it is run ahead, its GP sites at means."""
 
