@@ -29,7 +29,7 @@ from pyro_sparsegp import (
 from pyro_sparsegp.gaussians.drawn import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import start
-from pyro_sparsegp.guide.check import _Compared, moments_of
+from pyro_sparsegp.guide.check import Compared, moments_of
 from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters, init_to_centre
 from pyro_sparsegp.guide.nested import Nested
@@ -458,8 +458,8 @@ def test_a_check_names_the_latents_that_have_not_converged():
 
 def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
     data, seen = _data(), []
-    at_draws = _Compared.at_draws
-    monkeypatch.setattr(_Compared, "at_draws", lambda self, *args: (seen.append(self), at_draws(self, *args)))
+    at_draws = Compared.at_draws
+    monkeypatch.setattr(Compared, "at_draws", lambda self, *args: (seen.append(self), at_draws(self, *args)))
     guide, _ = _step(_linear(), families.SVGP(N, trainable=False), data, 60)
     assert guide.check(*data) == []
     loc, sd = _exact(*data)[0], _exact(*data)[1].diagonal().sqrt()
@@ -478,13 +478,13 @@ def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
 
 def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
     """Where Laplace's approximation breaks down at one draw, its slope there is of any size."""
-    at_draws, data = _Compared.at_draws, (_data()[0], _data()[2])
+    at_draws, data = Compared.at_draws, (_data()[0], _data()[2])
 
     def broken(self, *args):
         at_draws(self, *args)
         self.found[0].slope.add_(1e3)
 
-    monkeypatch.setattr(_Compared, "at_draws", broken)
+    monkeypatch.setattr(Compared, "at_draws", broken)
     guide, _ = _step(_wide, families.SVGP(8), data, 30)
     assert guide.check(*data) == []
 

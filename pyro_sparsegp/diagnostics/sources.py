@@ -117,7 +117,7 @@ class GuideSource(Source, Messenger):
         self.drawn |= {*facts.gps} if members else set()
         self.read = [*facts.rows, *({*facts.downstream} - members)]
         # Given a latent of the field f has less variance than its marginal has (test_scores_of_a_field).
-        self.marginal = marginal and not facts.field
+        self.marginal = marginal and not facts.field and guide.core.points is None
         self.reader = DensityReader(guide.model, args, kwargs, self.read)
 
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:

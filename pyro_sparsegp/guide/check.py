@@ -65,14 +65,14 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         bar = tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False)
         try:
             points = list(filter(guide.is_point, able))
-            compared = _Compared(guide, Search(guide, run, (args, kwargs), points, bar.update))
+            compared = Compared(guide, Search(guide, run, (args, kwargs), points, bar.update))
         except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
             return beyond
         with bar:
             return compared.lines(args, kwargs, whole)
 
 
-class _Compared:
+class Compared:
     """q beside the approximation."""
 
     def __init__(self, guide: KnownGuide, search: Search) -> None:

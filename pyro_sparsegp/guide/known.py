@@ -20,6 +20,7 @@ from ..program.data import NoRelation, Relation, TrainingData
 from ..program.facts import COUPLED, ClosedForms, Structure
 from ..program.handlers import is_blocked
 from ..warned import Warned, warn_once
+from .points import Points
 
 Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
 
@@ -35,6 +36,7 @@ class Core:
     registered: list[Tensor] = field(default_factory=list)  # the model's parameters
     loaded: bool = False  # whether it is from a state, and was not called since
     looks: int = 0  # how often sites were read in training
+    points: Optional[Points] = None  # in the place of q(θ), until training goes on
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from pyro.distributions import TorchDistribution
@@ -25,6 +25,7 @@ from ..program.facts import Structure
 from ..program.traces import bare, repeatable
 from .field import slices, standardised
 from .known import KnownGuide
+from .points import Point
 
 
 class Hyperparameters:
@@ -87,9 +88,10 @@ class _Part(OfPrior):
 
     has_rsample = True
 
-    def __init__(self, drawn: Drawn, rows: slice, shape: torch.Size, name: str, prior: Any) -> None:
+    def __init__(self, drawn: Union[Drawn, Point], rows: slice, shape: torch.Size, name: str, prior: Any) -> None:
         super().__init__(prior)
-        self.drawn, self.rows, self.sizes, self.name = drawn, rows, shape, name
+        self.drawn: Any = drawn
+        self.rows, self.sizes, self.name = rows, shape, name
         # biject_to's for positive numbers adds 0 and multiplies by 1, at each value and each Jacobian.
         is_positive = prior.support is constraints.positive
         self.transform: Any = ExpTransform() if is_positive else biject_to(prior.support)
@@ -118,6 +120,8 @@ class _Part(OfPrior):
         # log q(v) = log q(z) − log |dv/dz|; of its own draw ε is known
         if self.draw is not None and value is self.draw[1]:
             z, density = self.draw[0], self.drawn.densities[self.rows]
+        elif isinstance(self.drawn, Point):  # whose value is held in a run after that which has drawn it
+            z, density = self.transform.inv(value), self.drawn.densities[self.rows]
         else:
             z, density = self.transform.inv(value), self.drawn.densities_of(self.noise_of(value), self.rows)
         total = sum_rightmost(density.reshape(self.sizes), self.transform.domain.event_dim)
@@ -161,7 +165,13 @@ def coupled_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Te
 
 def coupled_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
     """The posterior of a coupled latent in a run: its part of the draw of all."""
-    run, q = guide.run, guide.together
+    run, drawn = guide.run, guide.run.drawn
+    if isinstance(drawn, Point):
+        part = _Part(drawn, *drawn.place(name), name, prior)
+        if name not in run.conditions.values:  # else it is what the run before has drawn
+            run.parts[name] = part
+        return part.rsample() if run.at_medians else part
+    q = guide.together
     run.drawn = run.drawn or q(torch.randn_like(q.mean))
     part = run.parts[name] = _Part(run.drawn, *_place(guide.facts, name, prior), name, prior)
     return part

@@ -21,12 +21,13 @@ from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess, PriorProcess
 from ..program import checks, handlers, traces
-from ..program.data import TrainingData, is_plain
+from ..program.data import TrainingData, is_plain, map_tensors
 from ..program.facts import Structure
 from .conditions import conditions_now
 from .field import make_field
 from .known import Core, KnownGuide
 from .latents import BaseMeasure, FieldLatent, condition_on_held, couple, coupled_params, coupled_posterior
+from .points import Point, Points
 
 
 def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
@@ -156,16 +157,7 @@ class SiteMessenger(KnownGuide):
         """
         (process, event_dim), run, facts = traces.as_process(prior), self.run, self.core.facts
         if process is None:
-            own = facts.latents.get(name)
-            # Before anything is learned every latent is the guide's.
-            if facts.gps and (own is None or own["plates"]) and _is_new(self, name, prior):
-                return prior
-            _require_latent(self, name, prior)
-            if name in facts.field:
-                return run.latent_of_field(name, prior)
-            if run.at_medians or self.is_point(name):
-                return self._get_posterior_median(name, prior)
-            return coupled_posterior(self, name, prior) if name in facts.coupled else super().get_posterior(name, prior)
+            return self._posterior_of_latent(name, prior)
         process.require_place(name)
         if run.rows.new or not facts.gps:  # such as an output's number that is none
             try:
@@ -177,6 +169,22 @@ class SiteMessenger(KnownGuide):
         run.processes[name] = process
         answer = run.answer(name, process, module)
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
+
+    def _posterior_of_latent(self, name: str, prior: Any) -> Any:
+        run, facts = self.run, self.core.facts
+        own = facts.latents.get(name)
+        # Before anything is learned every latent is the guide's.
+        if facts.gps and (own is None or own["plates"]) and _is_new(self, name, prior):
+            return prior
+        _require_latent(self, name, prior)
+        point = run.drawn if isinstance(run.drawn, Point) else None
+        if name in (point.whole.blocks if point else facts.field):
+            return run.latent_of_field(name, prior)
+        is_of_point = point is not None and name in point.shapes
+        if not is_of_point and (run.at_medians or self.is_point(name)):
+            return self._get_posterior_median(name, prior)
+        is_coupled = is_of_point or name in facts.coupled
+        return coupled_posterior(self, name, prior) if is_coupled else super().get_posterior(name, prior)
 
     def _pyro_sample(self, msg: Any) -> None:
         core, run = self.core, self.run
@@ -290,7 +298,7 @@ class SiteMessenger(KnownGuide):
         data = self.core.data
         if data is not None and self.is_about_rows and is_plain([data.args, data.kwargs]):
             state["data"] = {"args": data.args, "kwargs": data.kwargs}
-        return state
+        return state if self.core.points is None else {**state, "points": vars(self.core.points)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
@@ -309,6 +317,8 @@ class SiteMessenger(KnownGuide):
                 self.core = Core(facts)
                 _make_parameters(self, facts, tensors)
             core = self.core = Core(facts, loaded=True)
+            if "points" in saved:
+                core.points = map_tensors(lambda t: t.to(self.like), Points(**saved["points"]))
             for key in [key for key in tensors if key.startswith("field.rows_")]:
                 self.field.register_buffer(key.removeprefix("field."), torch.zeros_like(tensors[key]))
             if "data" in saved:
@@ -325,6 +335,7 @@ class SiteMessenger(KnownGuide):
         self.like = args[0](self.like)
         if self.core.data is not None:
             self.core.data = self.core.data.mapped(args[0], self.model)
+        self.core.points = map_tensors(args[0], self.core.points)
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ..warned import warn_once
 from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
 from .known import KnownGuide
 from .latents import FieldLatent
+from .points import Point
 
 LARGEST_JOINT = 5000  # function values that are drawn jointly where no density asks for it
 
@@ -49,7 +50,7 @@ class Conditions:
 
     values: dict[str, Tensor] = field(default_factory=dict)  # of the latents
     readings: dict[str, Any] = field(default_factory=dict)  # of such families, by GP site
-    drawn: Optional[Drawn] = None  # the latents that are coupled
+    drawn: Union[Drawn, Point, None] = None  # the latents that are coupled
 
 
 @dataclass(eq=False)
@@ -70,7 +71,7 @@ class Run(ABC):
     values: dict[str, Tensor] = field(init=False, default_factory=dict)  # of all sites
     trace: poutine.Trace = field(init=False, default_factory=poutine.Trace)
     enumeration: Optional[Enumeration] = field(init=False, default=None)
-    drawn: Optional[Drawn] = field(init=False, default=None)  # latents that are coupled
+    drawn: Union[Drawn, Point, None] = field(init=False, default=None)  # latents that are coupled
     parts: dict[str, Any] = field(init=False, default_factory=dict)  # of that draw, which sites are about to take
 
     @checks.require_known_indices()
@@ -79,6 +80,8 @@ class Run(ABC):
         guide, core, held = self.guide, self.guide.core, self.conditions
         # By the way round a Pyro module's attributes, which takes long.
         state, before, self.drawn = vars(guide), guide.run, self.drawn or held.drawn
+        if self.takes_points and self.drawn is None:
+            self.drawn = core.points.chosen(self.at_medians)  # type: ignore[union-attr]
         state["run"] = self
         if self.sums_out and (core.facts.enumerated or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
@@ -89,6 +92,12 @@ class Run(ABC):
             state["run"] = before
         self.trace = guide.trace
         return self
+
+    @property
+    def takes_points(self) -> bool:
+        """Whether hyperparameters are from weighted points: in draws and predictions, not in a step or its loss."""
+        is_step = self.nodes is not None or (torch.is_grad_enabled() and not self.rows.new)
+        return self.guide.core.points is not None and not is_step
 
     @cached_property
     def sites(self) -> dict[str, Any]:
@@ -144,6 +153,8 @@ class Priors(Run):
     @cached_property
     def whole(self) -> Whole:
         """q(x) under them; made where the first member asks, so that its parameters are seen in that run."""
+        if isinstance(self.drawn, Point):
+            return self.drawn.whole
         missing = [name for name in self.guide.core.facts.intercepts if name not in self.sites]
         if missing:  # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
             raise ValueError(
@@ -162,7 +173,7 @@ class Posteriors(Run):
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once; where there is a field, once before for the hyperparameters, under which it has its q."""
-        if self.guide.core.facts.field:
+        if self.guide.core.facts.field or self.takes_points:
             rows = Rows(new=self.rows.new)
             ahead = Priors(self.guide, self.conditions, rows, at_medians=self.at_medians, draws_data=False)
             # What handlers hold, they hold here: test_a_handler_may_hold_a_scale.
@@ -265,7 +276,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
     if not run.rows.same:
         _refuse_other_data(run, next(iter(observed)))
         core.data = None if facts.classes else core.data  # classes are given the rows of the last step
-    core.data = core.data or TrainingData(guide.model, args, kwargs)
+    core.data, core.points = core.data or TrainingData(guide.model, args, kwargs), None
     # After guide.forget_data() the numbers are 0: test_data.py::test_other_data_after_the_first_are_forgotten.
     if 0 in facts.rows.values():
         facts.rows.update({name: site["value"].numel() for name, site in observed.items()})

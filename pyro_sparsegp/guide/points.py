@@ -1,0 +1,83 @@
+"""q(θ) as weighted points, each with its own q(x | θ), in the place of one normal: hyperparameters may be skewed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gaussians.factors import DenseFactor
+from ..gaussians.product import Product, Whole
+
+
+class Point:
+    """One of the points, in a run: θ, ``(D,)``, and q(x | θ) of all that is normal a priori, ``whole``."""
+
+    def __init__(self, value: Tensor, whole: Whole, log_density: Tensor, shapes: Mapping[str, Any]) -> None:
+        self.value, self.whole, self.log_density, self.shapes = value, whole, log_density, shapes
+
+    @cached_property
+    def densities(self) -> Tensor:
+        """log q(θ), ``(D,)``: the first entry's is that of all."""
+        return torch.cat([self.log_density[None], torch.zeros_like(self.value)])[: len(self.value)]
+
+    def place(self, name: str) -> tuple[slice, torch.Size]:
+        """A hyperparameter's entries of θ, and their shape."""
+        shapes = {key: torch.Size(shape) for key, shape in self.shapes.items()}
+        edges = dict(zip(shapes, accumulate((shape.numel() for shape in shapes.values()), initial=0)))
+        return slice(edges[name], edges[name] + shapes[name].numel()), shapes[name]
+
+    @property
+    def noise(self) -> Tensor:
+        """None: a point is not moved."""
+        raise ValueError(
+            "guide.integrate has made weighted points of the hyperparameters, which a handler can't hold at a value. "
+            "Condition the model before it goes to AutoSparseGP."
+        )
+
+
+@dataclass(frozen=True)
+class Points:
+    """Weighted points of hyperparameters, which draws are from after :meth:`AutoSparseGP.integrate`.
+
+    >>> guide.integrate(x, y)  # doctest: +SKIP
+    200 points of length, scale, noise; effective size 143.2
+    """
+
+    shapes: dict[str, Any]  # of hyperparameters, by name, in unconstrained space
+    field: dict[str, list[int]]  # of GP sites and normal latents the sizes of their blocks of x
+    weight: Tensor  # (K,); the first one is the median, of weight 0
+    log_density: Tensor  # log q(θ) of each
+    theta: Tensor  # (K, D)
+    loc: Tensor  # means of x given θ, (K, num)
+    root: Tensor  # R of its covariance RRᵀ, upper triangular, (K, num, num)
+
+    @property
+    def effective_size(self) -> float:
+        """1/Σw²: as many points without weights would be as good."""
+        return float(1 / self.weight.square().sum())
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.shapes) or "no hyperparameters"
+        return f"{len(self.weight) - 1} points of {names}; effective size {self.effective_size:.1f}"
+
+    def at(self, index: Tensor) -> Point:
+        """The point of this number, ``(1,)``."""
+        kept = self.log_density, self.theta, self.loc, self.root
+        log_density, theta, loc, root = (part.index_select(0, index)[0] for part in kept)
+        sizes, blocks = [size for own in self.field.values() for size in own], dict[str, list[int]]()
+        for name, own in self.field.items():
+            start = sum(map(len, blocks.values()))
+            blocks[name] = list(range(start, start + len(own)))
+        q = Product(sizes, [DenseFactor(loc, root, upper=True)], [range(len(sizes))])
+        return Point(theta, Whole(q, blocks), log_density, self.shapes)
+
+    def chosen(self, median: bool) -> Point:
+        """The median, or one that is drawn."""
+        total = self.weight.cumsum(0)
+        # the first with a larger sum of weights
+        index = (total[:, None] <= torch.rand_like(total[:1]) * total[-1]).sum(0).clamp(max=len(total) - 1)
+        return self.at(0 * index if median else index)
