@@ -8,6 +8,7 @@ import torch
 from pyro import poutine
 
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.distributions import Probit
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
 
 from .models import (
@@ -16,6 +17,7 @@ from .models import (
     bernoulli,
     data,
     gaussian,
+    hermite,
     heteroscedastic,
     maximise,
     observed,
@@ -213,14 +215,14 @@ def test_scores_by_draws_are_those_of_the_distribution():
     from pyro_sparsegp.diagnostics.scores import _of_draws
 
     y = torch.linspace(-2, 2, 5)
-    found = _of_draws(y, y, 0.3 + 0.7 * torch.randn(4000, 5))
+    found = _of_draws(y, 0.3 + 0.7 * torch.randn(4000, 5))
     crps = [normal_mixture_crps(torch.tensor([0.3]), torch.tensor([0.7]), v) for v in y]
     np.testing.assert_allclose(found["crps"], torch.stack(crps), atol=0.05)
     np.testing.assert_allclose(found["pit"], dist.Normal(0.3, 0.7).cdf(y), atol=0.03)
     few = torch.randn(3, 5)  # the estimate without bias: over pairs of different draws
     between = sum((few[i] - few[j]).abs() for i in range(3) for j in range(i)) / 3
     expected = (few - y).abs().mean(0) - 0.5 * between
-    np.testing.assert_allclose(_of_draws(y, y, few)["crps"], expected, atol=1e-6)
+    np.testing.assert_allclose(_of_draws(y, few)["crps"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -287,3 +289,30 @@ def test_scores_of_mcmc_samples_at_new_data():
     given = [GaussianProcess(KERNEL, new).given(x, value) for value in f]
     densities = torch.stack([dist.Normal(g.mean, (g.variance + NOISE**2).sqrt()).log_prob(seen) for g in given])
     np.testing.assert_allclose(found.pointwise["log_score"], torch.logsumexp(densities, 0) - np.log(3), atol=1e-5)
+
+
+@pytest.mark.parametrize("likelihood", [lambda f: dist.Bernoulli(logits=f), Probit])
+@pytest.mark.parametrize(("num", "outputs"), [(6, 3), (5, 1), (5, 2)])
+def test_scores_of_several_classes_a_row(likelihood, num, outputs):
+    """CRPS and PIT of two classes are each output's, of its own marginal; the log score is the row's."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(2.0 * KERNEL, x).expand([outputs]).to_event(1))
+        observed(likelihood(f.mT).to_event(1), y)
+
+    x, y = torch.rand(30, 2), (torch.rand(30, outputs) < 0.5).double()
+    guide = trained(model, SVGP(12), x, y, steps=20, lr=0.1)
+    with torch.no_grad():
+        q = guide.posterior(x[:num])["f"]
+    nodes, weights = hermite(60)
+    f = q.mean.mT[..., None] + q.stddev.mT[..., None] * nodes
+    one = likelihood(f).log_prob(torch.ones_like(f)).exp() @ weights
+    found = diagnostics.predictive_scores(model, guide, x[:num], y[:num])
+    assert found.method == "bernoulli"
+    # Three outputs are integrated at 128 points.
+    np.testing.assert_allclose(found.pointwise["crps"], (one - y[:num]).square(), atol=1e-4 if outputs < 3 else 1e-2)
+    own = torch.where(y[:num] > 0.5, one, 1 - one).log().sum(-1)
+    np.testing.assert_allclose(found.pointwise["log_score"], own, atol=1e-4 if outputs < 3 else 3e-2)
+    assert found.pointwise["pit"].shape == (num, outputs)
+    whole = diagnostics.predictive_scores(model, guide, x, y, seed=0)
+    assert whole.coverage(0.95) > 0.8

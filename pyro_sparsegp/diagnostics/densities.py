@@ -19,7 +19,7 @@ from ..program.explore import TERM, Program
 from ..program.facts import Owners
 from ..program.handlers import held_trace, mapped
 from ..program.reader import normal_nodes
-from ..program.traces import bare, expectation, parameter_of, rewrapped, whole_plates
+from ..program.traces import bare, entries, expectation, parameter_of, rewrapped, whole_plates
 
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
 Values = Mapping[str, Tensor]
@@ -49,6 +49,11 @@ class _Plan:
     quadratic: list[str] = field(default_factory=list)  # GP sites integrated in closed form
     inner: Optional[str] = None  # if none is, one of single function values, integrated adaptively
     others: list[str] = field(default_factory=list)  # at fixed nodes
+
+
+def _masked(site: Any) -> Tensor:
+    """A site's log densities, 0 where masked."""
+    return torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]))
 
 
 class DensityReader:
@@ -92,6 +97,14 @@ class DensityReader:
                 densities.towards[target] = densities.towards[target] + total
         return densities
 
+    def entries(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Tensor:
+        """log ∫ p(y | f) N(f | h, d) df of each independent entry of an event, ``(S, ..., P)``, masked ones too.
+
+        To follow a call, which has found how the site's densities depend on function values.
+        """
+        with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
+            return self._site(name, held, functions, entries)[0]
+
     def _sites(self, values: Values, only: Sequence[str]) -> dict[str, Any]:
         """Some sites of a run at these values, those that it has."""
         sites: Any = held_trace(self.model, values, *self.call).nodes
@@ -121,7 +134,9 @@ class DensityReader:
             plan.inner = max(single, key=lambda gp: float(changes[gp].abs().nan_to_num().sum()), default=None)
             plan.others = [gp for gp in touching if gp not in (*plan.quadratic, plan.inner)]
 
-    def _site(self, name: str, held: Values, functions: Mapping[str, Moments]) -> tuple[Tensor, ...]:
+    def _site(
+        self, name: str, held: Values, functions: Mapping[str, Moments], density: Callable[[Any], Tensor] = _masked
+    ) -> tuple[Tensor, ...]:
         """log ∫ p N(f | h, d) df and E[log p], ``(S, ...)`` each, a value a datum; of a normal its moments."""
         plan = self.plans[name]
         means = {gp: mean for gp, (mean, _) in functions.items()}
@@ -135,7 +150,7 @@ class DensityReader:
         if len(blocks) > 1:
             some = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]
             given = [{key: value[rows] for key, value in held.items()} for rows in blocks]
-            found = [self._site(name, *part) for part in zip(given, some)]
+            found = [self._site(name, *part, density) for part in zip(given, some)]
             return tuple(torch.cat(parts) for parts in zip(*found))
         stack = {key: value.expand(len(nodes), *value.shape) for key, value in {**held, **means}.items()}
         for gp, part in zip(plan.others, nodes.split(widths, -1)):
@@ -150,20 +165,15 @@ class DensityReader:
         elif plan.inner:
             parts = self._adaptive(name, flat, plan.inner, spread[plan.inner])
         else:  # nothing is left to integrate: ℓ is its own expectation
-            parts = (self._at(name, flat),) * 2
+            parts = (self._at(name, flat, density),) * 2
         log_densities, expectations = (part.reshape(len(nodes), -1, *part.shape[1:]) for part in parts[:2])
         shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
         # log Σⱼ wⱼ exp ℓⱼ and Σⱼ wⱼ E[ℓ]ⱼ over the nodes of what else moves the density.
         return torch.logsumexp(log_densities + shaped.log(), 0), (shaped * expectations).sum(0), *parts[2:]
 
-    def _at(self, name: str, stack: Values) -> Tensor:
-        """A site's log densities at each of stacked values, unscaled, 0 where masked; by vmap where it can be."""
-
-        def at(values: Values) -> tuple[Tensor]:
-            site = self._sites(values, [name])[name]
-            return (torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"])),)
-
-        return mapped(at, stack)[0]
+    def _at(self, name: str, stack: Values, density: Callable[[Any], Tensor] = _masked) -> Tensor:
+        """A site's log densities at each of stacked values, unscaled; by vmap where it can be."""
+        return mapped(lambda values: (density(self._sites(values, [name])[name]),), stack)[0]
 
     def _widened(self, name: str, stack: Values, variances: Values) -> tuple[Tensor, ...]:
         """The density of y ~ N(θ, σ²) with θ = Σ af + b integrated, E[log p], and y's mean and variance."""

@@ -116,11 +116,16 @@ def predictive_scores(
             densities = source.reader(draws.held, draws.moments)
             log_densities.append(densities.integrated[site].double())
             method, scored = _method(source.reader, source.sites[site])
-            kept.append(densities.normals[site] if method == "gaussian" else (draws.posterior_predictive[site] * 1.0,))
+            part = densities.normals[site] if method == "gaussian" else (draws.posterior_predictive[site] * 1.0,)
+            if method == "bernoulli":
+                has_outputs = bool(source.sites[site]["fn"].event_shape)
+                read = source.reader.entries(site, draws.held, draws.moments) if has_outputs else log_densities[-1]
+                part = (read.double(),)
+            kept.append(part)
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
         # log p(y | data) = log (1/S) Σₛ ∫ p(y | f, θₛ) q(f | θₛ) df
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
-        scores = {"log_score": log_score, **scored(node["value"].to(parts[0]), log_score, *parts)}
+        scores = {"log_score": log_score, **scored(node["value"].to(parts[0]), *parts)}
     of = node["fn"], node["value"], node["mask"]
     seen = {mask.shape: mask for mask in (unmasked(*of), unmasked_rows(*of)) if mask is not None}
     if not all(mask.any() for mask in seen.values()):
@@ -140,7 +145,7 @@ def predictive_scores(
 
 
 def _method(reader: DensityReader, node: Any) -> tuple[str, Callable[..., dict[str, Tensor]]]:
-    """How a site is scored: a name, and a function of data, log scores, and normal predictions or draws."""
+    """How a site is scored: a name, and a function of data and of normal predictions, log densities or draws."""
     fn, plan = bare(node["fn"]), reader.plans[node["name"]]
     if isinstance(fn, torch.distributions.Categorical):
         return "log score", lambda *_: {}
@@ -150,7 +155,7 @@ def _method(reader: DensityReader, node: Any) -> tuple[str, Callable[..., dict[s
     return ("gaussian", _of_normals) if alone and not node["fn"].event_shape else ("draws", _of_draws)
 
 
-def _of_normals(y: Tensor, _: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]:
+def _of_normals(y: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]:
     """Scores of an equal mixture of N(m, v), ``(S, ...)`` each."""
     pit = dist.Normal(m, v.sqrt()).cdf(y).mean(0)
     # E|Y − y| − ½ E|Y − Y'|: of two draws from the mixture, one in S pairs has the same component.
@@ -163,16 +168,16 @@ def _of_normals(y: Tensor, _: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]
     return {"crps": _expected_distance(y - m, v).mean(0) - 0.5 * inner, "pit": pit.clamp(0, 1)}
 
 
-def _of_two_classes(y: Tensor, log_score: Tensor, _: Tensor) -> dict[str, Tensor]:
-    """CRPS is (P(1) − y)²; ``log_score`` is that of the class that was observed."""
-    own = log_score.exp()
+def _of_two_classes(y: Tensor, log_densities: Tensor) -> dict[str, Tensor]:
+    """CRPS is (P(1) − y)², from log densities, ``(S, ...)``, of the class that was observed."""
+    own = log_densities.exp().mean(0)
     one = torch.where(y > 0.5, own, 1 - own)
     # P(Y < y) + uP(Y = y) with u uniform, which is uniform itself if P is right (Czado, Gneiting and Held, 2009).
     below = (1 - one) * (y > 0.5)
     return {"crps": (one - y).square(), "pit": (below + own * torch.rand_like(own)).clamp(0, 1)}
 
 
-def _of_draws(y: Tensor, _: Tensor, drawn: Tensor) -> dict[str, Tensor]:
+def _of_draws(y: Tensor, drawn: Tensor) -> dict[str, Tensor]:
     """CRPS and PIT from draws of y, ``(S, ...)``."""
     num = len(drawn)
     if num < 2 or drawn[0].shape != y.shape:
