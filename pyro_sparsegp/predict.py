@@ -21,7 +21,7 @@ from .numerics.linalg import solve_lower, times
 from .process import GaussianProcess
 from .program.checks import require_known_indices, warn_of_groups
 from .program.enumeration import Enumeration
-from .program.handlers import Draw, Held, in_blocks
+from .program.handlers import Draw, Held, given_data, in_blocks
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned
 
@@ -75,8 +75,10 @@ def predict(
         rows = max(value[0].numel() for value in samples.values())
 
         def one(sample: Draw) -> Draw:
-            sites = sample_sites(Trained(model, sample, *old, warned).at(args, kwargs))
-            return {name: site["value"] for name, site in sites.items()}
+            trained = Trained(model, sample, *old, warned)
+            trace = trained.at(args, kwargs)
+            values = {name: site["value"] for name, site in sample_sites(trace).items()}
+            return values | given_data(model, trace, args, kwargs, trained.values)
 
     def numbers(draw: Draw) -> int:  # of a covariance at the inputs; of features, where values are drawn singly
         most = rows + max(value.numel() for value in draw.values())
@@ -98,7 +100,7 @@ def _of_guide(model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kw
     if model is guide.model:
         require_own_rows(nodes)
         return values
-    names = (*guide.facts.latents, *guide.facts.gps, *guide.facts.classes)
+    names = (*guide.facts.latents, *guide.facts.gps, *guide.facts.enumerated)
     with whole_plates(), Held({name: values[name] for name in names if name in values}):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     sites = sample_sites(trace)

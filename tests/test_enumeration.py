@@ -213,6 +213,36 @@ def test_draws_have_the_indicators_of_new_rows():
     assert guide(x[:6])["z"].shape == (6,)
 
 
+def test_draws_at_rows_with_data_have_the_indicators_that_these_give():
+    x, y = data()
+    y = torch.where(torch.arange(len(y)) % 8 == 0, y + 4.0, y)
+
+    def program(x, y=None):
+        sd = pyro.sample("sd", dist.LogNormal(-1.6, 0.1))
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.5), x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
+            wide = pyro.deterministic("wide", torch.where(z == 1, 2.0, sd))
+            return pyro.sample("y", dist.Normal(f, wide), obs=y)
+
+    guide = AutoSparseGP(program, SVGP(8), start=None)
+    train(program, guide, x, y, steps=30, lr=0.05, loss=TraceQuadrature_ELBO(8))
+    guide.eval()
+    latents = [{name: value for name, value in guide(x, y).items() if name in ("f", "sd")} for _ in range(100)]
+    exact = torch.stack([class_probabilities(program, each, x, y)["z"][:, 1] for each in latents]).mean(0)
+    assert exact[0] > 0.9
+    assert exact.min() < 0.1
+    for model in (program, lambda *args: program(*args)):
+        draws = predict(model, guide, x, y, num_samples=100)
+        assert ((draws["z"].mean(0) - exact).abs() < 5 * (exact * (1 - exact) / 100 + 1e-3) ** 0.5).all()
+        assert torch.equal(draws["wide"], torch.where(draws["z"] == 1, 2.0, draws["sd"][:, None]))
+        assert torch.equal(draws["y"][0], y)
+    samples = {name: draws[name] for name in ("f", "sd")}  # as MCMC's
+    again = predict(program, samples, x, y, data=(x, y))
+    assert ((again["z"].mean(0) - exact).abs() < 5 * (exact * (1 - exact) / 100 + 1e-3) ** 0.5).all()
+    assert guide.draw(x, y).keys() == guide.draw(x).keys()
+
+
 def test_states_copies_and_config_enumerate():
     x, y = data()
     first, _, guide = bound(fixed, SVGP(8), x, y)

@@ -433,7 +433,7 @@ def numbered(y, value):
         (lambda x, y: Predictive(in_the_plate, num_samples=2)(x), "GaussianProcess stands " + PLATE),
         (
             lambda x, y: guided(lambda x, y: PLAIN(x, y + poutine.mask(LEVEL, mask=False)()))(x, y),
-            r"'level' is a latent under poutine.mask.*dist.Normal\(0.0, 1.0\).mask\(False\)",
+            r"'level' is a latent under a poutine.mask.*dist.Normal\(0.0, 1.0\).mask\(keep\)",
         ),
         (lambda x, y: guided(doubled)(x, y), "latent site 'c' has a Delta prior.*pyro.deterministic"),
         (lambda x, y: guided(forgets)(x, y), "these parameters would not train"),

@@ -122,3 +122,41 @@ def test_a_factor_under_a_mask():
 
     losses = [train(program, AutoSparseGP(program, SGPR(5)), how, steps=1) for how in (True, False)]
     assert losses[0] == pytest.approx(losses[1])
+
+
+def effects(keep, masks, rows=None):
+    """Group effects of which a mask leaves some out: the site's, or the distribution's; and of these groups' data."""
+
+    def program(x, group, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.3), x))
+        with pyro.plate("groups", 4), poutine.mask(mask=keep if masks == "site" else True):
+            prior = dist.Normal(0.0, 1.0)
+            a = pyro.sample("a", prior if masks == "site" else prior.mask(keep))
+        with poutine.mask(mask=True if rows is None else rows):
+            observed(dist.Normal(f + a[group], 0.1), y)
+
+    return program
+
+
+def test_a_mask_of_a_latent():
+    """It leaves out the posterior's density, too, which matters where data touch the latent; a distribution's mask, of
+    a flat prior, does not.
+    """
+    x, group = torch.linspace(0, 1, 40)[:, None], torch.arange(40) % 4
+    y = torch.sin(6 * x[:, 0]) + (group - 1.5) * 0.5
+    keep = torch.tensor([True, True, False, False])
+    for mask in (keep, torch.tensor(False), False):
+        refused(r"'a'.*poutine\.mask.*\.mask\(keep\)", AutoSparseGP(effects(mask, "site"), SGPR(x)), x, group, y)
+    prepared(effects(keep, "site", group < 2), FAMILIES["Exact"], x, group, y)  # padding, with the rows that it has
+    program = effects(keep, "distribution")
+    guide = AutoSparseGP(program, FAMILIES["Exact"])
+    train(program, guide, x, group, y, steps=100, lr=0.02)
+    # Given y = Za + e, e ~ N(0, K + σ²I), a ~ N(0, diag(1, 1, ∞, ∞)).
+    design = torch.nn.functional.one_hot(group).to(x)
+    weighed = torch.linalg.solve(kernels.Matern32(0.3)(x) + 0.01 * torch.eye(40), torch.cat([design, y[:, None]], 1))
+    precision = torch.diag(keep.to(x)) + design.mT @ weighed[:, :4]
+    draws = torch.stack([guide.draw(x[:2] + 0.01, group[:2])["a"] for _ in range(400)])
+    sd = torch.linalg.inv(precision).diagonal().sqrt()
+    mean = torch.linalg.solve(precision, design.mT @ weighed[:, 4])
+    assert ((draws.mean(0) - mean).abs() < 0.3 * sd).all()
+    assert ((draws.std(0) / sd).log().abs() < 0.3).all()

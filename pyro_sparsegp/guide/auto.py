@@ -214,11 +214,14 @@ class AutoSparseGP(SiteMessenger):
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """A draw of every site at new inputs. Subsampling is off. Latents under the data plate are drawn from the
-        model, or as learned if all arguments are the training data.
+        model, or as learned if all arguments are the training data; discrete ones given the data, if there are any.
 
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
-        return self.run_at(args, kwargs, joint_up_to=torch.inf if joint else 0).values
+        run = self.run_at(args, kwargs, joint_up_to=torch.inf if joint else 0)
+        # Classes of groups are known from the rows of training, unless all of these are here.
+        known = () if run.rows.inputs else self.facts.classes
+        return run.values | handlers.given_data(self.model, run.trace, args, kwargs, known)
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""

@@ -26,8 +26,8 @@ from ..process import GaussianProcess
 from ..program import checks, traces
 from ..program.data import TrainingData, tensors
 from ..program.explore import explore
-from ..program.facts import COUPLED, ClosedForms, Structure
-from ..program.handlers import held_runs
+from ..program.facts import COUPLED, ClosedForms, Structure, stacked_runs
+from ..program.handlers import Rerun, held_runs
 from .field import is_normal_prior
 from .known import Core, KnownGuide
 from .runs import Priors, Run, note_rows, probed
@@ -57,6 +57,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             with torch.enable_grad(), poutine.block(), traces.whole_plates():
                 note_rows(Priors(guide, at_medians=True).perform(args, kwargs))
             guide.trace = run.trace
+        _require_unmasked(run, held_runs(guide.model, run.trace, args, kwargs))
         closed_forms_of(guide, args, kwargs, run)
         _require_densities(run)
         for name, posterior in run.posteriors.items():
@@ -140,13 +141,6 @@ def _require_sites(run: Run) -> None:
         unknown = [] if names is True else [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"{what} names {unknown}; the GP sites are {gps}, the other latents {others}")
-    masked = [name for name in latents if run.sites[name]["mask"] is False]
-    # A mask of all sites is a prediction's.
-    if masked and any(site["mask"] is not False for site in run.sites.values()):
-        raise ValueError(
-            f"site {masked[0]!r} is a latent under poutine.mask(mask=False), which leaves out the density of its "
-            "posterior, too. For a flat prior mask the distribution: dist.Normal(0.0, 1.0).mask(False)."
-        )
     sites = {n: s for n, s in run.sites.items() if n not in posteriors}
     for name, site in sites.items() if pyro.settings.get("validate_infer") else ():
         try:
@@ -249,6 +243,23 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
             f"output one posterior, {{({summed}): SVGP(64)}}.",
             stacklevel=5,
         )
+
+
+def _require_unmasked(run: Run, rerun: Rerun) -> None:
+    """Raise if ``poutine.mask`` leaves out entries of a latent on which other densities depend."""
+    for name, site in run.sites.items():
+        seen = None if site["mask"] is None else traces.unmasked(site["fn"], site["value"], site["mask"])
+        if not traces.is_free(site) or seen is None or seen.all():
+            continue
+        values = {name: site["value"]}, {name: site["value"].masked_fill(~seen, math.nan)}
+        shown = stacked_runs(lambda moved, name=name: traces.log_densities(rerun(moved), [name]), values)  # type: ignore[misc]
+        # Of padding, on which nothing depends, the posterior is any: test_missing.py::test_a_mask_of_a_latent.
+        if any((moved.isnan() & ~still.isnan()).any() for still, moved in shown.values()):
+            raise ValueError(
+                f"site {name!r} is a latent under a poutine.mask that leaves out entries on which other densities "
+                "depend, and with these the density of their posterior. For a flat prior of these entries mask the "
+                "distribution: dist.Normal(0.0, 1.0).mask(keep)."
+            )
 
 
 def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -23,7 +23,16 @@ from ..numerics.linalg import MAPPED, flags_kept
 from .checks import require_known_indices
 from .data import map_tensors, tensors
 from .enumeration import PLATES, Enumeration, Factor, sizes
-from .traces import all_sites, as_process, fill_masked, is_observation, repeatable, sample_sites
+from .traces import (
+    all_sites,
+    as_process,
+    fill_masked,
+    free_values,
+    is_observation,
+    repeatable,
+    sample_sites,
+    whole_plates,
+)
 
 NO_RUN = poutine.Trace()  # which has met no site
 
@@ -97,6 +106,24 @@ Rerun = Callable[[Mapping[str, Tensor]], poutine.Trace]
 def held_runs(model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Rerun:
     """Runs of a program with the values given, all else as it was in a run."""
     return lambda moved: held_trace(model, moved, args, kwargs, trace)
+
+
+def given_data(
+    model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any], known: Collection[str]
+) -> dict[str, Tensor]:
+    """If a run met data, draws given these of its discrete latents that are summed out in training, and values of all
+    sites under them; nothing, if it met none. Those that are ``known`` stay.
+    """
+    sites, free = sample_sites(trace), free_values(trace)
+    drawn = [n for n in free if n in sites and sites[n]["infer"].get("enumerate") == "parallel" and n not in known]
+    if not drawn or not any(map(is_observation, sites.values())):
+        return {}
+    values, summed = {name: value for name, value in free.items() if name not in drawn}, Enumeration()
+    with whole_plates(), poutine.block(), Held(values):
+        poutine.trace(summed(model)).get_trace(*args, **kwargs)
+        with Held(summed.draw_of(drawn)):
+            again = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+    return {name: site["value"] for name, site in again.items()}
 
 
 def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
