@@ -12,6 +12,7 @@ from pyro_sparsegp.families import (
     ComputationAware,
     CoupledCovariance,
     CoupledPrecision,
+    Exact,
     MeanFieldAdditive,
     OrthogonalInducing,
 )
@@ -46,6 +47,19 @@ def test_exact_effects(family):
     parts = effects_of(KERNEL, x, new, given, y)
     mean, covariance = exact(KERNEL, x, y, new)
     assert_close(torch.cat([part.mean for part in parts]), mean, rtol=1e-5, atol=1e-6)
+    assert_close(parts.covariance_matrix, covariance, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*independent noise at each row")
+@pytest.mark.parametrize("kernel", [KERNEL, KERNEL + kernels.White(0.3)], ids=["smooth", "with white noise"])
+def test_effects_at_the_tensor_trained_on(kernel):
+    """The basis of ``Exact`` is f at this very tensor: an effect there is that summand's, not the sum."""
+    x, y = data(num=15)
+    parts = effects_of(kernel, x, x, Exact(), y)
+    weights = torch.linalg.inv(kernel(x) + NOISE**2 * torch.eye(15))
+    cross = torch.cat([term(x) for term in kernel.terms])  # white noise in f is in the data at the same rows
+    assert_close(torch.cat([part.mean for part in parts]), cross @ weights @ y, rtol=1e-5, atol=1e-6)
+    covariance = torch.block_diag(*[term(x) for term in kernel.terms]) - cross @ weights @ cross.mT
     assert_close(parts.covariance_matrix, covariance, rtol=1e-5, atol=1e-6)
 
 

@@ -49,11 +49,13 @@ class InducingFeatures(CrossFeatures):
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         first, *others = self._joined
-        if type(first) is Values and first.z is x and not others:
+        is_own = type(first) is Values and first.z is x and not others
+        if is_own and self.cross is self.kernel:
             return [self.factor]  # K_ZZ L⁻ᵀ = L, but for the jitter
-        # K_fu, (..., N, M)
-        at = x.to(self.whitened.factor.dtype)
-        cross = side_by_side([checked(part.cross(self.cross, at), part, "cross", x.shape[-2]) for part in self._wide])
+        # K_fu, (..., N, M); of a summand at Z itself with a diagonal term that it may have
+        at = None if is_own else x.to(self.whitened.factor.dtype)
+        found = [part.covariance(self.cross) if at is None else part.cross(self.cross, at) for part in self._wide]
+        cross = side_by_side([checked(k, part, "cross", x.shape[-2]) for k, part in zip(found, self._wide)])
         phi = self.whitened(cross).to(x.dtype)
         return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
 
