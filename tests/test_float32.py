@@ -266,3 +266,29 @@ def test_joint_draws_are_as_wide_as_their_marginals(noise):
     exact = (kernel(at) - kernel(at, wide) @ torch.linalg.solve(gram, kernel(wide, at))).diagonal().sqrt()
     for draws in (drawn, q.rsample((500,))):
         assert abs((draws.std(0) / exact).mean() - 1) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_exact_draws_at_its_own_rows(dtype):
+    """Where f at the basis' own inputs leaves no residual, no warning and no loop of draws comes of the jitter."""
+    x, runs = torch.linspace(0, 1, 30, dtype=dtype)[:, None], []
+    kernel, y, noise = kernels.RBF(0.3), torch.sin(8 * x[:, 0]), 0.1
+
+    def model(x, y=None):
+        runs.append(len(x))
+        return gaussian(kernel, noise)(x, y)
+
+    guide = prepared(model, Exact(), x, y)
+    runs.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        q = guide.posterior(x)["f"]
+        draws = [predict(model, guide, x, num_samples=1000)["f"].double(), q.rsample((1000,)).double()]
+    assert len(runs) < 100  # for each draw several
+    wide = x.double()
+    gram = kernel(wide)
+    exact = gram - gram @ torch.linalg.solve(gram + noise**2 * torch.eye(30, dtype=torch.float64), gram)
+    sd = exact.diagonal().sqrt()
+    for each in draws:
+        error = ((each.mT.cov() - exact) / (sd * sd[:, None])).abs().max()
+        assert error < 5 * (2 / 1000) ** 0.5  # standard errors of a variance
