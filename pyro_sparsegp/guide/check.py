@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..numerics.functions import jacobian
+from ..program.asking import Unsupported, attempt
 from ..program.traces import repeatable, whole_plates
 from .conditions import conditions_now
 from .field import anchor_of, index_of, slices
@@ -63,10 +64,10 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
         if not all(value.isfinite().all() for value in data.values()):
             return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
         bar = tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False)
-        try:
-            points = list(filter(guide.is_point, able))
+        points = list(filter(guide.is_point, able))
+        with attempt() as asked:
             compared = Compared(guide, Search(guide, run, (args, kwargs), points, bar.update))
-        except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
+        if asked.error is not None:  # too many numbers, or a program that has no density there
             return beyond
         with bar:
             return compared.lines(args, kwargs, whole)
@@ -78,7 +79,7 @@ class Compared:
     def __init__(self, guide: KnownGuide, search: Search) -> None:
         some, like = search.nested(), guide.like.new_zeros(0)
         if some is None:
-            raise ValueError("a likelihood has no linear predictors")
+            raise Unsupported("a likelihood has no linear predictors")
         self.guide, self.search, self.nested = guide, search, search.at_rows(some, ALL_ROWS)
         self.hyper, coupled = self.nested.hyper, guide.facts.coupled
         with torch.no_grad():  # a and R of q(θ)

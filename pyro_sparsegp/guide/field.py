@@ -25,6 +25,7 @@ from ..kernels import Kernel
 from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import residual_cholesky, side_by_side
 from ..process import GaussianProcess
+from ..program.asking import answers
 from ..program.enumeration import Enumeration
 from ..program.facts import NO_VALUES, Values
 from ..program.handlers import NO_RUN, trace_like
@@ -157,6 +158,7 @@ class Standardised(Messenger):
         self.features: dict[str, list[Tensor]] = {}
         self.bases: dict[str, Any] = dict(bases)
 
+    @answers()
     def _pyro_sample(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
         if msg["is_observed"]:

@@ -21,6 +21,7 @@ from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess, PriorProcess
 from ..program import checks, handlers, traces
+from ..program.asking import answers
 from ..program.data import TrainingData, is_plain, map_tensors
 from ..program.facts import Structure
 from .conditions import conditions_now
@@ -186,6 +187,7 @@ class SiteMessenger(KnownGuide):
         is_coupled = is_of_point or name in facts.coupled
         return coupled_posterior(self, name, prior) if is_coupled else super().get_posterior(name, prior)
 
+    @answers()
     def _pyro_sample(self, msg: Any) -> None:
         core, run = self.core, self.run
         if run.enumeration is not None:
@@ -209,6 +211,7 @@ class SiteMessenger(KnownGuide):
             event_dim = msg["infer"]["prior"].event_dim - 1
             msg["infer"]["prior"] = PriorProcess.of(run.processes[name]).to_event(event_dim)
 
+    @answers()
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
         if msg["is_observed"]:

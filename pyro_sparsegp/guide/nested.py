@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..numerics.functions import jacobian
+from ..program.asking import attempt
 from ..program.facts import NO_VALUES, Values
 from ..program.traces import all_sites, is_observation, share_of
 from .field import Layout, Standardised, index_of, slices
@@ -209,11 +210,11 @@ class Nested:
     def tried(self, theta: Tensor) -> Optimum:
         """As :meth:`at`; ``none``, whose F is −∞, where the program has no density."""
         for _ in range(2):
-            try:
+            with attempt():
                 found = self.at(theta)
                 return found if found.value.isfinite() and found.slope.isfinite().all() else self.none
-            except (ValueError, RuntimeError):  # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
-                self.last = self.none.x, self.none.root
+            # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
+            self.last = self.none.x, self.none.root
         return self.none
 
     def follow(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from itertools import combinations_with_replacement, cycle, product
 from typing import Any, Optional
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import above_rounding
 from ..program import traces
+from ..program.asking import asks_program, attempt
 from ..program.facts import Values
 from ..program.handlers import mapped
 from ..program.reader import normal_nodes
@@ -119,7 +119,7 @@ def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
     """Whether a density of single data can be made anew of one or two parameters that move, and all others."""
     # Grids have two axes at most. Whether a subclass is no more than its parameters, numbers tell.
     is_single = len(moving) <= 2 and all(traces.parameters(fn)[key].dim() <= len(fn.batch_shape) for key in moving)
-    with suppress(TypeError, ValueError, RuntimeError):
+    with attempt(), asks_program():
         return is_single and torch.equal(traces.rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
     return False
 
@@ -196,7 +196,9 @@ class Predictors:
         """A site's log densities of single data at predictors ``(..., N)``."""
         (key, link), *_ = self.links[name].items()
         if link != VALUE:
-            return self.distribution(name, eta).log_prob(self.sites[name]["value"])
+            fn = self.distribution(name, eta)
+            with asks_program():
+                return fn.log_prob(self.sites[name]["value"])
 
         def at(f: Tensor) -> tuple[Tensor]:
             return (_density_of(self.again({key: f})[name]),)

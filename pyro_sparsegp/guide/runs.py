@@ -21,6 +21,7 @@ from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks, handlers, traces
+from ..program.asking import asks_program
 from ..program.data import NoRelation, TrainingData, map_tensors
 from ..program.enumeration import Enumeration
 from ..warned import warn_once
@@ -86,7 +87,7 @@ class Run(ABC):
         if self.sums_out and (core.facts.enumerated or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
         try:
-            with handlers.Held(held.values) if held.values else nullcontext():
+            with handlers.Held(held.values) if held.values else nullcontext(), asks_program():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
             state["run"] = before

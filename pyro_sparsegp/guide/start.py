@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any, Optional
 
 import torch
@@ -19,6 +20,7 @@ from ..approximations.on_sites import ExactGP, ExpectationGP, OptimalGP
 from ..bases.inducing import InducingPoints
 from ..gaussians import NaturalGaussian
 from ..numerics.functions import depends
+from ..program.asking import Unsupported, attempt
 from ..program.checks import holds_part
 from ..program.data import map_tensors
 from ..program.facts import NO_VALUES, Values
@@ -50,18 +52,16 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     asked = (facts.able_to_couple or facts.interactions) and guide.independent is not True
     if not (asked or guide.together_by_name) or not is_open(guide):
         return
-    try:
-        bar = tqdm(desc="the mode of latents", unit=" evaluations", delay=PATIENCE, leave=False)
-        with torch.enable_grad(), whole_plates(), bar:
-            _find(Search(guide, run, (args, kwargs), [], bar.update))
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        if names := ", ".join(map(repr, facts.latents)):
-            warnings.warn(
-                f"the mode of latents {names} was not found ({str(error).splitlines()[0]}). They "
-                "start where init_loc_fn says, each with an independent posterior, so intervals may be too narrow. "
-                "Give init_loc_fn a nearer start.",
-                stacklevel=6,
-            )
+    bar = tqdm(desc="the mode of latents", unit=" evaluations", delay=PATIENCE, leave=False)
+    with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
+        _find(Search(guide, run, (args, kwargs), [], bar.update))
+    if sought.error is not None and facts.latents:
+        warnings.warn(
+            f"the mode of latents {', '.join(map(repr, facts.latents))} was not found "
+            f"({str(sought.error).splitlines()[0]}). They start where init_loc_fn says, each with an independent "
+            "posterior, so intervals may be too narrow. Give init_loc_fn a nearer start.",
+            stacklevel=6,
+        )
 
 
 def is_open(guide: KnownGuide) -> bool:
@@ -93,7 +93,7 @@ def _find(search: Search) -> None:
         nested = search.at_rows(nested, search.most[1])
         best = nested.at(theta)
     if not best.value.isfinite():
-        raise ValueError("no start has a finite density")
+        raise Unsupported("no start has a finite density")
     _Mode(search, nested, best).start()
 
 
@@ -133,7 +133,7 @@ class Search:
         self._split(normal)
         scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
         if len(scales) > 1:
-            raise ValueError(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
+            raise Unsupported(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
 
     def _take(self, most: int) -> None:
         """Take so many rows at most, by a plate's numbers, or those of tensors with as many as a GP site's inputs."""
@@ -162,13 +162,10 @@ class Search:
             return normal  # a run of the program less: test_a_first_step_from_the_mode_has_met_the_data
         x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
         handler = Standardised(guide, x, {name: guide.like.new_zeros(1) for name in self.gps})
-        try:
+        are_fewer = False
+        with attempt() if self.rows < self.num else nullcontext():
             sites = sample_sites(self.run(handler, _without(self.held, normal)))
             are_fewer = all(handler.features[name][0].shape[-2] < self.num for name in self.gps)
-        except (ValueError, RuntimeError, IndexError):
-            are_fewer = False
-            if self.rows == self.num:
-                raise
         if self.rows < self.num and not are_fewer:  # its rows are none of its arguments'
             self._take(self.num)
             return self._normal()
@@ -190,7 +187,7 @@ class Search:
         field = {name: sizes[name] for name in self.sites if name in sizes}
         layout = Layout(field, facts.residuals(dict.fromkeys(self.gps, self.num)))
         if layout.num > LARGEST or layout.extended * rows > _MOST_SLOPES:
-            raise ValueError(f"{layout.extended} numbers that are normal a priori, at {rows} rows, are too many")
+            raise Unsupported(f"{layout.extended} numbers that are normal a priori, at {rows} rows, are too many")
         # Beside their start, where a hyperparameter may hide what it multiplies, as an LKJCholesky's identity does:
         # test_a_check_of_points_constant_entries_and_another_dtype.
         with repeatable(guide.like):

@@ -27,6 +27,7 @@ from torch.nn.functional import softplus
 from ..guide import AutoSparseGP
 from ..numerics.linalg import above_rounding
 from ..posterior.sparse_posterior import SparsePosterior
+from ..program.asking import Unsupported, asks_program, attempt
 from ..program.checks import graph_of
 from ..program.facts import COUPLED, ClosedForms
 from ..program.handlers import Rerun, held_trace, mapped
@@ -171,10 +172,10 @@ def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Te
     """∂ value / ∂ each, ``(K, ...)``; ``None`` where there is none."""
     one = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
     back = partial(torch.autograd.grad, value, by, retain_graph=True, create_graph=again, allow_unused=True)
-    try:
+    with attempt(), asks_program():
         return back(one, is_grads_batched=True)
-    except RuntimeError:  # of a sparse A, say, of which torch has no product with several rows at once
-        return tuple(None if rows[0] is None else torch.stack(rows) for rows in zip(*map(back, one)))
+    # of a sparse A, say, of which torch has no product with several rows at once
+    return tuple(None if rows[0] is None else torch.stack(rows) for rows in zip(*map(back, one)))
 
 
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
@@ -266,7 +267,8 @@ class Grid:
                     key: functools.reduce(lambda t, step: step(t), steps, values[gp])
                     for key, (gp, steps) in made_of.items()
                 }
-                each = rebuilt(fn, changed).log_prob(value)
+                with asks_program():
+                    each = rebuilt(fn, changed).log_prob(value)
             total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
         return total.expand([num_nodes] * num_axes).flatten()
 
@@ -274,7 +276,7 @@ class Grid:
 def require_shown(shown: bool) -> None:
     """Raise where a run's graph does not show what densities make of function values."""
     if not shown:
-        raise ValueError("the graph does not show what densities make of function values")
+        raise Unsupported("the graph does not show what densities make of function values")
 
 
 def _functions(site: Any, made: Mapping[Any, str], moving: Collection[str]) -> dict[str, tuple[str, list[Elementwise]]]:
@@ -310,7 +312,9 @@ def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace,
         if name in guide_trace.nodes:
             total = total - divergence(guide_trace.nodes[name], site)
         else:
-            total = total + weighted_sum(site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"]), site)
+            with asks_program():
+                density = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+            total = total + weighted_sum(density, site)
     for name, site in guide_trace.nodes.items():  # auxiliary sites of an overridden get_posterior
         if site["type"] == "sample" and name not in model_trace.nodes:
             total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)

@@ -26,6 +26,7 @@ from ..numerics.arguments import require_count
 from ..numerics.linalg import flags_kept
 from ..numerics.processes import joined
 from ..posterior.drawing import OTHER_LATENTS
+from ..program.asking import Unsupported, attempt
 from ..program.facts import MAX_AXES
 from ..program.reader import normal_nodes
 from ..program.traces import RandomState, repeatable
@@ -306,23 +307,20 @@ class TraceQuadrature_ELBO(ELBO):
             terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)
             values = torch.stack([terms(*node) for node in nodes]) if one_by_one else at_once(terms)
             if state.has_moved:  # test_a_program_that_takes_rows_by_itself_runs_once_a_step
-                raise ValueError("with all values held, the model drew random numbers by itself, others than before")
+                raise Unsupported("with all values held, the model drew random numbers by itself, others than before")
             return values
 
         once = [] if ran else [partial(at_once, grid.once)]
         ways: list[Callable[[], Tensor]] = [direct, *once, held, partial(held, one_by_one=True)]
         for way in range(min(known.way or 0, len(ways) - 1), len(ways)):
             state = RandomState(guide.like)
-            try:
+            with attempt() if way < len(ways) - 1 else nullcontext():  # what the last raises is not vmap's doing
                 values = ways[way]()
-                break
-            except (RuntimeError, TypeError, ValueError):
-                if way == len(ways) - 1:
-                    raise  # not vmap's doing
-                state.restore()
-        if torch.is_grad_enabled():
-            known.way = way
-        return values
+                if torch.is_grad_enabled():
+                    known.way = way
+                return values
+            state.restore()
+        raise AssertionError("the last way returns or raises")
 
 
 class ProjectedLikelihood(TraceQuadrature_ELBO):

@@ -1,7 +1,6 @@
 """A program is asked once how its densities depend on GP sites' values: by NaN, by moves and by slopes."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..process import GaussianProcess
+from .asking import asks_program, attempt
 from .facts import COUPLED, ELEMENTWISE, NONE, ClosedForms, Structure, combined, find_group, find_owners, kept_buffers
 from .handlers import Rerun
 from .traces import as_process, bare, entries, is_declared, is_normal, others_of, parameter_of, parameters, sample_sites
@@ -135,10 +135,11 @@ class Program:
             shown[TERM, name] = _by_term(shown[_THETA, name], fn) + shown[_REST, name]
         for name in self.rows if len(self.rows) > 1 else ():
             process: Any = as_process(sites[name]["fn"])[0]
-            # The kernel at inputs that stay: what it is made of.
-            made_of = process.kernel(self.rows[name]).sum()
-            rest = shown[_REST, name] = process.x.sum(-1) + process.variance + made_of
-            shown[_LAYER, name] = process.mean + rest
+            with asks_program():
+                # The kernel at inputs that stay: what it is made of.
+                made_of = process.kernel(self.rows[name]).sum()
+                rest = shown[_REST, name] = process.x.sum(-1) + process.variance + made_of
+                shown[_LAYER, name] = process.mean + rest
         return shown
 
     def touching(self, site: str, names: Iterable[str]) -> list[str]:
@@ -180,14 +181,16 @@ class Program:
         """
         leaves, found = {name: value.clone().requires_grad_() for name, value in values.items()}, dict[Key, Tensor]()
         # A program that raises at NaN, or has no gradient, has no slopes: the general path will do.
-        with suppress(Exception), torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
+        with attempt(), torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
             nodes: Any = self.held(leaves).nodes
             for site in sites:
                 part = part_of(nodes[site]) + sum(leaf[..., :0].sum() for leaf in leaves.values())
                 # vᵀJ is linear in v: its derivative by v, along a direction, is J times that.
                 v = torch.zeros_like(part, requires_grad=True)
-                for name, back in zip(leaves, torch.autograd.grad(part, [*leaves.values()], v, create_graph=True)):
-                    (found[name, site],) = torch.autograd.grad(back, v, along[name], retain_graph=True)
+                with asks_program():  # which may have no derivative of a product of its slopes
+                    backs = torch.autograd.grad(part, [*leaves.values()], v, create_graph=True)
+                    for name, back in zip(leaves, backs):
+                        (found[name, site],) = torch.autograd.grad(back, v, along[name], retain_graph=True)
         return found
 
     def is_mean(self, name: str, site: str) -> bool:

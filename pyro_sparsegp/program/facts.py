@@ -10,7 +10,7 @@ of all values.
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as _field
 from functools import cached_property
@@ -21,6 +21,7 @@ import pyro
 import torch
 from torch import Tensor, nn
 
+from .asking import attempt
 from .traces import bare, repeatable
 
 NONE = "none"  # no density depends on the values
@@ -69,19 +70,19 @@ def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:
     largest = max(value.numel() for value in points[0].values())
     stack = {name: torch.stack([point[name] for point in points]) for name in points[0]}
     with pyro.validation_enabled(False), torch.no_grad(), kept_buffers():
-        try:
+        with attempt():
             parts = torch.func.vmap(tensors, randomness="same", chunk_size=max(_AT_ONCE // largest, 1))(stack)
-        except Exception:  # the first point is the program's own: what it raises there comes again
-            like = next(iter(stack.values()))
-            with repeatable(like):
-                each = [tensors(points[0])]
-            for point in points[1:]:
-                each.append(tuple(torch.full_like(part, torch.nan) for part in each[0]))
-                # An error of NaN, in whatever the program calls: it depends on what was NaN.
-                with suppress(Exception), repeatable(like):
-                    each[-1] = tensors(point)
-            parts = tuple(torch.stack(part) for part in zip(*each))
-    return dict(zip(keys, parts))
+            return dict(zip(keys, parts))
+        # The first point is the program's own: what it raises there comes again.
+        like = next(iter(stack.values()))
+        with repeatable(like):
+            each = [tensors(points[0])]
+        for point in points[1:]:
+            each.append(tuple(torch.full_like(part, torch.nan) for part in each[0]))
+            # An error of NaN, in whatever the program calls: it depends on what was NaN.
+            with attempt(), repeatable(like):
+                each[-1] = tensors(point)
+        return dict(zip(keys, map(torch.stack, zip(*each))))
 
 
 @contextmanager

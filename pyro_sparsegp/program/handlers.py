@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
+from ..numerics.functions import held
 from ..numerics.linalg import MAPPED, flags_kept
+from .asking import Unsupported, asks_program, attempt
 from .checks import require_known_indices
 from .data import map_tensors, tensors
 from .enumeration import PLATES, Enumeration, Factor, sizes
@@ -89,7 +91,7 @@ def trace_like(like: poutine.Trace, run: Callable[[], Any], handler: Messenger) 
     handlers around this one.
     """
     there: dict[str, Any] = dict(like.nodes)
-    with poutine.block(), poutine.trace() as tracer, handler:
+    with poutine.block(), poutine.trace() as tracer, asks_program(), handler:
         run()
     for name, site in sample_sites(tracer.trace).items():
         # test_conditioned.py::test_handlers_around_are_seen_as_the_objective_sees_them
@@ -228,11 +230,10 @@ def mapped(
     """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or in a loop for
     programs that :func:`torch.func.vmap` refuses.
     """
-    try:
+    with attempt():
         return torch.func.vmap(function, randomness="same")(stack)
-    except (RuntimeError, TypeError, ValueError):
-        each = stack if isinstance(stack, Tensor) else [dict(zip(stack, item)) for item in zip(*stack.values())]
-        return tuple(map(torch.stack, zip(*map(function, each))))
+    each = stack if isinstance(stack, Tensor) else [dict(zip(stack, item)) for item in zip(*stack.values())]
+    return tuple(map(torch.stack, zip(*map(function, each))))
 
 
 def in_blocks(
@@ -276,15 +277,13 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
         faults = [*flags, *(value.isnan() for value in tensors(found) if value.is_floating_point())]
         return found, torch.stack([fault.any() for fault in faults]).any()
 
-    token, state = MAPPED.set(True), _host_state()
-    try:
-        with _Noise(), pyro.validation_enabled(False), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # torch's, of an operation without a rule
-            found, failed = torch.func.vmap(flagged, randomness="different")(block)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # the program's own the loop raises again
+    state = _host_state()
+    # An error of the program's own the loop raises again.
+    with attempt() as asked, held(MAPPED, True), _Noise(), pyro.validation_enabled(False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # torch's, of an operation without a rule
+        found, failed = torch.func.vmap(flagged, randomness="different")(block)
+    if asked.error is not None:
         return None
-    finally:
-        MAPPED.reset(token)
     # What a program draws from NumPy or Python would be one number for the block: test_what_a_program_draws_from_numpy.
     return None if failed.any() or state != _host_state() else found
 
@@ -303,7 +302,7 @@ class _Noise(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
-            raise NotImplementedError
+            raise Unsupported("a program's own generator draws")
         if func not in _DRAWS:
             return func(*args, **kwargs)
         drawn = func(torch.rand_like(args[0]), *args[1:], **kwargs)

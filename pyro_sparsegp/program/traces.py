@@ -26,6 +26,7 @@ from ..distributions import ExpectedLogProb
 from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import solve_lower
 from ..process import GaussianProcess
+from .asking import asks_program
 
 _MULTIVARIATE = (dist.MultivariateNormal, dist.LowRankMultivariateNormal)
 _WITH_LOC = (dist.Normal, *_MULTIVARIATE, dist.Laplace, dist.AsymmetricLaplace)
@@ -96,7 +97,8 @@ def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bo
                 part.reshape(part.shape + (1,) * event_dim) if isinstance(part, Tensor) else part
                 for part in (site["scale"], site["mask"])
             )
-            found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
+            with asks_program():
+                found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
     return found
 
 
@@ -104,7 +106,8 @@ def entries(site: Any) -> Tensor:
     """A site's log densities without scales and masks, with dimensions that ``.to_event`` has added up taken apart."""
     # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
     fn, _ = without_event(site["fn"])
-    part = torch.as_tensor(bare(fn).log_prob(site["value"]))
+    with asks_program():
+        part = torch.as_tensor(bare(fn).log_prob(site["value"]))
     return part.expand(fn.shape()[: part.dim()])
 
 
@@ -322,7 +325,9 @@ def parameters(fn: Any) -> dict[str, Tensor]:
 
 def rebuilt(fn: Any, changed: Mapping[str, Tensor]) -> Any:
     """The distribution under its wrappers, with other values of some parameters."""
-    return type(bare(fn))(**{**parameters(fn), **changed}, validate_args=False)
+    kind, made_of = type(bare(fn)), {**parameters(fn), **changed}
+    with asks_program():  # a subclass may be made of other arguments
+        return kind(**made_of, validate_args=False)
 
 
 def rewrapped(fn: Any, value: Tensor, masked: bool = True) -> Tensor:

@@ -1,0 +1,77 @@
+"""How a program is asked in a way that it may refuse, and whose errors are whose.
+
+>>> with attempt() as asked:  # here the program's errors are Unsupported, and end the attempt
+...     with asks_program():  # a run of the program, in which the package answers under ``answers``
+...         torch.linalg.cholesky(-torch.eye(2))
+>>> asked.error is None  # then follows the general way
+False
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Optional
+
+import torch
+
+_IS_ATTEMPT: ContextVar[bool] = ContextVar("is_attempt", default=False)
+_REFUSALS = "vmap", "atching rule", "functorch"  # in what torch.func.vmap says of an operation that it does not map
+
+
+class Unsupported(ValueError):  # noqa: N818
+    """The program cannot be asked in this way: a more general one is to be taken."""
+
+
+class _OwnError(BaseException):
+    """An error of the package on its way out through the program."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+class attempt(AbstractContextManager["attempt"]):
+    """A way of asking that has another behind it, which follows where this one ends by :class:`Unsupported`.
+
+    So do errors of the program, what vmap does not map, and a matrix without a factor. ``error`` is what ended it.
+    """
+
+    error: Optional[Exception] = None
+
+    def __enter__(self) -> "attempt":
+        self._token = _IS_ATTEMPT.set(True)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        _IS_ATTEMPT.reset(self._token)
+        self.error = error
+        return _is_unsupported(error)
+
+
+@contextmanager
+def asks_program() -> Iterator[None]:
+    """A run of the user's program, or of what its distributions compute."""
+    try:
+        yield
+    except _OwnError as own:
+        raise own.error from own.error.__cause__
+    except Exception as error:
+        if _IS_ATTEMPT.get() and not isinstance(error, Unsupported):
+            raise Unsupported(str(error)) from error
+        raise
+
+
+@contextmanager
+def answers() -> Iterator[None]:
+    """What the package does within a run of the program, such as an answer at a GP site."""
+    try:
+        yield
+    except Exception as error:
+        if _IS_ATTEMPT.get() and not _is_unsupported(error):
+            raise _OwnError(error) from None
+        raise
+
+
+def _is_unsupported(error: Optional[Exception]) -> bool:
+    is_refusal = isinstance(error, RuntimeError) and any(word in str(error) for word in _REFUSALS)
+    return is_refusal or isinstance(error, (Unsupported, torch.linalg.LinAlgError))  # type: ignore[attr-defined]
