@@ -6,7 +6,15 @@ from typing import Any
 from . import families, kernels
 from ._version import __version__
 from .guide import AutoSparseGP
-from .inference import ExpectationPropagation, FitResult, ProjectedLikelihood, TraceQuadrature_ELBO, fit, follow_rates
+from .inference import (
+    ExpectationPropagation,
+    FitResult,
+    JitTraceQuadrature_ELBO,
+    ProjectedLikelihood,
+    TraceQuadrature_ELBO,
+    fit,
+    follow_rates,
+)
 from .numerics.linalg import NumericalWarning
 from .outputs import mix_outputs
 from .posterior.sparse_posterior import SparsePosterior
@@ -19,6 +27,7 @@ __all__ = [
     "ExpectationPropagation",
     "FitResult",
     "GaussianProcess",
+    "JitTraceQuadrature_ELBO",
     "NumericalWarning",
     "ProjectedLikelihood",
     "SparsePosterior",

@@ -310,8 +310,8 @@ arrays-are-not-kept: test_data.py::test_what_is_no_tensor
 - return leaf.astype(leaf.dtype.newbyteorder("="))
 + return leaf
 batches-read-where-q-was: test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows
-- self.pace, self._last = progress["pace"], progress["marginals"] if same else None
-+ self.pace, self._last = progress["pace"], progress["marginals"]
+- self._last = (None, known) if same and known[0] is not None else None
++ self._last = (None, known) if known[0] is not None else None
 """  # noqa: E501
 
 

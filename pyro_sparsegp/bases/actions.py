@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..gaussians.sites import Sites
 from ..modules import AbstractModule
+from ..numerics.decisions import decided
 from ..numerics.functions import at_once, broadcast_shapes, dropping, in_pieces, shape_of
 from ..numerics.linalg import cholesky, over_upper
 from .base import CrossFeatures
@@ -259,7 +260,7 @@ class KrylovPolicy(Policy):
             beta = product.norm(dim=-1, keepdim=True)
             residual = -beta * zeta
             live = live & (residual.abs() > self.tolerance * first)
-            if j % _LOOK == _LOOK - 1 and not live.any():  # a device waits for this look
+            if j % _LOOK == _LOOK - 1 and not decided(live.any(), serves_both=True):  # a device waits for this look
                 break
             q = product / beta.clamp(min=tiny)
         return chosen

@@ -104,7 +104,7 @@ class DrawnGaussian(Natural):
         return self.next_rate(share)  # its steps are bounded by themselves
 
     def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
-        root, loc = self.root, self.loc.data
+        root, loc = self.root, self._kept("loc")
         unit = weight / len(loc)  # every latent has told the weight
         pairs = [(noise, grad) for noise, value in taken.draws if (grad := value.grad) is not None]
         for share, own, grad in itertools.chain(*itertools.starmap(by_draws, pairs)):

@@ -18,6 +18,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from ..numerics.decisions import decided
 from ..numerics.linalg import (
     cholesky,
     eye_like,
@@ -215,7 +216,6 @@ class NaturalLowRank(NaturalGaussian):
     :param base: whether D is free; else it is I.
     """
 
-    last_rate: Any = 1.0
     sweeps: Optional[int] = None  # of expectation maximisation a step, where not as many as it takes
 
     def __init__(
@@ -369,7 +369,7 @@ class NaturalLowRank(NaturalGaussian):
             # P̂'s blocks are what D + BBᵀ's shall be (Lawley, 1940)
             aims = target.blocks() if self.base else None
             near, low_rank = parts[1], parts[0].flatten(-3, -2)
-            few = not self.rank or (num <= _SMALL and self.last_rate <= _SLOW)  # P̂ is near P
+            few = not self.rank or (num <= _SMALL and decided(self.last_rate <= _SLOW))  # P̂ is near P
             for _ in range(self.sweeps or (1 if few else 2)):
                 block, near, low_rank = sweep(target, aims, near, low_rank)
             shift, failed = target.solve(stack.wide(right), near, low_rank, 10 if self.rank else 20)

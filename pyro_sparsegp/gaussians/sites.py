@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor
 
 from ..modules import AbstractModule, size_buffers
+from ..numerics.linalg import wider
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def update(
     gradient: Tensor,
     curvature: Tensor,
     marginals: tuple[Tensor, Tensor],
-    rate: float,
+    rate: Union[float, Tensor],
     farthest: float = _FARTHEST,
 ) -> Sites:
     """One damped step of Gaussian sites towards λ = h and λ(z − m) = g, their pull on f at the marginal's mean m.
@@ -68,7 +69,8 @@ def update(
     gone = (gradient == 0) & (curvature == 0)
     # Where ℓ is not concave a full step jumps to and fro, and with rates of their own small ones may lower the bound:
     # test_cut_sites_reach_their_fixed_point, test_small_steps_raise_the_bound_where_some_curvature_is_cut.
-    step = rate + (min(rate, _CAREFUL) - rate) * (curvature == 0).to(curvature)
+    careful = rate.clamp(max=_CAREFUL) if isinstance(rate, Tensor) else min(rate, _CAREFUL)
+    step = rate + (careful - rate) * (curvature == 0).to(curvature)
     # λ ← (1 − ρ)λ + ρh
     precision = torch.where(gone, 0.0, (1 - step) * sites.precision + step * curvature)
     # λ(z − m), the sites' own pull at the mean
@@ -112,7 +114,8 @@ class KeptSites(AbstractModule):
         """Forget the marginals of the posterior that these sites gave, updates' share of their rate, and how many were
         cut.
         """
-        self.progress: dict[str, Any] = {"marginals": None, "pace": 1.0, "halved": 0}
+        pace = self.precision.new_ones((), dtype=wider(self.precision))
+        self.progress: dict[str, Any] = {"mean": None, "variance": None, "pace": pace, "halved": self.truncated * 0}
 
     @property
     def empty(self) -> bool:
@@ -138,9 +141,10 @@ class KeptSites(AbstractModule):
     def memory(self, saved: tuple[Any, ...]) -> None:
         self.inputs, self.precision, self.linear, self.truncated, self.progress = saved
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.progress["marginals"] = None
-        return super()._apply(*args, **kwargs)
+    def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = {name: function(self.progress[name]) for name in ("pace", "halved")}
+        self.progress |= {"mean": None, "variance": None, **moved}
+        return super()._apply(function, *args, **kwargs)
 
     def forget(self) -> None:
         """Be as if no sites had been read."""
@@ -150,5 +154,5 @@ class KeptSites(AbstractModule):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         size_buffers(self, state_dict, prefix)
         state_dict.pop(prefix + "corrected", None)  # of releases that kept other sites for predictions
-        self.progress["marginals"] = None
+        self.progress |= {"mean": None, "variance": None}
         super()._load_from_state_dict(state_dict, prefix, *args)

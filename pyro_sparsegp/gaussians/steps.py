@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..modules import size_buffers
+from ..numerics.decisions import decided
 from ..numerics.functions import held
 from ..numerics.linalg import lift_to
 from ..numerics.processes import joined, largest, total_share
@@ -126,7 +127,7 @@ def _axes_of(group: list[Row], crosses: Sequence[tuple[Row, Row, Tensor]]) -> li
     values, axes = torch.linalg.eigh(hessian.nan_to_num())
     turned = torch.stack([row.phi for row in group], -1) @ axes  # (..., N, M, K)
     each = zip(turned.unbind(-1), values.unbind(-1))
-    return [Curvature(phi, h, None, bool((h < 0).any())) for phi, h in each]
+    return [Curvature(phi, h, None, decided((h < 0).any(), serves_both=True)) for phi, h in each]
 
 
 class Record:
@@ -207,6 +208,18 @@ _CLOSER = 6  # times as close where negative curvatures are cut, half a deviatio
 Rate = Union[float, Callable[[int], float]]
 
 
+@dataclass
+class Tape:
+    """What stands for a posterior's numbers while a step is recorded as a graph.
+
+    :param rate: ρ, which replays read.
+    """
+
+    rate: Tensor
+    moved: dict[str, Tensor] = field(default_factory=dict)  # what parameters become
+    passes: list[Pass] = field(default_factory=list)  # of which it is kept whether they have draws
+
+
 class Natural(Coefficients):
     """Coefficients that take natural steps by an objective's record; without one they are plain parameters.
 
@@ -225,6 +238,8 @@ class Natural(Coefficients):
         self.loc: Any = torch.nn.Parameter(like.new_zeros(*batch_shape, sum(self.sizes)))  # m
         self.steps = 0  # that were taken
         self.share = 1.0  # of its rate that a step takes, for a loop whose rates fall
+        self.tape: Optional[Tape] = None
+        self.last_rate: Any = 1.0
         self._looked = -1, False  # the tilt's version when it was last looked at, and whether it was other than 0
 
     def next_rate(self, share: float = 0.0) -> float:
@@ -251,7 +266,9 @@ class Natural(Coefficients):
         """Take one step by an objective's gradients, the mean over its passes, as its particles are."""
         if not passes:
             return
-        rate = self.last_rate = self.rate_of(passes, share)
+        rate = self.last_rate = self.rate_of(passes, share) if self.tape is None else self.tape.rate
+        if self.tape is not None:
+            self.tape.passes = [Pass(None, None, draws=one.draws and [()], by_draws=one.by_draws) for one in passes]  # type: ignore
         # c of each pass; the objective is their sum
         weights = joined(*map(methodcaller("weight", self.batch_shape), passes))
         total = sum(weights[1:], weights[0])
@@ -298,14 +315,18 @@ class Natural(Coefficients):
         # Pyro's param statement, by the attribute, is what hands a parameter to an optimiser.
         if torch.is_grad_enabled() and recorded() is None:
             return getattr(self, name)
-        value: Any = self._parameters[name]
+        value: Any = self._parameters[name] if self.tape is None else self.tape.moved.get(name, self._parameters[name])
         return value.detach()
 
     def _set(self, name: str, value: Tensor) -> None:
         """Give a parameter a value, in memory of its own."""
         # By .data, so that Pyro's store and optimisers keep the parameter that they know.
         parameter: Any = self._parameters[name]
-        parameter.data = value.detach().to(parameter).expand(parameter.shape).contiguous()
+        value = value.detach().to(parameter).expand(parameter.shape).contiguous()
+        if self.tape is None:
+            parameter.data = value
+        else:
+            self.tape.moved[name] = value
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -308,8 +308,8 @@ class AutoSparseGP(SiteMessenger):
                 "sites": reading.sites.precision.numel(),
                 "exact": reading.quadratic,
                 "truncated": int(reading.truncated),
-                "halved": reading.module.sites.progress["halved"],
-                "converged": reading.change <= 1e-3,
+                "halved": int(reading.module.sites.progress["halved"]),
+                "converged": bool(reading.change <= 1e-3),
             }
             for name, reading in conditions_now(self, median=True).readings.items()
         }

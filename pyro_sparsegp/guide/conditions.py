@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..approximations.on_sites import ProjectedGP, SiteGP
 from ..gaussians.sites import KeptSites, Sites, update, within_reach
+from ..numerics.decisions import decided
 from ..numerics.linalg import MAPPED
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -170,8 +171,9 @@ class SiteReading:
         known = Sites(process.x, kept.precision, kept.linear)
         self.sites = Sites.none(process.x, process.batch_shape) if self.unread else known
         self.truncated = kept.truncated  # negative curvatures, cut to 0
-        self.change = math.inf  # that the last update would have made of a marginal, in standard deviations
-        self.pace, self.halved = 1.0, 0  # a share of the rate; updates that were cut since they lowered the bound
+        self.change: Any = math.inf  # that the last update would have made of a marginal, in standard deviations
+        # A share of the rate; updates that were cut since they lowered the bound.
+        self.pace, self.halved = torch.ones_like(kept.progress["pace"]), 0
         # Of passes over all rows: what gives posteriors of sites, and the last one, if it was made, with its marginals.
         self._answer: Optional[Callable[[Sites], SparsePosterior]] = None
         self._last: Any = None
@@ -180,7 +182,9 @@ class SiteReading:
         """Go on where training is: its pace, and the marginals that the last step had, if it was at the same rows."""
         progress = self.module.sites.progress
         if not self.unread:
-            self.pace, self._last = progress["pace"], progress["marginals"] if same else None
+            known = progress["mean"], progress["variance"]
+            self.pace = torch.as_tensor(progress["pace"])
+            self._last = (None, known) if same and known[0] is not None else None
 
     @torch.no_grad()
     def look(self) -> tuple[SparsePosterior, Marginal]:
@@ -258,10 +262,10 @@ class Readings:
             return
         # Under torch.func.vmap this raises, and draws go in a loop: as many updates for all would leave out draws that
         # need more of them, such as those of little noise, and take longer where rows are many.
-        for _ in range(most):
+        for i in range(most):
             for reading in readings:
                 self._update(reading, -1.0 if trained else tolerance)
-            if all(reading.change <= tolerance for reading in readings):
+            if i + 1 < most and all(decided(reading.change <= tolerance) for reading in readings):
                 return
 
     def _expect(self, reading: SiteReading, marginal: Marginal) -> Expectation:
@@ -285,7 +289,7 @@ class Readings:
             pull = (target.linear - target.precision * away) - (old.linear - old.precision * away)
             tighter = (target.precision - old.precision).abs() * variance
             moves = torch.maximum(pull.abs() * variance.clamp(min=0).sqrt(), tighter)
-            reading.change = float(moves.nan_to_num(math.inf).max())
+            reading.change = moves.nan_to_num(math.inf).max()
         return found, target
 
     def _update(self, reading: SiteReading, least: float) -> None:
@@ -295,35 +299,36 @@ class Readings:
         reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
         if reading.direct:
             reading.move(target)
-        elif least < reading.change <= _LARGE / (reading.rate * reading.pace):
-            reading.move(reading.damped(found))
-            reading.pace = min(1.0, 1.1 * reading.pace)
-        elif reading.change > least:
-            self._search(reading, found)
+        elif least < 0 or decided(reading.change > least):
+            if decided(reading.change <= _LARGE / (reading.rate * reading.pace)):
+                reading.move(reading.damped(found))
+                reading.pace = (1.1 * reading.pace).clamp(max=1.0)
+            else:
+                self._search(reading, found)
 
     def _search(self, reading: SiteReading, found: Expectation) -> None:
         """An update that may overshoot: as far as the bound E[ℓ] − KL does not fall."""
         known, (posterior, marginal) = reading.marginal, reading.look()
         if known is not marginal:  # what was kept may be of an earlier step
             found, _ = self._target(reading)
-        bound = float((found.value - posterior.kl.sum()).detach())
+        bound = (found.value - posterior.kl.sum()).detach()
         # The sites of a free q are not quite the best ones for projected data: golden student-ComputationAware.
         share = 1e-2 if isinstance(reading.module, ProjectedGP) else _ROUNDING[marginal[0].dtype]
-        slack = share * (1 + abs(bound))
+        slack = share * (1 + bound.abs())
         # Where the bound is lost, modes of rows raise it (test_exponential_links_under_wide_priors), but not by kinks.
-        is_far = not bound > -_WIDE * marginal[0].numel()
+        is_far = not decided(bound > -_WIDE * marginal[0].numel())
         for attempt in range(_ATTEMPTS):
             by_modes = is_far and not attempt
             sites = self._at_modes(reading) if by_modes else reading.damped(found)
             moved = reading.posterior(sites.detached())
             with torch.no_grad():
-                value = float(self._expect(reading, moved[1]).value - moved[0].kl.sum())
-            if value >= bound + (slack if by_modes else -slack) or not math.isfinite(bound):
+                value = self._expect(reading, moved[1]).value - moved[0].kl.sum()
+            if decided((value >= bound + (slack if by_modes else -slack)) | ~bound.isfinite()):
                 reading.move(sites, moved)
-                reading.pace = min(1.0, 1.5 * reading.pace)
+                reading.pace = (1.5 * reading.pace).clamp(max=1.0)
                 return
             reading.halved += 1
-            reading.pace = max(reading.pace / 2, _SLOWEST)
+            reading.pace = (reading.pace / 2).clamp(min=_SLOWEST)
 
     @torch.no_grad()
     def _at_modes(self, reading: SiteReading) -> Sites:
@@ -354,9 +359,10 @@ class Readings:
             reading.move(Sites(first.inputs, first.precision, reading.sites.linear))
         for _ in range(_MOST):
             pairs = [(reading, self._target(reading)[1]) for reading in readings]
-            if not all(torch.allclose(found.precision, reading.sites.precision, rtol=1e-6) for reading, found in pairs):
+            near = [torch.isclose(found.precision, own.sites.precision, rtol=1e-6).all() for own, found in pairs]
+            if not all(map(decided, near)):
                 return False
-            if all(reading.change <= tolerance for reading in readings):
+            if all(decided(reading.change <= tolerance) for reading in readings):
                 return True
             # b = λ(z − μ) has the fixed point b = T(b), T affine; in units of √v all rows count alike.
             sizes = torch.cat([reading.marginal[1].flatten() for reading in readings])

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
+from ..gaussians.sites import KeptSites
 from ..modules import at_path
 from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
 from ..program.data import NoRelation, Relation, TrainingData
@@ -142,6 +143,11 @@ class KnownGuide(AutoNormalMessenger):
     def site_modules(self) -> dict[str, SiteGP]:
         """The modules of families on sites."""
         return {name: module for name, module in self.modules_by_site().items() if isinstance(module, SiteGP)}
+
+    @property
+    def kept_sites(self) -> dict[str, KeptSites]:
+        """Where sites are kept as they were read off the model, by GP site."""
+        return {name: module.sites for name, module in self.site_modules().items()} if self.by_sites else {}
 
     def corrected_modules(self) -> dict[str, SparseGP]:
         """The modules of kernels whose diagonal depends on the training rows, by GP site."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..approximations.on_sites import SiteGP
 from ..gaussians.drawn import Drawn
 from ..gaussians.product import Whole
+from ..numerics.decisions import is_recorded
 from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -214,7 +215,7 @@ class Posteriors(Run):
             posterior = module(process, name, kind, getattr(reading, "sites", None), not self.rows.same)
             if self.rows.same and self.rows.learns and reading is not None and not reading.direct:
                 # where the next step goes on
-                module.sites.progress["marginals"] = None, (posterior.mean.detach(), posterior.variance.detach())
+                module.sites.progress |= {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
         else:
             posterior = self.free(name, process, module, kind)
         self.posteriors[name] = posterior
@@ -352,7 +353,7 @@ def share_of_rows(run: Run) -> float:
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
         asked = num == before and least == 1 and not (guide.by_expectation or told in guide.warned)
-        if fewer or (asked and run.rows.relation.others and not guide.is_given(name, site)):
+        if fewer or (asked and not (is_recorded() or guide.is_given(name, site)) and run.rows.relation.others):
             warn_once(
                 guide.warned,
                 *told,

@@ -1,7 +1,6 @@
 """A training loop over SVI or expectation propagation, with mini-batches and checkpoints, from which it goes on."""
 
 import math
-import os
 import signal
 import threading
 import time
@@ -23,17 +22,20 @@ from tqdm.auto import tqdm
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import check
-from ..numerics.arguments import require_count
+from ..numerics.arguments import require_choice, require_count
 from ..numerics.processes import Workers, sharing
 from ..program.data import signature_of
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
+from .checkpoints import read, write
 from .expectation import ExpectationPropagation
+from .jit import JitTraceQuadrature_ELBO
 from .optimisers import FallingAdam, agree, falling, follow_rates, share_rates, shared_step
-from .quadrature import TraceQuadrature_ELBO, kept_sites, own_guide
+from .quadrature import TraceQuadrature_ELBO, own_guide
 
 # Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
 _FELL, _FELL_A_ROW = 0.5, 1e-3
 _INTERRUPTED = "interrupted"
+_LONG = 500  # steps, from which they are recorded
 _CHECKED = 100  # steps, from which latents are checked at the end
 _FIRST = 8192  # rows of the guide's first call, by which it places inducing inputs, where batches have fewer
 _WHERE = ("losses", "seconds", "epoch", "place")  # a fit has got to
@@ -68,6 +70,7 @@ def fit(
     size: Optional[int] = None,
     optim: Optional[PyroOptim] = None,
     loss: Optional[ELBO] = None,
+    jit: Union[bool, str] = "auto",
     method: Union[SVI, ExpectationPropagation, None] = None,
     stopping: Optional[Callable[[list[float]], bool]] = None,
     checkpoint: Union[str, Path, None] = None,
@@ -96,6 +99,8 @@ def fit(
     :param optim: a Pyro optimiser. The schedule of a ``PyroLRScheduler`` advances after each step. The
         default is Adam with a falling step size, which is smaller for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
+    :param jit: whether the default loss is :class:`JitTraceQuadrature_ELBO`, which records steps with their Adam and
+        replays them; "auto" is for 500 steps or more, which take back the second that it costs.
     :param method: an ``SVI`` or an :class:`ExpectationPropagation` of your own, instead of ``optim`` and ``loss``.
     :param stopping: a function of the losses so far that returns whether to stop; called after each step.
     :param checkpoint: a file for the state of the fit, replaced in one operation; its folder must exist.
@@ -117,9 +122,11 @@ def fit(
     require_count(steps, "steps", or_none=True)
     require_count(epochs, "epochs", or_none=True)
     require_count(batch_size, "batch_size", or_none=True)
-    method = _method(model, guide, optim, loss, method, group)
+    require_choice(jit, "fit's jit", "auto", True, False)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
     total = (2000 if steps is None else steps) if epochs is None else epochs * len(batches)
+    jit = total >= _LONG if jit == "auto" else bool(jit)
+    method = _method(model, guide, optim, loss, method, group, jit)
     path = None if checkpoint is None else Path(checkpoint)
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path)
     if resume and path is not None and path.exists():
@@ -134,14 +141,23 @@ def fit(
 
 
 def _method(
-    model: Callable, guide: AutoSparseGP, optim: Optional[PyroOptim], loss: Optional[ELBO], method: Any, group: Any
+    model: Callable,
+    guide: AutoSparseGP,
+    optim: Optional[PyroOptim],
+    loss: Optional[ELBO],
+    method: Any,
+    group: Any,
+    jit: bool,
 ) -> Union[SVI, ExpectationPropagation]:
     """What takes the steps."""
     if method is None:
         optim = FallingAdam() if optim is None else optim
         if guide.by_expectation:
             return ExpectationPropagation(model, guide, optim, group=group)
-        return SVI(model, guide, optim, loss or TraceQuadrature_ELBO())
+        loss = loss or (JitTraceQuadrature_ELBO() if jit else TraceQuadrature_ELBO())
+        if isinstance(loss, JitTraceQuadrature_ELBO) and isinstance(optim, FallingAdam):
+            loss.optim = optim
+        return SVI(model, guide, optim, loss)
     if optim is not None or loss is not None:
         raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
     if method.model != model or poutine.unwrap(method.guide) is not guide:
@@ -226,7 +242,7 @@ class _Loop:
             # A guide's name is another in each process: its place is taken by "".
             "optim": {str(name).replace(own, ".", 1): value for name, value in self.optim.get_state().items()},
             "expectation": getattr(self.method, "progress", None),
-            "sites": {name: sites.progress for name, sites in kept_sites(guide).items()},
+            "sites": {name: sites.progress for name, sites in guide.kept_sites.items()},
             "share": max((module.share for module in steppers(guide)), default=1.0),
             "seed": self.batches.seed,
             "mark": self._mark(),
@@ -256,8 +272,8 @@ class _Loop:
         optim.set_state({own + n[1:] if n.startswith(".") else n: value for n, value in state["optim"].items()})
         if isinstance(self.method, ExpectationPropagation):
             self.method.progress = state["expectation"]
-        for name, sites in kept_sites(guide).items():
-            sites.progress = state["sites"][name]
+        for name, sites in guide.kept_sites.items():
+            sites.progress |= {key: value for key, value in state["sites"][name].items() if key in sites.progress}
         share_rates(guide, state.get("share", 1.0))  # older files have none
         pyro.util.set_rng_state(state["random"][0])
         if torch.cuda.is_available():
@@ -342,34 +358,6 @@ class _Loop:
             plateau = self.optim.pt_scheduler_constructor is torch.optim.lr_scheduler.ReduceLROnPlateau
             self.optim.step(*([value] if plateau else []))
         return value
-
-
-def write(state: dict[str, Any], path: Path) -> None:
-    """Write a state so that at any time, also if the machine stops, the file is the old one or the new one."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            # Before it has the name: a machine that stops may keep the name and lose what is not on the disk.
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def read(path: Path, mark: dict[str, Any]) -> dict[str, Any]:
-    """A state of :func:`write` with this mark, tensors on the CPU; it is unpickled, so trust where it came from."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=False)
-        saved = state["mark"]
-    except Exception as error:
-        raise ValueError(f"checkpoint {str(path)!r} is no file that fit wrote: {error}") from error
-    if saved != mark:
-        raise ValueError(
-            f"checkpoint {str(path)!r} was written by a fit with {saved}, this fit has {mark}: give the same"
-        )
-    return state
 
 
 def fell(losses: np.ndarray, rows: int) -> list[str]:

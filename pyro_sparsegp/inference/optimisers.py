@@ -2,7 +2,9 @@
 
 import math
 import re
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
 
 import pyro
 import torch
@@ -10,6 +12,7 @@ from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
+from torch import Tensor
 
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
@@ -69,6 +72,55 @@ class FallingAdam(PyroOptim):
             group["initial_lr"] = share * group["lr"]
             group["lr"] = self._factor * group["initial_lr"]
         return optimiser
+
+
+@dataclass
+class Update:
+    """A step of Adam as tensor operations alone, in place, for parameters that have taken some."""
+
+    like: Tensor
+    params: Sequence[Tensor] = ()
+    optimisers: Sequence[Any] = ()  # of one parameter each
+
+    def __post_init__(self) -> None:
+        like = self.like
+        self.states = [one.state[p] for one, p in zip(self.optimisers, self.params)]
+        self.kept = [tuple(state.values()) for state in self.states]
+        # CUDA's kernel reads rates in float32
+        wide = torch.float32 if like.is_cuda else torch.float64
+        self.rates = [torch.zeros((), dtype=wide, device=like.device) for _ in self.params]
+        self.held = torch.zeros((), dtype=torch.float32, device=like.device)
+
+    def fits(self) -> bool:
+        """Whether the optimisers still have these states."""
+        pairs = zip(self.optimisers, self.params, self.kept)
+        return all(a is b for one, p, kept in pairs for a, b in zip(one.state[p].values(), kept))
+
+    def begin(self, takes: bool) -> None:
+        """Read the rates of the next step, which is taken or only tried."""
+        self.held.fill_(not takes)
+        for rate, one in zip(self.rates, self.optimisers):
+            rate.fill_(one.param_groups[0]["lr"])
+
+    def __call__(self, grads: list[Tensor], failed: Tensor) -> None:
+        held = torch.maximum(self.held, failed.to(self.held))
+        for p, grad, state, rate, one in zip(self.params, grads, self.states, self.rates, self.optimisers):
+            first, second, step, group = state["exp_avg"], state["exp_avg_sq"], state["step"], one.param_groups[0]
+            step.add_(1 - held)
+            options = {name: group[name] for name in ("weight_decay", "eps", "amsgrad", "maximize")}
+            betas = dict(zip(("beta1", "beta2"), group["betas"]))
+            torch._fused_adam_([p], [grad], [first], [second], [], [step], lr=rate, found_inf=held, **betas, **options)  # type: ignore
+
+
+def update_of(optim: Optional[PyroOptim], params: Sequence[Tensor], like: Tensor) -> Update:
+    """The update of these parameters, if the optimiser has moved all by its fused kernel on one device; or of none."""
+    known = [getattr(optim, "optim_objs", {}).get(p) for p in params]
+    moved = [
+        p.device == like.device and one.state and one.param_groups[0].get("fused")
+        for p, one in zip(params, known)
+        if one
+    ]
+    return Update(like, params, known) if len(moved) == len(known) and all(moved) else Update(like)
 
 
 def follow_rates(guide: AutoSparseGP, optim: PyroOptim) -> None:

@@ -18,11 +18,11 @@ from pyro.infer.util import torch_item
 from torch import Tensor
 
 from ..bases.actions import ProjectedFeatures
-from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Record, recording, steppers
 from ..guide import AutoSparseGP
 from ..guide.first_call import closed_forms_of, explain_nan
 from ..numerics.arguments import require_count
+from ..numerics.decisions import decided
 from ..numerics.linalg import flags_kept
 from ..numerics.processes import joined
 from ..posterior.drawing import OTHER_LATENTS
@@ -112,12 +112,16 @@ class TraceQuadrature_ELBO(ELBO):
             self._check_gradients(unwrapped, record)
             if known.met:  # else a mask leaves all of this batch out, which nothing is learned of
                 record.step(unwrapped.row_share)
-        closed = unwrapped.core.forms
+        self._note(value, unwrapped, guide, args, kwargs)
+        return value
+
+    def _note(self, value: float, guide: AutoSparseGP, wrapped: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note a step's loss; at some steps look whether nodes are enough."""
+        closed, known = guide.core.forms, self._known[guide]
         if closed is not None and closed.rest.dependence:
             known.steps, before, known.loss = known.steps + 1, known.loss, value
             if known.steps in _LOOKS:
-                self._warn_of_few_nodes(before - value, unwrapped, guide, (args, kwargs))
-        return value
+                self._warn_of_few_nodes(before - value, guide, wrapped, (args, kwargs))
 
     def _warn_of_few_nodes(self, gain: float, guide: AutoSparseGP, wrapped: Any, call: tuple[tuple, Any]) -> None:
         """Tell of a bound that other numbers of nodes change, by more than a tenth of what a step gains."""
@@ -140,7 +144,7 @@ class TraceQuadrature_ELBO(ELBO):
                 f"the bound changes by {error:.2g} nats with the number of nodes, {self.num_nodes}: a density has a "
                 "kink in function values, or is far narrower than their posterior. Give its distribution an "
                 "expected_log_prob, or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _meet(self, guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> Evaluation:
@@ -180,7 +184,7 @@ class TraceQuadrature_ELBO(ELBO):
         # The number is read together with the flags of factorisations. Where one failed, it is evaluated anew, from the
         # same state and with the same random numbers, and each flag is looked at, as it is in a first call.
         if self._known[unwrapped].met:
-            kept = [(sites, sites.memory) for sites in kept_sites(unwrapped).values()]
+            kept = [(sites, sites.memory) for sites in unwrapped.kept_sites.values()]
             state = RandomState(unwrapped.like)
             try:
                 with flags_kept() as flags, recording(unwrapped.like) as record:
@@ -204,7 +208,7 @@ class TraceQuadrature_ELBO(ELBO):
         numbers = [*map(Tensor.sum, grads.values()), *signs.values()]
         found: list[float] = torch.stack(numbers).tolist() if numbers else []
         for row, signed in zip(signs, found[len(grads) :]):
-            row.is_signed = bool(signed)
+            row.is_signed = decided(bool(signed))
         # A sum may overflow.
         broken = [n for n, total in zip(grads, found) if not (math.isfinite(total) or grads[n].isfinite().all())]
         if not broken:
@@ -366,14 +370,6 @@ def finite(what: str, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, A
             "poutine.mask), data outside of a density's support, or too large a learning rate."
         )
     return value
-
-
-def kept_sites(guide: AutoSparseGP) -> dict[str, KeptSites]:
-    """Where a guide keeps sites as they were read off its model, by GP site."""
-    if not guide.by_sites:  # most: nothing to look for in a step
-        return {}
-    sites = {name: getattr(module, "sites", None) for name, module in guide.modules_by_site().items()}
-    return {name: kept for name, kept in sites.items() if isinstance(kept, KeptSites)}
 
 
 class _Module(ELBOModule):

@@ -29,10 +29,10 @@ def require_share(value: Any, what: str) -> None:
         raise ValueError(f"{what} must be a number in (0, 1], got {value!r}")
 
 
-def require_choice(value: Any, what: str, *choices: str) -> None:
+def require_choice(value: Any, what: str, *choices: Any) -> None:
     """Refuse what is none of some words."""
     if value not in choices:
-        listed = " or ".join(f'"{word}"' for word in choices)
+        listed = " or ".join(f'"{word}"' if isinstance(word, str) else repr(word) for word in choices)
         raise ValueError(f"{what} must be {listed}, got {value!r}")
 
 

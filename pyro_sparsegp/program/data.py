@@ -98,7 +98,7 @@ class TrainingData:
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = map_tensors(_kept, (args, kwargs), kinds=(Tensor, np.ndarray))
         # A keyword is the argument that it names, in whatever way it is given: test_what_is_the_same.
-        found = _walk(signature_of(model).bind(*self.args, **self.kwargs).arguments)
+        found = walk(signature_of(model).bind(*self.args, **self.kwargs).arguments)
         leaves = {path: torch.from_numpy(leaf) if _is_numeric(leaf) else leaf for path, leaf in found}
         #: tensors with rows, and objects of which it is not known what they hold; with a version that writes change
         self.leaves = {
@@ -166,7 +166,7 @@ def _is_record(item: Any) -> bool:
     return is_dataclass(item) and not callable(item)
 
 
-def _walk(tree: Any) -> Iterator[tuple[tuple, Any]]:
+def walk(tree: Any) -> Iterator[tuple[tuple, Any]]:
     """What is in nested mappings, lists, tuples and dataclasses, each with its path."""
     if _is_record(tree):
         tree = {field.name: getattr(tree, field.name) for field in fields(tree)}
@@ -174,7 +174,7 @@ def _walk(tree: Any) -> Iterator[tuple[tuple, Any]]:
         yield (), tree
         return
     for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        yield from (((key, *path), leaf) for path, leaf in _walk(part))
+        yield from (((key, *path), leaf) for path, leaf in walk(part))
 
 
 def is_plain(item: Any) -> bool:
@@ -186,7 +186,7 @@ def is_plain(item: Any) -> bool:
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any = Tensor) -> Any:
-    """A tree of what :func:`_walk` enters with its tensors replaced by a function of them, and of those of others."""
+    """A tree of what :func:`walk` enters with its tensors replaced by a function of them, and of those of others."""
     of = partial(map_tensors, function, kinds=kinds)
     if isinstance(tree, kinds):
         return function(tree, *alike)
@@ -206,4 +206,4 @@ def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any
 
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and mappings, such as a model's arguments."""
-    return [leaf for _, leaf in _walk(tree) if isinstance(leaf, Tensor)]
+    return [leaf for _, leaf in walk(tree) if isinstance(leaf, Tensor)]

@@ -3,7 +3,9 @@
 python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--launches] [--first] [--out PAGE]
 
 The step is that of README as a user writes it: priors on the kernel's variance and length, Pyro's Adam, the default
-TraceQuadrature_ELBO; all rows, all of float32. "natural" is the default, "Adam" has ``natural=False``. GPyTorch's is
+TraceQuadrature_ELBO; all rows, all of float32. "natural" is the default, "Adam" has ``natural=False``. "recorded" and
+"compiled" are the default by JitTraceQuadrature_ELBO, which replays a graph, and by inductor, whose compilation takes
+the first steps: after "overtakes" seconds of training it has caught up with the plain step. GPyTorch's is
 its documentation's loop with torch's Adam, and with its natural step of q(u), NGD; both, pyro.contrib.gp's and plain
 torch's learn kernels' parameters as numbers. "Pyro's floor" is a step of AutoNormal and Trace_ELBO on the same program
 with a plain normal for f: what Pyro's handlers, priors and optimisers take without any GP. Times, of this process's CPU
@@ -17,6 +19,7 @@ CPU all operations but views, which are more where an optimiser has one kernel f
 import importlib
 import itertools
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -35,7 +38,7 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoNormal
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, JitTraceQuadrature_ELBO, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
 SIZES = [(16, 500), (64, 1000), (128, 256), (512, 1024)]  # M, N
@@ -73,12 +76,10 @@ def program(name, process):
     return model
 
 
-def ours(name, x, y, z, **options):
+def ours(name, x, y, z, elbo=TraceQuadrature_ELBO, **options):
     """README's step."""
     model = program(name, lambda v, length, x: GaussianProcess(v * kernels.Matern32(length), x, mean=1.0))
-    svi = SVI(
-        model, AutoSparseGP(model, SVGP(len(z), **options)), pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO()
-    )
+    svi = SVI(model, AutoSparseGP(model, SVGP(len(z), **options)), pyro.optim.Adam({"lr": 0.02}), elbo())
     return lambda: svi.step(x, y)
 
 
@@ -156,6 +157,8 @@ def blas(name, x, y, z):
 
 MAKERS = {
     "natural": ours,
+    "recorded": partial(ours, elbo=JitTraceQuadrature_ELBO),
+    "compiled": partial(ours, elbo=partial(JitTraceQuadrature_ELBO, compile=True)),
     "Adam": partial(ours, natural=False),
     "GPyTorch": gpytorchs,
     "GPyTorch NGD": partial(gpytorchs, natural=True),
@@ -167,6 +170,7 @@ MAKERS = {
 RATIOS = [  # whose times are divided by whose
     *(("natural", other) for other in ("GPyTorch", "GPyTorch NGD", "pyro.contrib.gp", "Pyro's floor", "floor + plain")),
     *(("Adam", other) for other in ("GPyTorch", "Pyro's floor")),
+    *((own, other) for own in ("recorded", "compiled") for other in ("natural", "GPyTorch")),
 ]
 
 
@@ -217,10 +221,24 @@ def measure(size, name, dtype, options):
     steps = {key: apart(partial(make, name, x, y, z.clone())) for key, make in MAKERS.items()}
     if options.launches:
         return [f"{m}, {num}", name, dtype, *map(partial(launched, options.device), steps.values())]
+    began = {key: timed(steps[key], options.device) for key in ("natural", "compiled")}
     times = bench.interleaved(steps, options.rounds, warm=4, repeats=2, device=options.device)
     medians = [f"{statistics.median(each):.1f}" for each in times.values()]
+    # c + n t' = n t after n steps: S = n t
+    overtakes = (began["compiled"] - began["natural"]) / max(1 - bench.ratio(times, "compiled", "natural"), 1e-9)
     times["floor + plain"] = [a + b for a, b in zip(times["Pyro's floor"], times["plain torch"])]
-    return [f"{m}, {num}", name, dtype, *medians, *(f"{bench.ratio(times, *pair):.2f}" for pair in RATIOS)]
+    ratios = [f"{bench.ratio(times, *pair):.2f}" for pair in RATIOS]
+    return [f"{m}, {num}", name, dtype, *medians, *ratios, f"{overtakes:.0f}"]
+
+
+def timed(step, device, num=6):
+    """The seconds of the first steps, in which graphs are recorded and compiled."""
+    # of a CPU's compiler, too, which is another process
+    clock = partial(bench.clock, device) if device != "cpu" else lambda: sum(os.times()[:4])
+    start = clock()
+    for _ in range(num):
+        step()
+    return clock() - start
 
 
 def first(options):
@@ -245,7 +263,15 @@ def first(options):
 
 def main():
     options = bench.parsed(
-        __doc__, device="cpu", rounds=11, sizes=[""], dtypes=["float32"], first=False, launches=False, out=None
+        __doc__,
+        device="cpu",
+        rounds=11,
+        sizes=[""],
+        dtypes=["float32"],
+        first=False,
+        launches=False,
+        likelihoods=list(LIKELIHOODS),
+        out=None,
     )
     if options.first:
         first(options)
@@ -262,9 +288,10 @@ def main():
         *("M, N", "likelihood", "dtype"),
         *(name if options.launches else f"{name} (ms)" for name in MAKERS),
         *(f"{own} / {other}" for own, other in RATIOS if not options.launches),
+        *(["overtakes (s)"] if not options.launches else []),
     )
     sizes = [tuple(map(int, size.split(","))) for size in options.sizes if size]
-    for size, name, dtype in itertools.product(sizes or SIZES, LIKELIHOODS, options.dtypes):
+    for size, name, dtype in itertools.product(sizes or SIZES, options.likelihoods, options.dtypes):
         page.row(*measure(size, name, dtype, options))
 
 

@@ -1,0 +1,220 @@
+"""The evidence lower bound by steps that are recorded, and the guards beside these."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from traceback import extract_tb
+from typing import Any, Optional
+from weakref import WeakKeyDictionary
+
+import torch
+from pyro import poutine
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor, nn
+
+from ..guide import AutoSparseGP
+from ..numerics.decisions import Decisions, deciding
+from ..numerics.processes import is_shared
+from ..program.data import walk
+from ..program.traces import RandomState
+from .optimisers import FallingAdam
+from .quadrature import TraceQuadrature_ELBO, own_guide
+from .record import Recording, record
+
+_AFTER = 3  # steps of one kind, of which the last is recorded
+_MOST = 8  # recordings of a guide
+_REMEMBERED = 64  # kinds of steps
+_PATIENCE = 8  # replays that end as plain steps, and are more than half of all, before a recording is given up
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
+    """:class:`~pyro_sparsegp.TraceQuadrature_ELBO` whose steps are recorded as graphs and replayed.
+
+    >>> svi = SVI(model, guide, optim, JitTraceQuadrature_ELBO())  # doctest: +SKIP
+
+    The third step of a kind is recorded: the loss, its gradients and the natural steps, without the program's Python.
+    Replays have the losses of plain steps, to the last bit, in about two thirds of the time. Each combination of
+    shapes, dtypes, devices, modes of training and arguments that are no tensors is a recording; there are at most
+    eight. Where a factorisation fails or the loss is not finite, the plain step is taken.
+
+    Steps 1, 2, 4, 8, … after a recording are taken plainly, too, and compared. If the program has become another one,
+    as by a counter in its Python, all further steps are plain, and a warning says so. A program that reads a tensor's
+    numbers, by ``if f.max() > 1`` or ``x.item()``, cannot be recorded: a warning names the line, and steps are plain.
+
+    :param num_nodes: K, the number of quadrature nodes per axis.
+    :param num_particles: the number of draws of other latents to average over.
+    :param compile: whether graphs are compiled by PyTorch's inductor. This takes a C++ compiler, and about a minute.
+        Losses are then equal up to rounding.
+    """
+
+    def __init__(self, num_nodes: int = 20, num_particles: int = 1, *, compile: bool = False, **kwargs: Any) -> None:
+        super().__init__(num_nodes, num_particles, **kwargs)
+        self.compile = compile
+        self.optim: Optional[FallingAdam] = None  # whose steps are recorded, too: fit's
+        self._recordings: WeakKeyDictionary[AutoSparseGP, Recordings] = WeakKeyDictionary()
+
+    def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Minus the bound, in nats; its gradient is added to the parameters'."""
+        step = Step(self, own_guide(model, guide, "JitTraceQuadrature_ELBO"), guide, args, kwargs)
+        recordings = self._recordings.setdefault(step.guide, Recordings(self.compile))
+        return step.plain() if recordings.why or not step.can_be_recorded() else recordings.step(step)
+
+
+@dataclass
+class Step:
+    """A call of an objective for a loss and gradients."""
+
+    elbo: JitTraceQuadrature_ELBO
+    guide: AutoSparseGP
+    wrapped: Any  # the guide within handlers
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def plain(self) -> float:
+        """The loss of a plain step."""
+        return super(JitTraceQuadrature_ELBO, self.elbo).loss_and_grads(
+            self.guide.model, self.wrapped, *self.args, **self.kwargs
+        )
+
+    def loss(self) -> Tensor:
+        """As a tensor."""
+        return self.elbo._minus_bound(self.guide, self.wrapped, self.args, self.kwargs)
+
+    def can_be_recorded(self) -> bool:
+        """Whether steps on such data, under these handlers and in these modes, may be recorded."""
+        known, guide, data = self.elbo._known.get(self.guide), self.guide, self.guide.core.data
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
+        # What other handlers do is not known; those of SVI.step note parameters.
+        others = [each for each in _PYRO_STACK if not (isinstance(each, TraceMessenger) and each.param_only)]
+        # What belongs to rows belongs to those of training: plain steps compare others with them.
+        is_known = data is not None and not data.overwritten and guide.relation(self.args, self.kwargs).call is data
+        is_met = known is not None and known.met and (is_known or not guide.is_about_rows)
+        return is_met and torch.is_grad_enabled() and not (any(modes) or others or is_shared())
+
+    def key(self) -> Any:
+        """What the graph depends on but numbers."""
+        places: dict[int, int] = {}  # a tensor may stand at several
+
+        def kind(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                place = places.setdefault(id(leaf), len(places))
+                return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, place
+            return type(leaf), leaf if isinstance(leaf, _PLAIN) else id(leaf)
+
+        core, model = self.guide.core, self.guide.model
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        modes = self.guide.training, tuple(module.training for module in modules), torch.get_default_dtype()
+        ids = id(self.wrapped), id(core), id(core.forms)
+        parts = tuple((path, kind(leaf)) for path, leaf in walk((self.args, self.kwargs)))
+        return parts, modes, ids, self.elbo._known[self.guide].way
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for _, leaf in walk((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+
+@dataclass
+class Recordings:
+    """The recordings of a guide's steps, by their keys and the way that their numbers decide."""
+
+    compile: bool
+    found: dict[Any, Recording] = field(default_factory=dict)
+    seen: dict[Any, int] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)  # what keys know by its identity
+    way: tuple[bool, ...] = ()  # of the last plain step
+    why: str = ""  # steps are plain from now on
+
+    def step(self, step: Step) -> float:
+        """Take a step: the loss."""
+        key = step.key(), self.way
+        recording = self.found.get(key)
+        if recording is None or not recording.fits():
+            self.found.pop(key, None)
+            return self._first(step, key)
+        state = RandomState(step.guide.like)
+        # Looks at numbers that steps only use are at powers of two, too.
+        looks = range(step.guide.core.looks + 1, step.guide.core.looks + 1 + recording.looks)
+        is_due = any(number & (number - 1) == 0 for number in (recording.steps + 1, *looks))
+        replay = recording.run(step.tensors, not is_due)
+        if is_due:
+            return self._compared(step, recording, replay, state)
+        if replay.failed:
+            state.restore()
+            if recording.failures > max(_PATIENCE, recording.steps / 2):
+                self.found.pop(key)
+                self.seen[key] = -_PATIENCE * recording.steps
+            return self._plain(step)[0]
+        recording.take(replay)
+        # An optimiser is given the parameters that it sees.
+        sites = {} if recording.update.params else recording.sites
+        for handler, (name, site) in product(_PYRO_STACK, sites.items()):
+            handler.trace.add_node(name, **site)  # type: ignore[attr-defined]
+        with poutine.block():
+            step.elbo._note(replay.loss, step.guide, step.wrapped, step.args, step.kwargs)
+        return replay.loss
+
+    def _plain(self, step: Step) -> tuple[float, Mapping[str, Any]]:
+        """A plain step, by which the next one's way is known: its loss, and the sites of parameters."""
+        with poutine.trace(param_only=True) as capture, deciding(decisions := Decisions()):
+            loss = step.plain()
+        self.way = tuple(decisions.way)
+        return loss, capture.trace.nodes
+
+    def _first(self, step: Step, key: Any) -> float:
+        """A plain step, which is recorded if it is the third of its kind."""
+        if len(self.seen) > _REMEMBERED:
+            self.seen.clear()
+        self.seen[key] = self.seen.get(key, 0) + 1
+        loss, sites = self._plain(step)
+        if self.seen[key] < _AFTER or len(self.found) >= _MOST or self.way != key[1]:
+            return loss
+        state = RandomState(step.guide.like)
+        try:
+            how = self.compile, step.elbo.optim
+            self.found[key] = record(step.loss, step.guide, sites, step.tensors, *how)
+            others = [leaf for _, leaf in walk((step.args, step.kwargs)) if not isinstance(leaf, Tensor)]
+            self.held += [step.wrapped, step.guide.core, step.guide.core.forms, *others]
+        except Exception as error:  # of whatever the program does
+            self._end(f"a step cannot be recorded: {_place_of(error)}")
+        finally:
+            state.restore()
+        return loss
+
+    def _compared(self, step: Step, recording: Recording, replay: Any, state: RandomState) -> float:
+        """A plain step from the same random state, to which the recorded one has to be equal."""
+        after, leaves = RandomState(step.guide.like), recording.leaves
+        state.restore()
+        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+        loss, _ = self._plain(step)
+        if replay.failed:
+            return loss
+        pairs = [(replay.loss, loss), *zip(replay.state, (slot.value for slot in recording.moving))]
+        pairs += [(new if old is None else old + new, p.grad) for new, old, p in zip(replay.grads, before, leaves)]
+        if after.has_moved or not all(_alike(*pair, step.guide.like) for pair in pairs):
+            self._end(
+                f"a recorded step has the loss {replay.loss:.8g}, the plain one {loss:.8g}, or their gradients or "
+                "random numbers differ: the model's Python has changed since it was recorded"
+            )
+        return loss
+
+    def _end(self, why: str) -> None:
+        self.why = why
+        self.found.clear()
+        warnings.warn(f"JitTraceQuadrature_ELBO: {why}. All further steps are plain ones.", UserWarning, stacklevel=6)
+
+
+def _alike(one: Any, other: Any, like: Tensor) -> bool:
+    """Whether two results are equal up to rounding."""
+    one, other = (torch.as_tensor(part).detach().to(like) for part in (one, other))
+    share = torch.finfo(like.dtype).eps ** 0.5
+    return one.shape == other.shape and bool((one - other).norm() <= share * (1 + other.norm()))
+
+
+def _place_of(error: BaseException) -> str:
+    """Why a program could not be recorded, and where."""
+    *_, frame = [frame for frame in extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    what = str(error).partition(" - erroring")[0].partition("\n")[0]
+    return f"{what} ({frame.filename}:{frame.lineno}: {frame.line})"

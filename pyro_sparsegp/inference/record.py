@@ -1,0 +1,218 @@
+"""A step of training as a graph of tensor operations, which is recorded once and replayed.
+
+A step is a function of data, parameters, the guide's state and the rates of natural steps. It gives the loss, gradients
+and the new state, and a flag: a factorisation failed, a gradient is not finite, or a number that is read in the step
+would lead another way. Random numbers are operations: a replay draws from the same generators as a plain step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from torch import Tensor, nn
+
+from ..gaussians.sites import KeptSites
+from ..gaussians.steps import Natural, Tape, recording, steppers
+from ..guide import AutoSparseGP
+from ..numerics.decisions import Decisions, decided, deciding
+from ..numerics.graphs import captured, compiled, is_capturable, simplified
+from ..numerics.linalg import flags_kept
+from .optimisers import FallingAdam, update_of
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place of a guide's state, whose tensor steps replace: one of a dictionary of a module's."""
+
+    owner: Any
+    kind: str
+    name: str
+
+    @property
+    def value(self) -> Any:
+        return self.owner.__dict__[self.kind][self.name]
+
+    @property
+    def recorded(self) -> Any:
+        """What it has become while a step is recorded."""
+        tape = getattr(self.owner, "tape", None)
+        return self.value if tape is None else tape.moved.get(self.name, self.value)
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.value, nn.Parameter):  # which optimisers and Pyro's store know
+            self.value.data = value
+        else:
+            self.owner.__dict__[self.kind][self.name] = value
+
+
+def slots_of(guide: nn.Module) -> list[Slot]:
+    """The state of a guide: buffers, how updates of sites go, and parameters that take natural steps."""
+    more = {Natural: ["_parameters"], KeptSites: ["progress"]}
+    return [
+        Slot(module, kind, name)
+        for module in guide.modules()
+        for kind in ["_buffers", *(kind for known, own in more.items() if isinstance(module, known) for kind in own)]
+        for name in vars(module)[kind]
+    ]
+
+
+def distinct(tensors: list[Any]) -> list[Tensor]:
+    """The tensors among these, each once."""
+    return list({id(value): value for value in tensors if value is not None}.values())
+
+
+class Replay(NamedTuple):
+    """What a replay gives."""
+
+    loss: float
+    failed: bool
+    grads: list[Tensor]
+    state: list[Tensor]
+
+
+@dataclass
+class Recording:
+    """A step as a graph of the tensors of a call, parameters, state and rates."""
+
+    guide: AutoSparseGP
+    sites: dict[str, Any]  # of parameters, as Pyro's handlers see them
+    params: list[Tensor]
+    slots: list[Slot]
+    tapes: dict[Natural, Tape]
+    graph: Any = None
+    update: Any = None  # of parameters, if the optimiser is within
+    leaves: Any = ()  # the parameters that have gradients
+    moving: Any = ()  # the slots that a step changes
+    looks: int = 0  # of the guide's, that a step adds
+    share: float = 0.0  # of all rows
+    steps: int = 0  # that it was asked for; of these
+    replays: int = 0  # those that it took, neither compared with plain ones
+    failures: int = 0  # nor left to them
+
+    def __post_init__(self) -> None:
+        self.shapes = self._shapes()
+
+    def _shapes(self) -> list[Any]:
+        return [getattr(slot.value, "shape", None) for slot in self.slots]
+
+    def fits(self) -> bool:
+        """Whether parameters and state are what they were, but for their numbers."""
+        store = pyro.get_param_store()
+        names = all(store.param_name(p) == name for p, name in zip(self.params, self.sites))
+        holds = self._shapes() == self.shapes and not any(module.is_tilted for module in self.tapes)
+        return names and holds and self.update.fits()
+
+    def inputs(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What the graph takes."""
+        for module, tape in self.tapes.items():
+            tape.rate.fill_(module.rate_of(tape.passes, self.share))
+        state, rates = [slot.value for slot in self.slots], [tape.rate for tape in self.tapes.values()]
+        return distinct([*tensors, *self.params, *state, *rates])
+
+    @torch.no_grad()
+    def run(self, tensors: list[Tensor], takes: bool) -> Replay:
+        """What the step gives; whether it is to be taken, if it does not fail, an optimiser within is told."""
+        self.update.begin(takes)
+        read, *found = self.graph(*self.inputs(tensors))
+        loss, failed = read.tolist()
+        self.steps += 1
+        num = len(self.leaves)
+        self.failures += bool(failed)
+        return Replay(loss, bool(failed), found[:num], found[num:])
+
+    @torch.no_grad()
+    def take(self, replay: Replay) -> None:
+        """Have the guide and the gradients be what the step gave."""
+        self.replays += 1
+        for slot, value in zip(self.moving, replay.state):
+            slot.put(value)
+        # An optimiser within has taken those that it knows.
+        for leaf, grad in list(zip(self.leaves, replay.grads))[len(self.update.params) :]:
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        for module, tape in self.tapes.items():
+            module.steps += bool(tape.passes)
+        self.guide.core.looks += self.looks
+        self.guide.row_share = self.share
+
+
+def record(
+    loss_of: Callable[[], Tensor],
+    guide: AutoSparseGP,
+    sites: Mapping[str, Any],
+    tensors: list[Tensor],
+    compile: bool,
+    optim: Optional[FallingAdam],
+) -> Recording:
+    """Record a step, which changes nothing but random generators.
+
+    :param loss_of: the loss of the tensors of a call; ``sites``: of parameters, as a plain step has met them.
+    :param compile: by inductor; ``optim``: whose steps are taken within, where it can be.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # which imports sympy
+
+    params = [site["value"].unconstrained() for site in sites.values()]
+    zero = torch.zeros((), dtype=guide.like.dtype, device=guide.like.device)
+    tapes = {module: Tape(zero.clone()) for module in steppers(guide)}
+    known = {name: _stand_in(site, leaf) for (name, site), leaf in zip(sites.items(), params)}
+    found = Recording(guide, known, params, slots_of(guide), tapes)
+    before, looks = [slot.value for slot in found.slots], guide.core.looks
+    counts = {module: (module.steps, module.last_rate) for module in tapes}
+
+    def step(*_: Tensor) -> list[Tensor]:
+        decisions, quiet = Decisions([]), (pyro.validation_enabled(False), dist.validation_enabled(False))
+        with torch.enable_grad(), quiet[0], quiet[1], poutine.block(), deciding(decisions), flags_kept() as flags:
+            with recording(guide.like) as record:
+                loss = loss_of()
+            record.retain()
+            grads = torch.autograd.grad(loss, [*record.tensors, *params], allow_unused=True)
+            for value, grad in zip(record.tensors, grads):
+                value.grad = grad
+            for row, sign in record.signs.items():
+                row.is_signed = decided(sign, serves_both=True)
+            record.step(guide.row_share)
+        pairs = [(p, grad) for p, grad in zip(params, grads[len(record.tensors) :]) if grad is not None]
+        moved = [(slot, new) for slot, old in zip(found.slots, before) if (new := slot.recorded) is not old]
+        found.leaves, found.moving = [p for p, _ in pairs], [slot for slot, _ in moved]
+        broken = [~torch.stack([loss.detach(), *(grad.sum() for _, grad in pairs)]).sum().isfinite()]
+        flags = [flag.reshape(-1).to(loss.device) != 0 for flag in (*flags, *decisions.flags, *broken, zero)]  # type: ignore
+        read = torch.stack([loss.detach(), torch.cat(flags).any().to(loss)])
+        return [read, *(grad for _, grad in pairs), *(new for _, new in moved)]
+
+    for module, tape in tapes.items():
+        module.tape = tape
+    try:
+        inputs = found.inputs(tensors)
+        graph = make_fx(step)(*inputs)
+    finally:
+        for module in tapes:
+            (module.steps, module.last_rate), module.tape = counts[module], None
+        for slot, value in zip(found.slots, before):
+            slot.owner.__dict__[slot.kind][slot.name] = value
+        found.looks, guide.core.looks = guide.core.looks - looks, looks
+    found.share = guide.row_share
+    graph = simplified(graph, inputs)
+    run = compiled(graph, inputs) if compile else graph.forward
+    found.update = update_of(optim, found.leaves, zero)
+
+    def taking(*inputs: Tensor) -> list[Tensor]:
+        read, *more = run(*inputs)
+        found.update(more[: len(found.leaves)], read[1])
+        return [read, *more]
+
+    found.update.begin(False)
+    found.graph = captured(taking, inputs) if is_capturable(graph, inputs) else taking
+    return found
+
+
+def _stand_in(site: Any, leaf: Tensor) -> Any:
+    """A parameter's site, with what optimisers ask of it alone."""
+    value: Any = site["value"].detach()
+    value.unconstrained = weakref.ref(leaf)
+    return {**site, "value": value}

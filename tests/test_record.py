@@ -1,0 +1,305 @@
+"""Steps that are recorded as graphs: replays are plain steps to the last bit, guards see what is none."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, JitTraceQuadrature_ELBO, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp.families import SGPR, SVGP
+
+from .models import FAMILIES, data, heteroscedastic, observed, poisson, refused, regression
+
+
+def stepper(elbo, model, family, lr=0.02, **options):
+    """SVI of a fresh guide, from one seed."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    return SVI(model, AutoSparseGP(model, family, **options), pyro.optim.Adam({"lr": lr}), elbo)
+
+
+def both(model, family, calls, **options):
+    """Losses of plain and of recorded steps, and the recordings. ``calls``: each step's arguments."""
+    elbos, losses, guides = (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10)), [], []
+    for elbo in elbos:
+        svi = stepper(elbo, model, family, **options)
+        losses.append([svi.step(*args, **kwargs) for args, kwargs in calls])
+        guides.append(svi.guide)
+    assert_same_state(*guides)
+    return *losses, elbos[1]._recordings[guides[1]]
+
+
+def assert_same_state(one, other):
+    mine, its = one.state_dict(), other.state_dict()
+    for name, value in mine.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, its[name]), name
+
+
+def replayed(recordings):
+    """How many steps were replays, neither compared with plain steps nor left to them."""
+    return sum(one.replays for one in recordings.found.values())
+
+
+def assert_recorded(model, family, calls, least=3, **options):
+    plain, jit, recordings = both(model, family, calls, **options)
+    assert not recordings.why
+    assert replayed(recordings) >= least
+    assert jit == plain
+    return recordings
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_are_those_of_plain_steps(name):
+    assert_recorded(poisson, FAMILIES[name], 16 * [(data(poisson, num=60), {})], least=2)
+
+
+@pytest.mark.slow  # quick: the same with counts
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("model", [regression, heteroscedastic])
+def test_losses_of_other_likelihoods_are_those_of_plain_steps(name, model):
+    # Sites of two functions may take another number of updates at each step.
+    assert_recorded(model, FAMILIES[name], 12 * [(data(model, num=40), {})], least=0 if model is heteroscedastic else 3)
+
+
+def counts(x, y=None, size=None, change=None):
+    """Poisson counts with an offset that may change from step to step."""
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(0.4), x))
+    offset = 0.0 if change is None else change(f)
+    return observed(dist.Poisson((f + 1 + offset).exp()), y, x, size)
+
+
+def changing(change):
+    return lambda x, y=None, size=None: counts(x, y, size, change)
+
+
+def rows(num, seed=1):
+    return data(poisson, num=num, seed=seed)
+
+
+def test_another_batch_size_is_another_recording():
+    calls = [((*rows(20 + 4 * (i % 2)),), {"size": 80}) for i in range(20)]
+    recordings = assert_recorded(counts, SVGP(6), calls, least=6)
+    assert len(recordings.found) == 2
+
+
+def test_there_are_eight_recordings_at_most():
+    calls = [((*rows(20 + i // 4),), {"size": 80}) for i in range(40)]
+    plain, jit, recordings = both(counts, SVGP(6), calls)
+    assert jit == plain
+    assert len(recordings.found) == 8
+
+
+def test_batches_of_other_rows_are_replayed():
+    calls = [((*rows(24, seed),), {"size": 80}) for seed in range(16)]
+    assert_recorded(counts, SVGP(6), calls, least=6)
+
+
+def test_rows_that_a_plate_draws_are_drawn_anew():
+    def model(x, y=None):
+        plate = pyro.plate("data", len(x), subsample_size=20)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x[plate.indices]))
+        with plate:
+            return pyro.sample("y", dist.Poisson(f.exp()), obs=None if y is None else y[plate.indices])
+
+    assert_recorded(model, SVGP(6), 16 * [(rows(60), {})])
+
+
+def test_arguments_that_are_no_tensors_are_guarded():
+    calls = [(rows(24), {"size": 80 if i < 8 else 160}) for i in range(16)]
+    recordings = assert_recorded(counts, SVGP(6), calls)
+    assert len(recordings.found) == 2
+
+
+def test_data_are_read_where_they_lie():
+    x, y = rows(24)
+    losses = []
+    for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10)):
+        svi, here = stepper(elbo, counts, SVGP(6)), y.clone()
+        losses.append([svi.step(x, here.copy_(y + i % 3)) for i in range(12)])
+    assert losses[0] == losses[1]
+    assert len({round(loss) for loss in losses[0]}) > 3
+
+
+def test_a_mode_is_a_recording_of_its_own():
+    class Model(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.drop = torch.nn.Dropout(0.5)
+
+        def forward(self, x, y=None):
+            return counts(x, y, change=lambda f: self.drop(torch.ones(len(f)).to(f)))
+
+    losses = []
+    for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10)):
+        model = Model()
+        svi = stepper(elbo, model, SVGP(6))
+        losses.append([svi.step(*rows(24)) for _ in range(8)])
+        model.drop.eval()
+        losses[-1] += [svi.step(*rows(24)) for _ in range(8)]
+    assert losses[0] == losses[1]
+    assert len(elbo._recordings[svi.guide].found) == 2
+
+
+def test_another_state_is_loaded_between_replays():
+    losses = []
+    for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10)):
+        svi = stepper(elbo, counts, SVGP(6))
+        losses.append([svi.step(*rows(24)) for _ in range(4)])
+        state = svi.guide.state_dict()
+        state = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
+        losses[-1] += [svi.step(*rows(24)) for _ in range(8)]
+        svi.guide.load_state_dict(state)
+        losses[-1] += [svi.step(*rows(24)) for _ in range(8)]
+    assert losses[0] == losses[1]
+
+
+def test_steps_under_a_handler_are_plain():
+    losses = []
+    for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10)):
+        svi = stepper(elbo, counts, SVGP(6))
+        losses.append([svi.step(*rows(24)) for _ in range(6)])
+        with pyro.poutine.scale(scale=0.5):
+            losses[-1] += [svi.step(*rows(24)) for _ in range(4)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*needed a relative jitter")
+def test_a_factor_that_fails_takes_the_plain_step():
+    x, y = rows(24)
+    near = x[:1] + 1e-9 * torch.randn(24, 2, dtype=x.dtype)  # of 12 such rows the Gram matrix needs more jitter
+
+    def model(x, y=None):
+        return observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x, jitter=1e-12)), 0.5), y)
+
+    calls = [((x if i < 6 or i > 8 else near, y), {}) for i in range(14)]
+    for family in (SVGP(6),):
+        assert_recorded(model, family, calls)
+
+
+def test_a_loss_that_is_not_finite_is_the_plain_error():
+    x, y = rows(24)
+    bad = y.clone()
+    bad[3] = torch.nan
+    losses = []
+    for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10)):
+        svi = stepper(elbo, counts, SVGP(6))
+        losses.append([svi.step(x, y) for _ in range(6)])
+        with pytest.raises(ValueError, match=r"the bound is NaN.*'y'"):
+            svi.step(x, bad)
+        losses[-1] += [svi.step(x, y) for _ in range(6)]
+    assert losses[0] == losses[1]
+    assert replayed(elbo._recordings[svi.guide]) > 3
+
+
+def test_a_program_that_changes_ends_the_recording():
+    batch = rows(24)
+
+    def steps(elbo):
+        now = 0
+        svi, losses = stepper(elbo, changing(lambda f: 0.3 * (now > 10)), SVGP(6)), []
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for now in range(24):  # noqa: B007
+                losses.append(svi.step(*batch))
+        return svi.guide, losses, [str(one.message) for one in told if "JitTrace" in str(one.message)]
+
+    _, plain, none = steps(TraceQuadrature_ELBO(10))
+    guide, losses, told = steps(elbo := JitTraceQuadrature_ELBO(10))
+    assert not none
+    assert len(told) == 1
+    assert "Python has changed" in told[0]
+    assert losses[:11] == plain[:11]
+    assert losses[11:] != plain[11:]  # up to the next comparison
+    assert not elbo._recordings[guide].found
+
+
+def test_a_program_that_reads_a_number_is_told_where():
+    def change(f):
+        return 0.1 if f.max() > 100 else 0.0  # here
+
+    with pytest.warns(UserWarning, match=r"test_record.py:\d+: return 0.1 if f.max\(\) > 100"):
+        plain, jit, recordings = both(changing(change), SVGP(6), 8 * [(rows(24), {})])
+    assert jit == plain
+    assert recordings.why
+
+
+def test_particles_are_recorded():
+    losses = []
+    for kind in (TraceQuadrature_ELBO, JitTraceQuadrature_ELBO):
+        svi = stepper(elbo := kind(10, num_particles=2), regression, FAMILIES["MeanFieldAdditive"])
+        losses.append([svi.step(*data(num=30)) for _ in range(14)])
+    assert losses[0] == losses[1]
+    assert replayed(elbo._recordings[svi.guide]) > 3
+
+
+def test_the_optimiser_sees_the_parameters_of_the_program():
+    def change(f):
+        return pyro.param("level", torch.tensor(0.2, dtype=f.dtype))
+
+    assert_recorded(changing(change), SVGP(6), 14 * [(rows(24), {})])
+
+
+def with_intercept(x, y=None):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    level = pyro.sample("level", dist.Normal(0.0, 2.0))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(0.4), x))
+    return observed(dist.Poisson((f + level).exp()), y)
+
+
+@pytest.mark.parametrize("family", [SVGP(6), SGPR(6)])
+def test_a_joint_posterior_is_recorded(family):
+    assert_recorded(with_intercept, family, 24 * [(rows(24), {})], least=8)
+
+
+def deep(x, y=None):
+    inner = pyro.sample("h", GaussianProcess(kernels.RBF(0.5), x, mean=lambda x: x[:, 0]))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), inner[:, None]))
+    return observed(dist.Normal(f, 0.3), y)
+
+
+def test_a_deep_gp_is_recorded():
+    assert_recorded(deep, SVGP(6), 12 * [(data(num=30), {})])
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 16}])
+def test_a_fit_is_the_same(options):
+    results, states = [], []
+    for jit in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        guide = AutoSparseGP(counts, SVGP(6))
+        results.append(fit(counts, guide, rows(40), steps=24, jit=jit, progress=False, **options))
+        states.append(guide)
+    assert (results[0].losses == results[1].losses).all()
+    assert_same_state(*states)
+
+
+def test_a_resumed_fit_is_the_same(tmp_path):
+    def fitted(steps, **options):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        guide = AutoSparseGP(counts, SVGP(6))
+        return fit(counts, guide, rows(40), steps=steps, jit=True, progress=False, **options).losses
+
+    file = tmp_path / "fit.pt"
+    whole = fitted(30)
+    fitted(30, checkpoint=file, checkpoint_every=0, stopping=lambda losses: len(losses) == 17)
+    assert (fitted(30, checkpoint=file, resume=True) == whole).all()
+
+
+def test_adam_of_a_fit_is_within_the_recording():
+    guide, elbo = AutoSparseGP(counts, SVGP(6)), JitTraceQuadrature_ELBO()
+    fit(counts, guide, rows(40), steps=16, loss=elbo, progress=False)
+    (recording,) = elbo._recordings[guide].found.values()
+    assert recording.update.params
+    assert recording.replays > 3
+
+
+def test_what_jit_may_be():
+    guide = AutoSparseGP(counts, SVGP(6))
+    refused("fit's jit must be \"auto\" or True or False, got 'always'", fit, counts, guide, rows(20), jit="always")
