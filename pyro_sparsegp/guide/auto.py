@@ -16,6 +16,7 @@ from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import checks, handlers, traces
 from .absorb import absorb
+from .changes import watch
 from .check import check
 from .conditions import condition, conditions_now
 from .first_call import check_parameters, initialise
@@ -146,6 +147,8 @@ class AutoSparseGP(SiteMessenger):
             with torch.enable_grad(), traces.repeatable(self.like):
                 check_parameters(self, args, kwargs)
         core.loaded = False
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            watch(self, args, kwargs)
 
     def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).

@@ -28,6 +28,7 @@ from ..program.data import TrainingData, tensors
 from ..program.explore import explore
 from ..program.facts import COUPLED, ClosedForms, Structure, stacked_runs
 from ..program.handlers import Rerun, held_runs
+from .changes import kinds_of
 from .field import is_normal_prior
 from .known import Core, KnownGuide
 from .runs import Priors, Run, note_rows, probed
@@ -51,7 +52,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
                 run = _Setup(guide, at_medians=True, from_draws=flat.args).perform(args, kwargs)
         checks.require_sizes(run.sites)
         _require_sites(run)
-        guide.core = Core(_describe(run))
+        guide.core = Core(_describe(run), kinds=kinds_of(run))
         if guide.corrected_modules() and checks.holds_part(run.trace):
             # Plates with a subsample_size leave rows out, on which kernels' diagonals depend.
             with torch.enable_grad(), poutine.block(), traces.whole_plates():

@@ -37,6 +37,9 @@ class Core:
     registered: list[Tensor] = field(default_factory=list)  # the model's parameters
     loaded: bool = False  # whether it is from a state, and was not called since
     looks: int = 0  # how often sites were read in training
+    steps: int = 0  # of training
+    met: set[Any] = field(default_factory=set)  # the arguments that are no tensors, of steps
+    kinds: dict[str, str] = field(default_factory=dict)  # of the distributions of data, by site
     points: Optional[Points] = None  # in the place of q(θ), until training goes on
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
 

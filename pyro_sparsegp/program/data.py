@@ -122,6 +122,12 @@ class TrainingData:
         return [path for path, (leaf, seen) in self.leaves.items() if _version(leaf) != seen]
 
 
+def switches_of(model: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[tuple, Any], ...]:
+    """A call's switches by their places: arguments that are truth values, whole numbers, strings or ``None``."""
+    leaves = walk(signature_of(model).bind(*args, **kwargs).arguments)
+    return tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, (bool, int, str, type(None))))
+
+
 def signature_of(model: Callable) -> inspect.Signature:
     """The arguments that a model takes."""
     return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)

@@ -1,0 +1,91 @@
+"""A program that changes after its guide's first call is told of by name, at the step at which it is seen."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
+
+N = 20
+
+
+def data():
+    x = torch.linspace(0, 1, N)[:, None]
+    return x, torch.sin(6 * x[:, 0])
+
+
+def program(density, beside=False):
+    def model(x, y=None, flag=True, treat=None):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0)) if beside else 0.0
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.3), x))
+        g = pyro.sample("g", GaussianProcess(kernels.Matern32(0.5), x))
+        pyro.sample("z", dist.Normal(g[:3], 1.0).to_event(1), obs=torch.zeros(3))
+        with pyro.plate("d", len(x)):
+            return pyro.sample("y", density(f + b, g, flag, treat), obs=y)
+
+    return model
+
+
+def summed(f, g, flag, treat):
+    return dist.Normal(f + g if flag else f, 0.1)
+
+
+def treated(f, g, flag, treat):
+    return dist.Normal(torch.where(treat > 0, f + g, f), 0.1)
+
+
+def smoothed(f, g, flag, treat):
+    return dist.Normal(torch.ones(N, N) @ f / N if flag else f, 0.1)
+
+
+def counts(f, g, flag, treat):
+    return dist.Poisson(f.exp()) if flag else dist.Normal(f, 0.1)
+
+
+def svi_of(model, family):
+    return SVI(model, AutoSparseGP(model, family), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+
+
+@pytest.mark.parametrize("family", [families.SVGP(8), families.Exact()], ids=repr)
+@pytest.mark.parametrize(
+    ("density", "why"),
+    [(summed, "GP sites 'f' and 'g' meet"), (smoothed, "values at several inputs of GP site 'f'")],
+    ids=["summed", "smoothed"],
+)
+def test_a_switch_that_shows_more_is_refused(density, why, family):
+    svi = svi_of(program(density), family)
+    svi.step(*data(), False)
+    with pytest.raises(ValueError, match=f"{why}.*call it first with arguments .*flag=True"):
+        svi.step(*data(), True)
+
+
+def test_rows_that_show_more_are_seen_within_a_few_steps():
+    svi, nobody = svi_of(program(treated), families.SVGP(8)), torch.zeros(N)
+    svi.step(*data(), treat=nobody)
+
+    def train():
+        for _ in range(4):
+            svi.step(*data(), treat=nobody + 1)
+
+    with pytest.raises(ValueError, match="GP sites 'f' and 'g' meet"):
+        train()
+
+
+def test_a_batch_that_shows_less_goes_on():
+    svi, everybody = svi_of(program(treated), families.SVGP(8)), torch.ones(N)
+    svi.step(*data(), treat=everybody)
+    for _ in range(4):
+        svi.step(*data(), treat=0 * everybody)
+    svi = svi_of(program(summed), families.SVGP(8))
+    svi.step(*data(), True)
+    svi.step(*data(), False)
+
+
+def test_another_likelihood_is_refused_where_latents_are_joint():
+    x, y = data()
+    svi = svi_of(program(counts, beside=True), families.SVGP(8))
+    svi.step(x, y.round().abs(), True)
+    with pytest.raises(ValueError, match="site 'y' has a Normal, and had a Poisson"):
+        svi.step(x, y, False)
