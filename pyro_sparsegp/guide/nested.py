@@ -220,8 +220,8 @@ class Nested:
     def follow(
         self, best: Optimum, theta: Tensor, found: Predictors, turn: Tensor
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """By θ, ``(D, num)``, how ∇(ℓ − ½|x|²) moves at x̂, where q(x | θ) moves by ``turn`` alone; and by hyperparameter
-        the moves m of x, ``(V, num)``, that do the same as its value does, and as θ: (P − I)m is minus that.
+        """By θ, ``(D, num)``, how ∇(ℓ − ½|x|²) moves at x̂ beside what ``turn`` does; and by hyperparameter the moves m of
+        x, ``(V, num)``, that do the same as its value does, and as θ: (P − I)m is minus that.
 
         :param found: the linear predictors at ``theta``, with their graph, as the turn T of coefficients is.
         """

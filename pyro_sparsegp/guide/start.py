@@ -338,8 +338,8 @@ class _Mode:
         return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
 
     def _intercepts(self) -> dict[str, Tensor]:
-        """By hyperparameters that q(x | θ) is to follow beside what its sites are about, such as an intercept, the moves
-        of x, ``(num, V)``, that do to ∇ℓ what their values do, or θ.
+        """By hyperparameters that q(x | θ) is to follow beside what its sites are about, such as an intercept, the
+        moves of x, ``(num, V)``, that do to ∇ℓ what their values do, or θ.
         """
         nested, best, facts, moves = self.nested, self.best, self.facts, dict[str, Tensor]()
         if not facts.coupled:
