@@ -1,12 +1,16 @@
 """Steps that are recorded as graphs: replays are plain steps to the last bit, guards see what is none."""
 
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, JitTraceQuadrature_ELBO, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SGPR, SVGP
@@ -303,3 +307,107 @@ def test_adam_of_a_fit_is_within_the_recording():
 def test_what_jit_may_be():
     guide = AutoSparseGP(counts, SVGP(6))
     refused("fit's jit must be \"auto\" or True or False, got 'always'", fit, counts, guide, rows(20), jit="always")
+
+
+def mixture(x, y=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+    with pyro.plate("data", len(x)):
+        outlier = pyro.sample("outlier", dist.Bernoulli(0.1), infer={"enumerate": "parallel"})
+        return pyro.sample("y", dist.Normal(f, 0.3 + 2 * outlier), obs=y)
+
+
+def in_groups(x, y=None):
+    with pyro.plate("groups", 5):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+    return observed(dist.Poisson((f + a[torch.arange(len(x)) % 5]).exp()), y)
+
+
+@pytest.mark.parametrize("model", [mixture, in_groups])
+def test_other_latents_are_recorded(model):
+    assert_recorded(model, SVGP(6), 14 * [(rows(30), {})])
+
+
+def test_a_program_that_writes_in_place_is_told_of():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4)).double()
+
+    def model(x, y=None):
+        pyro.module("net", net)
+        return observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(1.0), net(x))), 0.3), y)
+
+    svi = stepper(elbo := JitTraceQuadrature_ELBO(10), model, SVGP(6))
+    with pytest.warns(UserWarning, match="writes to a tensor in place, as BatchNorm does"):
+        _ = [svi.step(*rows(30)) for _ in range(6)]
+    assert not elbo._recordings[svi.guide].found
+
+
+class PretendedGraph(TorchDispatchMode):
+    """In the place of a CUDA graph: operations, which a replay carries out anew, in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Aliases keep shapes, which squeeze_ changes.
+        def kept(tree):
+            return tree_map_only(torch.Tensor, torch.ops.aten.alias.default, tree)
+
+        before, out = kept((args, kwargs or {})), func(*args, **(kwargs or {}))
+        self.calls.append((func, *before, kept(out)))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            if not func.is_view and torch.Tag.inplace_view not in func.tags:  # which have no kernel
+                found = func(*args, **kwargs)  # None of Adam's kernel
+                for old, new in zip(tree_leaves(out), tree_leaves(found)) if out is not None else ():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """torch.cuda's graphs, pretended."""
+    made, stream = [], lambda *_: SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(PretendedGraph()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr("pyro_sparsegp.inference.record.is_capturable", lambda graph, inputs: True)
+    return made
+
+
+@pytest.mark.parametrize("name", ["SVGP", "CoupledPrecision", "SGPR"])
+def test_one_graph_of_a_gpu_is_the_step(name, cuda):
+    assert_recorded(poisson, FAMILIES[name], 18 * [(data(poisson, num=60), {})])
+    assert len(cuda) == 1
+    assert not any("_local_scalar_dense" in str(func) for func, *_ in cuda[0].calls)  # for which a device waits
+
+
+def test_one_graph_of_a_gpu_is_the_step_of_batches_and_adam(cuda):
+    losses = []
+    for jit in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        guide = AutoSparseGP(counts, SVGP(6))
+        losses.append(fit(counts, guide, rows(40), steps=16, batch_size=16, jit=jit, progress=False).losses)
+    assert (losses[0] == losses[1]).all()
+    assert len(cuda) == 1
+
+
+def test_arguments_of_a_captured_step_are_not_written_to(cuda):
+    batches = [rows(24, seed) for seed in range(12)]
+    kept = [[value.clone() for value in batch] for batch in batches]
+    assert_recorded(counts, SVGP(6), [(batch, {"size": 80}) for batch in batches])
+    assert all(torch.equal(a, b) for batch, before in zip(batches, kept) for a, b in zip(batch, before))
+
+
+@pytest.mark.slow  # inductor takes half a minute
+def test_a_compiled_step_is_that_of_plain_steps_up_to_rounding():
+    losses = []
+    for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10, compile=True)):
+        svi = stepper(elbo, counts, SVGP(6))
+        losses.append(torch.tensor([svi.step(*rows(24)) for _ in range(24)]))
+    assert replayed(elbo._recordings[svi.guide]) > 8
+    torch.testing.assert_close(*losses, rtol=1e-8, atol=0)

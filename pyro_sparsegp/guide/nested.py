@@ -218,22 +218,20 @@ class Nested:
         return self.none
 
     def follow(
-        self, best: Optimum, theta: Tensor, found: Predictors, turn: Tensor
+        self, best: Optimum, theta: Tensor, found: Predictors
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """By θ, ``(D, num)``, how ∇(ℓ − ½|x|²) moves at x̂ beside what ``turn`` does; and by hyperparameter the moves m of
-        x, ``(V, num)``, that do the same as its value does, and as θ: (P − I)m is minus that.
+        """By θ, ``(D, num)``, ∂(Jᵀ∇ℓ) where J and x stay; and by hyperparameter the moves m of x, ``(V, num)``, that do
+        the same as its value does, and as θ: (P − I)m = −∂(Jᵀ∇ℓ).
 
-        :param found: the linear predictors at ``theta``, with their graph, as the turn T of coefficients is.
+        :param found: the linear predictors at ``theta``, with their graph.
         """
-        precision = best.root @ best.root.mT
-        gram = precision - torch.eye(len(best.x)).to(best.x)
-        _, slope, _ = self._local(found, best.x, best.root)
-        # ∂x̂ = P⁻¹ ∂∇ℓ, and of sites that turn with T, whose sums are TᵀGT and Tᵀr, ∂m = P⁻¹(∂Tᵀx̂ − G ∂T x̂).
-        pull = found.back(slope) - (turn.mT @ best.x - gram @ (turn @ best.x))
-        pull = jacobian(pull + 0 * theta.sum(), theta).detach()
+        still = found.detached()
+        still.eta = found.eta
+        _, slope, _ = self._local(still, best.x, best.root)
+        pull = jacobian(still.back(slope) + 0 * theta.sum(), theta).detach()
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
-        values, axes = torch.linalg.eigh(gram)
-        moves, slopes = -(pull @ axes / values.clamp(min=_LEAST * values.abs().mean())) @ axes.mT, {}
+        gram, axes = torch.linalg.eigh(best.root @ best.root.mT - torch.eye(len(best.x)).to(best.x))
+        moves, slopes = -(pull @ axes / gram.clamp(min=_LEAST * gram.abs().mean())) @ axes.mT, {}
         for name, rows in self.hyper.rows.items():
             by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
             # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -197,7 +198,11 @@ def record(
             slot.owner.__dict__[slot.kind][slot.name] = value
         found.looks, guide.core.looks = guide.core.looks - looks, looks
     found.share = guide.row_share
+    read = [*inputs, *(getattr(graph, n.target) for n in graph.graph.nodes if n.op == "get_attr")]
+    versions = [value._version for value in read]
     graph = simplified(graph, inputs)
+    if versions != [value._version for value in read]:
+        raise ValueError("the program writes to a tensor in place, as BatchNorm does")
     run = compiled(graph, inputs) if compile else graph.forward
     found.update = update_of(optim, found.leaves, zero)
 
@@ -207,7 +212,9 @@ def record(
         return [read, *more]
 
     found.update.begin(False)
-    found.graph = captured(taking, inputs) if is_capturable(graph, inputs) else taking
+    found.graph = taking
+    with suppress(RuntimeError):  # of an operation that no CUDA graph takes: replays go one by one
+        found.graph = captured(taking, inputs) if is_capturable(graph, inputs) else taking
     return found
 
 

@@ -51,3 +51,14 @@ def decided(condition: Union[bool, Tensor], serves_both: bool = False) -> bool:
     if not (found.way[-1] and serves_both):
         found.flags.append(~condition if found.way[-1] else condition)
     return found.way[-1]
+
+
+def passed_on(value: Tensor, made: Tensor) -> Tensor:
+    """A tensor of a subclass, which a recording takes for the one that it was made of."""
+    if is_recorded():
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        tracker: Any = get_proxy_mode().tracer.tensor_tracker  # type: ignore[union-attr]
+        if value in tracker:
+            tracker[made] = tracker[value]
+    return made

@@ -1,5 +1,6 @@
 """Graphs of tensor operations, as torch.fx records them: simplified, compiled, or captured as one launch of a GPU."""
 
+import warnings
 from collections.abc import Callable
 from itertools import compress
 from typing import Any
@@ -72,7 +73,9 @@ def compiled(graph: Any, inputs: list[Tensor]) -> Graph:
     """A graph that PyTorch's inductor has compiled; it draws from the same generators."""
     import torch._inductor  # which takes long
 
-    return torch._inductor.compile(graph, [value.detach() for value in inputs], {"fallback_random": True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about its own code
+        return torch._inductor.compile(graph, [value.detach() for value in inputs], {"fallback_random": True})
 
 
 def is_capturable(graph: Any, inputs: list[Tensor]) -> bool:

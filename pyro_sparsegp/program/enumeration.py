@@ -28,6 +28,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from ..numerics.decisions import passed_on
 from .traces import as_process, bare, filled, rewrapped, unmasked_rows
 
 PLATES = 4  # dimensions from the right that are left to plates
@@ -306,7 +307,7 @@ class Values(Tensor):
 
 
 def _noting(values: Tensor, picked: tuple[str, int, list[Tensor]]) -> Values:
-    found = values.as_subclass(Values)
+    found = passed_on(values, values.as_subclass(Values))
     found.picked = picked
     return found
 
