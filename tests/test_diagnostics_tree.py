@@ -203,6 +203,18 @@ class Given(TorchFunctionMode):
         return args[0] + args[1] * noise if func is torch.normal else noise
 
 
+def test_binomial_draws_in_blocks_need_no_warning():
+    """Torch's own, of an output that it resized; the draws are binomial given f."""
+    x, y = data(num=40)
+    model = one_function(KERNEL, lambda f: dist.Binomial(5, logits=f))
+    guide = trained(model, SVGP(8), x, (y > 0.5) * 5.0, steps=5)
+    drawn = predict(model, guide, x[:3], num_samples=2000)
+    p = drawn["f"].sigmoid()
+    error = (drawn["y"] - 5 * p) / (5 * p * (1 - p)).sqrt()
+    assert (error.mean(0).abs() < 5 / 2000**0.5).all()
+    assert ((error.square().mean(0) - 1).abs() < 5 * (3 / 2000) ** 0.5).all()
+
+
 @pytest.mark.parametrize("family", [SVGP(8), SGPR(8)])
 def test_draws_in_blocks_are_those_of_a_loop(family, monkeypatch):
     """A program that vmap refuses is run once a draw: the same in distribution, and in value under the same noise."""

@@ -5,6 +5,7 @@ import math
 import re
 from contextlib import nullcontext
 from functools import partial
+from typing import ClassVar
 
 import pyro
 import pyro.distributions as dist
@@ -14,7 +15,7 @@ from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.infer.reparam import LocScaleReparam
-from torch.distributions import ExpTransform
+from torch.distributions import ExpTransform, constraints
 
 from pyro_sparsegp import (
     AutoSparseGP,
@@ -33,6 +34,8 @@ from pyro_sparsegp.guide.check import Compared, moments_of
 from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters, init_to_centre
 from pyro_sparsegp.guide.nested import Nested
+from pyro_sparsegp.guide.predictors import Predictors
+from pyro_sparsegp.program.traces import expectation
 
 from .models import conditional, observed, prepared, refused, restored
 
@@ -774,6 +777,72 @@ def test_non_centred_latents_have_the_posterior_of_centred_ones(name):
         assert _step(reparametrised, family, (True, y), 20)[1] == pytest.approx(found[0][1], rel=1e-5)
     assert found[0][0].facts.factors == {}
     assert found[1][0].facts.factors[name]["t"] == pytest.approx([1.0])
+
+
+class _Quantile(dist.TorchDistribution):
+    """An asymmetric Laplace density that a user wrote: of slopes 0.3/s on its left and 2.7/s on its right."""
+
+    arg_constraints: ClassVar = {"f": constraints.real, "s": constraints.positive}
+    support, normal_parameter = constraints.real, "f"
+
+    def __init__(self, f, s, validate_args=None):
+        self.f, self.s = torch.broadcast_tensors(f, torch.as_tensor(s))
+        super().__init__(self.f.shape, validate_args=validate_args)
+
+    def expand(self, shape, _instance=None):
+        return _Quantile(self.f.expand(shape), self.s.expand(shape), validate_args=False)
+
+    def log_prob(self, value):
+        return dist.AsymmetricLaplace(self.f, self.s, 3.0 * torch.ones_like(self.s)).log_prob(value)
+
+    def expected_log_prob(self, value, variance):
+        known = dist.AsymmetricLaplace(self.f, self.s, 3.0 * torch.ones_like(self.s))
+        return expectation(known, value, variance)
+
+
+def _spread(x):
+    return pyro.sample("g", GaussianProcess(kernels.RBF(0.8), x)).exp()
+
+
+@pytest.mark.parametrize("family", [families.SVGP(6, trainable=False), families.Exact()])
+@pytest.mark.parametrize("kind", [_Quantile, dist.Laplace])
+@pytest.mark.parametrize("spreads", [False, True], ids=["alone", "beside a scale"])
+def test_a_closed_expectation_serves_in_a_field(kind, spreads, family, monkeypatch):
+    """In the distribution's own parameter, at nodes of another beside it: kinks, too, have no error of nodes."""
+    x, _, y = _data()
+    seen = []
+
+    def model(x, y=None):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        observed(kind(mu + f, _spread(x) if spreads else 0.3), y)
+
+    expected = Predictors.expected
+
+    def kept(self, eta, covariance, num_nodes):
+        seen.append((eta, covariance, expected(self, eta, covariance, num_nodes)))
+        return seen[-1][-1]
+
+    guide, _ = _step(model, family, (x, y))
+    monkeypatch.setattr(Predictors, "expected", kept)
+    for num_nodes in (20, 40):
+        TraceQuadrature_ELBO(num_nodes).loss(model, guide, x, y)
+        eta, covariance, value = seen[-1]
+        # a dense sum over standardised predictors, the scale's first
+        (own, *others), at = sorted(eta, key=lambda place: place[1] in ("s", "scale")), torch.linspace(-8, 8, 4001)
+        mean, variance, scale = eta[own], covariance[own, own], torch.tensor(0.3)
+        share = torch.softmax(-0.5 * at**2, 0)
+        total, points = 0.0, zip(at[::40], torch.softmax(-0.5 * at[::40] ** 2, 0)) if spreads else [(0.0, 1.0)]
+        for t, weight in points:
+            moved, rest = mean, variance
+            for other in others:
+                (across,) = [c for pair, c in covariance.items() if {*pair} == {own, other}]
+                sd = covariance[other, other].sqrt()
+                moved, rest = mean + across / sd * t, variance - across.square() / sd.square()
+                scale = (eta[other] + sd * t).exp()
+            each = kind(moved + rest.sqrt() * at[:, None], scale).log_prob(y)
+            total = total + weight * (share @ each).sum()
+        assert value.item() == pytest.approx(total.item(), abs=1e-3)
 
 
 def test_a_density_with_kinks_has_the_curvature_of_its_expectation():

@@ -246,19 +246,25 @@ class Predictors:
         """
 
         def of_site(name: str) -> Tensor:
-            (first, *others), site = [(name, key) for key in self.links[name]], self.sites[name]
-            variance = covariance[first, first]
-            # A closed form is of the distribution's own parameter, as a Normal's loc is.
-            if self.links[name] == {"loc": "identity"} and traces.is_declared(site["fn"]):
-                fn = self.distribution(name, eta)
-                return traces.expectation(fn, site["value"], variance.reshape(fn.batch_shape))
-            nodes, weights = normal_nodes(1 + len(others), eta[first], num_nodes)
-            at = {first: eta[first] + variance.sqrt() * nodes[:, :1]}
-            # Of two the second is normal given the first: its mean moves by C₁₂/C₁₁ of the first's.
-            for place in others:
-                across, own = covariance[first, place] / variance.sqrt(), covariance[place, place]
-                rest = above_rounding(own - across.square(), own).sqrt()
-                at[place] = eta[place] + (across * nodes[:, :1] + rest * nodes[:, 1:])
-            return torch.tensordot(weights, self.log_prob(name, at), 1)
+            site, links = self.sites[name], self.links[name]
+            # A closed form is of the distribution's own parameter, as a Normal's loc is; another is at nodes beside it.
+            own = name, traces.normal_parameter(site["fn"])
+            is_closed = traces.is_declared(site["fn"]) and links.get(own[1]) == "identity"
+            places = sorted([(name, key) for key in links], key=lambda place: is_closed and place == own)
+            nodes, weights = normal_nodes(len(places) - is_closed, eta[places[0]], num_nodes)
+            at: dict[Place, Tensor] = {}
+            for place in places:
+                mean, variance, axis = eta[place][None], covariance[place, place], len(at)
+                # Of two the second is normal given the first: its mean moves by C₁₂/C₁₁ of the first's.
+                for first in at:
+                    both = covariance[(first, place) if (first, place) in covariance else (place, first)]
+                    across = both / covariance[first, first].sqrt()
+                    mean, variance = mean + across * nodes[:, :1], above_rounding(variance - across.square(), variance)
+                at[place] = mean + variance.sqrt() * nodes[:, axis : axis + 1] if axis < nodes.shape[1] else mean
+            if not is_closed:
+                return torch.tensordot(weights, self.log_prob(name, at), 1)
+            fn = self.distribution(name, at)
+            variance = variance.reshape(bare(site["fn"]).batch_shape).expand(fn.batch_shape)
+            return torch.tensordot(weights, traces.expectation(fn, site["value"], variance), 1)
 
         return self.summed(of_site)

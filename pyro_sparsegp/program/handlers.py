@@ -280,7 +280,9 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
     state = _host_state()
     # An error of the program's own the loop raises again.
     with attempt() as asked, held(MAPPED, True), _Noise(), pyro.validation_enabled(False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop")  # torch's, of an operation without a rule
+        # torch's: of an operation without a rule, and of the memory that torch.binomial has for its result
+        for text in ("There is a performance drop", "An output with one or more elements was resized"):
+            warnings.filterwarnings("ignore", text)
         found, failed = torch.func.vmap(flagged, randomness="different")(block)
     if asked.error is not None:
         return None

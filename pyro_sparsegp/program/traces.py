@@ -252,8 +252,12 @@ def is_normal(fn: Any) -> bool:
 
 def parameter_of(fn: Any) -> Tensor:
     """θ, the parameter over which a declared distribution knows its expectation."""
-    fn = bare(fn)
-    return getattr(fn, getattr(fn, "normal_parameter", "loc"))
+    return getattr(bare(fn), normal_parameter(fn))
+
+
+def normal_parameter(fn: Any) -> str:
+    """Its name."""
+    return getattr(bare(fn), "normal_parameter", "loc")
 
 
 def others_of(fn: Any) -> list[Tensor]:
@@ -261,7 +265,7 @@ def others_of(fn: Any) -> list[Tensor]:
     fn = bare(fn)
     # A covariance matrix is looked at as it was given: its inverse is not asked for.
     made_of = vars(fn) if type(fn) in _MULTIVARIATE else parameters(fn)
-    own = getattr(fn, "normal_parameter", "loc")
+    own = normal_parameter(fn)
     return [part for name, part in made_of.items() if name != own and isinstance(part, Tensor)]
 
 
