@@ -1,6 +1,7 @@
 """float32 beside float64: the jitter and distances of kernel matrices, and guides that change their dtype."""
 
 import copy
+import re
 import warnings
 
 import pyro
@@ -292,3 +293,23 @@ def test_exact_draws_at_its_own_rows(dtype):
     for each in draws:
         error = ((each.mT.cov() - exact) / (sd * sd[:, None])).abs().max()
         assert error < 5 * (2 / 1000) ** 0.5  # standard errors of a variance
+
+
+@pytest.mark.parametrize("start", [torch.float32, torch.float64])
+def test_a_check_in_another_dtype_than_that_of_numbers(start):
+    """Priors of Python numbers have the default dtype, float64."""
+    x = torch.linspace(0, 1, 30, dtype=start)[:, None]
+    group, y = torch.arange(30) % 3, (6 * x[:, 0]).sin() + 0.2 * torch.randn(30, dtype=start)
+
+    def model(x, y=None):
+        scale, root = pyro.sample("scale", dist.LogNormal(0.0, 0.5)), pyro.sample("root", dist.LKJCholesky(2, 1.0))
+        with pyro.plate("groups", 3):
+            level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0)) + 0.1 * root[1, 0]
+        f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(0.3), x))
+        observed(dist.Normal(f + level[group] + slope, 0.2 * torch.ones(30)), y)
+
+    guide = prepared(model, SVGP(10), x, y)
+    assert "level" in guide.facts.field
+    guide.float()
+    assert not re.search("checked|nan|inf", "".join(guide.check()))

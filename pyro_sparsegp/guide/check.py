@@ -178,7 +178,8 @@ class Compared:
         lines = []
         for name in seen[0]:
             mean, sd, own, its = moments_of([values[name] for values in seen], *weights)
-            moves = (sd > 0) | (its > 0)  # as the first entry of an LKJCholesky matrix does not
+            least = 10 * torch.finfo(mean.dtype).eps * mean.abs()
+            moves = (sd > least) | (its > least)  # as the first entry of an LKJCholesky matrix does not
             away, ratio, is_off = _beside(((own - mean) / sd)[moves], (its / sd)[moves])
             if is_off:
                 advice = self._advice(name, late)

@@ -165,7 +165,7 @@ class Standardised(Messenger):
             return
         if name in self.theta:
             transform = biject_to(fn.support)
-            value = transform(self.theta[name])
+            value = transform(self.theta[name]).to(self.guide.like)
             # log p(θ) = log p(v) + log |dv/dθ|
             log_prior = transform.log_abs_det_jacobian(self.theta[name], value).sum()
             # A latent below f has a density as data have.
@@ -175,7 +175,7 @@ class Standardised(Messenger):
         elif name in self.x or name in self.residuals:
             process, _ = as_process(fn)
             if process is None:
-                self.features[name], value = [_scale_of(fn)], standardised(fn, self.x[name])
+                self.features[name], value = [_scale_of(fn)], standardised(fn, self.x[name]).to(self.guide.like)
             else:
                 value = self._of_process(name, process)
             self.values[name] = value

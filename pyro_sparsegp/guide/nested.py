@@ -121,7 +121,7 @@ class Nested:
         along = torch.cholesky_solve(by_x[:, None], root)[:, 0].detach()
         (by_theta,) = torch.autograd.grad(total + along @ (found.back(slope) - x), theta)
         left = {name: part.detach() for name, part in left.items()}
-        return Optimum(theta.detach(), total.detach(), by_theta, x.detach(), root, left)
+        return Optimum(theta.detach(), total.detach().to(x), by_theta, x.detach(), root, left)
 
     def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
         """x̂ and the root of P there."""

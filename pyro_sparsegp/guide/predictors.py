@@ -58,7 +58,7 @@ def find_links(
         """The members in which predictors are not affine, their links, and their slopes."""
         its = Predictors(here, {name: of_site}, x, layout, lambda given: run(x, given).nodes).detached()
         its.sites, its.again = start, lambda given: run(zero, given).nodes
-        its.eta = {place: _eta(start, *place, of_site[place[1]]) for place in its.eta}
+        its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
         off = [n for n, move, sites in zip(members, moves, ends) if not its.tells(name, sites, its.moved(move))]
         return off, of_site, list(its.rows.values())
 
@@ -135,7 +135,7 @@ class Predictors:
     def __init__(self, sites: Any, links: Links, x: Tensor, layout: Layout, again: Again) -> None:
         self.sites, self.links, self.x, self.again = sites, links, x, again
         places = {(name, key): link for name, of_site in links.items() for key, link in of_site.items()}
-        self.eta = {place: _eta(sites, *place, link) for place, link in places.items()}
+        self.eta = {place: _eta(sites, *place, link).to(x) for place, link in places.items()}
         self.rows: dict[Place, Tensor] = {}
         self.residuals: dict[Place, Tensor] = {}
         self.layout = layout
