@@ -45,6 +45,14 @@ def size_buffers(module: Any, state: dict[str, Any], prefix: str) -> None:
             setattr(module, name, buffer.new_zeros(state[prefix + name].shape))
 
 
+_TAKEN = {*dir(PyroModule())}
+
+
+def path_of(name: str) -> str:
+    """A site's name as attributes of modules, with ``_`` where these have one of that name, such as ``train``."""
+    return ".".join(part + "_" * bool({part, part.rstrip("_")} & _TAKEN) for part in name.split("."))
+
+
 def at_path(module: Any, path: str) -> Any:
     """What a module has under a dotted name, or ``None``."""
     try:

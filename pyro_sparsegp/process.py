@@ -212,9 +212,11 @@ class GaussianProcess(TorchDistribution):
 
 def _require_inputs(x: Any) -> None:
     what = "GaussianProcess's x must"
-    if not isinstance(x, Tensor) or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{what} be a floating point tensor (N, D), got {kind}: torch.as_tensor(x).double() is one")
+        raise ValueError(
+            f"{what} be a float32 or float64 tensor (N, D), got {kind}: torch.as_tensor(x).double() is one"
+        )
     if x.dim() < 2 or not x.shape[-1] or not x.shape[-2]:
         raise ValueError(f"{what} have shape (N, D), got {tuple(x.shape)}: at least one row; a column is x[:, None]")
 

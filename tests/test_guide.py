@@ -416,8 +416,12 @@ def numbered(y, value):
         (lambda x, y: guided(NOTHING)(), "no GP site"),
         (lambda x, y: guided(regression)(x), "observes nothing"),
         (lambda x, y: guided()(x[:, 0], y), r"x must have shape \(N, D\), got \(60,\)"),
-        (lambda x, y: guided()(x.long(), y), r"floating point tensor \(N, D\), got a tensor of torch.int64"),
-        (lambda x, y: guided()(x.numpy(), y), r"floating point tensor \(N, D\), got ndarray"),
+        (lambda x, y: guided()(x.long(), y), r"float32 or float64 tensor \(N, D\), got a tensor of torch.int64"),
+        (
+            lambda x, y: guided()(x.half(), y),
+            r"must be a float32 or float64 tensor \(N, D\), got a tensor of torch.float16",
+        ),
+        (lambda x, y: guided()(x.numpy(), y), r"float32 or float64 tensor \(N, D\), got ndarray"),
         (lambda x, y: guided()(x * torch.nan, y), "contains NaN"),
         (lambda x, y: begun(PLAIN)[2](x * torch.nan, y), "contains NaN"),
         (lambda x, y: Predictive(PLAIN, num_samples=1)(x * torch.nan), "contains NaN"),
@@ -678,3 +682,24 @@ def test_medians_and_quantiles_as_of_auto_normal(independent):
     refused("quantiles must be between 0 and 1", guide.quantiles, [50])
     guide.forget_data()
     refused(r"holds no training data: give the model's arguments, guide.median\(", guide.median)
+
+
+@pytest.mark.parametrize("name", ["forward", "train", "modules", "state_dict", "training", "_modules"])
+@pytest.mark.parametrize("independent", [False, True])
+def test_sites_may_have_names_of_what_modules_have(name, independent):
+    x, y = data(num=12)
+
+    def model(x, y=None, renamed=lambda own: own):
+        length = pyro.sample(renamed("length"), dist.LogNormal(0.0, 1.0))
+        level = pyro.sample(renamed("level"), dist.Normal(0.0, 1.0))
+        f = pyro.sample(renamed("f"), GaussianProcess(kernels.RBF(length), x))
+        observed(dist.Normal(f + level, 0.3), y)
+
+    for own in ("length", "level", "f"):
+        named = partial(model, renamed=lambda site, own=own: name if site == own else site)
+        site, family = name if own == "f" else "f", SVGP(4)
+        guide = trained(named, family, x, y, steps=2, independent=independent)
+        fresh = AutoSparseGP(named, family, independent=independent)
+        fresh.load_state_dict(guide.state_dict())
+        assert_alike(fresh.posterior(x)[site], guide.posterior(x)[site])
+        assert name in guide.median(x)

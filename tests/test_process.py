@@ -117,8 +117,8 @@ class TestGaussianProcess:
         ("x", "message"),
         [
             (torch.rand(5), r"shape \(N, D\), got \(5,\).*x\[:, None\]"),
-            (torch.ones(5, 2, dtype=torch.long), "floating point"),
-            ([[1.0]], "floating point tensor.*list"),
+            (torch.ones(5, 2, dtype=torch.long), "float32 or float64"),
+            ([[1.0]], "float64 tensor.*list"),
             (torch.full((5, 2), torch.nan), r"x, of shape \(5, 2\), contains NaN"),
             (torch.zeros(0, 2), "at least one row"),
         ],

@@ -45,20 +45,20 @@ FAMILIES = {"SVGP": lambda: families.SVGP(4), "SGPR": lambda: families.SGPR(4)}
     ("family", "sites", "likelihood"),
     [("SVGP", 1, "normal"), ("SVGP", 3, "poisson"), ("SVGP", 9, "normal"), ("SGPR", 1, "normal")],
 )
-def test_a_first_call_runs_the_model_at_most_six_times(family, sites, likelihood):
+def test_a_first_call_runs_the_model_at_most_eight_times(family, sites, likelihood):
     model = Counted(sites, likelihood)
     guide = AutoSparseGP(model, FAMILIES[family](), independent=True)  # the search for a mode apart
     guide(*data())
-    assert model.runs <= 6
+    assert model.runs <= 8  # of which two tell whether rows depend on each other
     svi_of(model, guide).step(*data())  # in which q meets the data
-    assert model.runs <= 6 + 5
+    assert model.runs <= 8 + 5
 
 
 def test_a_first_step_from_the_mode_has_met_the_data():
     model = Counted(1, "poisson")
     guide = AutoSparseGP(model, families.SVGP(4))
     guide(*data())
-    assert model.runs <= 29  # of which 10 are of starts beyond a plateau
+    assert model.runs <= 31  # of which 10 are of starts beyond a plateau
     model.runs = 0
     svi_of(model, guide).step(*data())
     assert model.runs <= 2  # that of the check, and the step's

@@ -19,7 +19,7 @@ from ..bases.inducing import InducingPoints
 from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
 from ..kernels.base import white_share
-from ..modules import at_path
+from ..modules import at_path, path_of
 from ..numerics.linalg import default_jitter
 from ..posterior.drawing import ExpectedSite, Site
 from ..process import GaussianProcess
@@ -28,6 +28,7 @@ from ..program.data import TrainingData, tensors
 from ..program.explore import explore
 from ..program.facts import COUPLED, ClosedForms, Structure, stacked_runs
 from ..program.handlers import Rerun, held_runs
+from ..program.parts import moved_by_rows
 from .changes import kinds_of
 from .field import is_normal_prior
 from .known import Core, KnownGuide
@@ -60,6 +61,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             guide.trace = run.trace
         _require_unmasked(run, held_runs(guide.model, run.trace, args, kwargs))
         closed_forms_of(guide, args, kwargs, run)
+        _warn_of_other_rows(run, args, kwargs)
         _require_densities(run)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
@@ -105,7 +107,7 @@ class _Setup(Run):
                 "into the likelihood, and effects of single rows into a plate of latents.",
                 stacklevel=4,
             )
-        deep_setattr(guide, "gps." + name, module)
+        deep_setattr(guide, "gps." + path_of(name), module)
         return module
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
@@ -155,7 +157,7 @@ def _require_sites(run: Run) -> None:
 
 def _describe(run: Run) -> Structure:
     """The sites of a first run, in which the guide made its parameters."""
-    gps = {name: at_path(run.guide.gps, name).spec() for name in run.posteriors}
+    gps = {name: at_path(run.guide.gps, path_of(name)).spec() for name in run.posteriors}
     columns = {name: process.x.shape[-1] for name, process in run.processes.items()}
     enumerated = run.enumeration.names  # type: ignore[union-attr]
     found = Structure(gps=gps, columns=columns, grouped=traces.grouped(run.trace), enumerated=enumerated)
@@ -163,7 +165,7 @@ def _describe(run: Run) -> Structure:
         plates = traces.plate_sizes(site)
         if traces.is_free(site) and name not in gps:
             latent: dict[str, Any] = {"event_dim": 0, "shape": None, "plates": plates}
-            own = at_path(run.guide, f"locs.{name}_unconstrained")
+            own = at_path(run.guide, f"locs.{path_of(name)}_unconstrained")
             if own is not None:  # else an overridden get_posterior has parameters of its own
                 event_dim = biject_to(site["infer"]["prior"].support).domain.event_dim
                 latent |= {"event_dim": event_dim, "shape": list(own.shape)}
@@ -173,6 +175,20 @@ def _describe(run: Run) -> Structure:
             found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
     found.classes = run.enumeration.groups(found.data_plates)  # type: ignore[union-attr]
     return found
+
+
+def _warn_of_other_rows(run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Tell of what the program computes over all rows that it is given, which would be others' in a prediction."""
+    guide, by_rows = run.guide, COUPLED not in run.guide.facts.dependence.values()
+    moved = moved_by_rows(guide.model, run.trace, list(run.processes), (args, kwargs), by_rows)
+    if moved:
+        warnings.warn(
+            f"{', '.join(moved)}: what the model computes of a row depends on which other rows it is given, as with "
+            "x - x.mean() or a BatchNorm that trains. At other rows, as in predictions or mini-batches, it is another. "
+            "Compute means, ranges, ranks and codes once, of the training rows, outside of the model; for BatchNorm "
+            "take LayerNorm, or network.eval().",
+            stacklevel=5,
+        )
 
 
 def _require_densities(run: Run) -> None:

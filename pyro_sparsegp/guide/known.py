@@ -15,7 +15,7 @@ from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
 from ..gaussians.sites import KeptSites
-from ..modules import at_path
+from ..modules import at_path, path_of
 from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
 from ..program.data import NoRelation, Relation, TrainingData
 from ..program.facts import COUPLED, ClosedForms, Structure
@@ -140,7 +140,7 @@ class KnownGuide(AutoNormalMessenger):
         """The variational modules of GP sites."""
         core = self.core
         if not core.modules:
-            core.modules.update((name, at_path(self.gps, name)) for name in core.facts.gps)
+            core.modules.update((name, at_path(self.gps, path_of(name))) for name in core.facts.gps)
         return core.modules
 
     def site_modules(self) -> dict[str, SiteGP]:
@@ -186,10 +186,11 @@ class KnownGuide(AutoNormalMessenger):
 
     def set_latent(self, name: str, loc: Tensor, event_dim: int, scale: Optional[Tensor] = None) -> None:
         """Make the parameters of a latent in unconstrained space: its mean and its deviation, ``init_scale``."""
-        deep_setattr(self, "locs." + name, PyroParam(loc, event_dim=event_dim))
+        path = path_of(name)
+        deep_setattr(self, "locs." + path, PyroParam(loc, event_dim=event_dim))
         if not self.is_point(name):
             scale = torch.full_like(loc, self._init_scale) if scale is None else scale
-            deep_setattr(self, "scales." + name, PyroParam(scale, constraints.positive, event_dim))
+            deep_setattr(self, "scales." + path, PyroParam(scale, constraints.positive, event_dim))
 
     @property
     def is_about_rows(self) -> bool:

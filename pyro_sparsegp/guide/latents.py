@@ -20,6 +20,7 @@ from torch.distributions import ExpTransform, biject_to, constraints, register_k
 
 from ..gaussians.drawn import Drawn, DrawnGaussian
 from ..gaussians.product import Share
+from ..modules import path_of
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.facts import Structure
 from ..program.traces import bare, repeatable
@@ -131,7 +132,7 @@ class _Part(OfPrior):
 def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:
     """Drop the parameters that latents have of their own."""
     # A site's name may have dots, which make modules of it.
-    for path in [f"{kind}.{name}" for kind in ("locs", "scales") for name in names]:
+    for path in [f"{kind}.{path_of(name)}" for kind in ("locs", "scales") for name in names]:
         parent, _, leaf = path.rpartition(".")
         with suppress(AttributeError):  # a point has no scale
             delattr(guide.get_submodule(parent), leaf)

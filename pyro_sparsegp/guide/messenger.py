@@ -16,7 +16,7 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..modules import drop_stored, take_name, unique_name
+from ..modules import drop_stored, path_of, take_name, unique_name
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess, PriorProcess
@@ -104,8 +104,8 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
 
 def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any]) -> None:
     for name, latent in facts.latents.items():
-        loc = tensors.get(f"locs.{name}_unconstrained")  # none, where its posterior is joint with others'
-        is_point = loc is not None and f"scales.{name}_unconstrained" not in tensors
+        loc = tensors.get(f"locs.{path_of(name)}_unconstrained")  # none, where its posterior is joint with others'
+        is_point = loc is not None and f"scales.{path_of(name)}_unconstrained" not in tensors
         # test_guide.py::test_states_of_other_point_estimates_are_refused
         is_other = is_point != guide.is_point(name) or (loc is None and guide.is_independent(name))
         if latent["shape"] is not None and is_other:
@@ -116,8 +116,9 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
         if loc is not None:
             guide.set_latent(name, loc.new_zeros(latent["shape"]), latent["event_dim"])
     for name, spec in facts.gps.items():
-        like = next(t for k, t in tensors.items() if k.startswith(f"gps.{name}.") and t.is_floating_point())
-        deep_setattr(guide, "gps." + name, guide.family_of(name).rebuild(spec, like, name))
+        path = f"gps.{path_of(name)}"
+        like = next(t for k, t in tensors.items() if k.startswith(f"{path}.") and t.is_floating_point())
+        deep_setattr(guide, path, guide.family_of(name).rebuild(spec, like, name))
         guide.like = like
     if facts.coupled:
         like = tensors["together.loc"]
@@ -145,12 +146,13 @@ class SiteMessenger(KnownGuide):
         """The mean and standard deviation of a latent in unconstrained space; they are made where there are none."""
         if name in self.core.facts.coupled:
             return coupled_params(self, name, prior)
+        path = path_of(name)
         try:
-            loc = attrgetter(name)(self.locs)
+            loc = attrgetter(path)(self.locs)
         except AttributeError:
             _new_latent(self, name, prior)
             return self._get_params(name, prior)
-        return loc, loc if self.is_point(name) else attrgetter(name)(self.scales)
+        return loc, loc if self.is_point(name) else attrgetter(path)(self.scales)
 
     def get_posterior(self, name: str, prior: Any) -> Any:
         """The posterior of a site, given its prior under the values drawn upstream: of GP sites a

@@ -25,6 +25,7 @@ from ..program import checks, handlers, traces
 from ..program.asking import asks_program
 from ..program.data import NoRelation, TrainingData, map_tensors
 from ..program.enumeration import Enumeration
+from ..program.facts import kept_buffers
 from ..warned import warn_once
 from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
 from .known import KnownGuide
@@ -88,7 +89,9 @@ class Run(ABC):
         if self.sums_out and (core.facts.enumerated or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
         try:
-            with handlers.Held(held.values) if held.values else nullcontext(), asks_program():
+            # Only a step of training moves what modules keep of their inputs.
+            kept = nullcontext() if self.rows.learns else kept_buffers()
+            with kept, handlers.Held(held.values) if held.values else nullcontext(), asks_program():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
             state["run"] = before

@@ -6,7 +6,6 @@ Equations are those of Hernández-Lobato and Hernández-Lobato, 2016, with w = L
 import math
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any, Optional
 
 import torch
@@ -133,7 +132,7 @@ class SiteRun:
                 "the likelihood's site alone, or the loss."
             )
         self.name, self.method, self.progress = name, method, method.progress.setdefault(name, Progress())
-        module: ExpectationGP = attrgetter(name)(guide.gps)
+        module: ExpectationGP = guide.module_of(name)
         self.module = module
         features = module.basis(process.kernel, process.jitter, name)
         # With their graphs: Φ, (..., B, M), L where the sites are about u = Lw, and μ.

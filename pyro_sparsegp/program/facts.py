@@ -87,19 +87,22 @@ def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:
 
 @contextmanager
 def kept_buffers() -> Iterator[None]:
-    """Put back what modules keep of their inputs, such as batch normalisation's means, in which NaN would stay."""
-    kept: list[tuple[Tensor, Tensor]] = []
+    """Leave as it was what modules keep of their inputs, such as batch normalisation's means."""
+    kept: list[tuple[nn.Module, str, Tensor]] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        kept.extend((buffer, buffer.clone()) for buffer in module.buffers(recurse=False))
+        # Copies take the writes: those to a tensor that a graph holds would spoil its gradient.
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            kept.append((module, name, buffer))
+            module._buffers[name] = buffer.clone()
 
     handle = nn.modules.module.register_module_forward_pre_hook(before)
     try:
         yield
     finally:
         handle.remove()
-        for buffer, value in reversed(kept):
-            buffer.copy_(value)
+        for module, name, buffer in reversed(kept):
+            module._buffers[name] = buffer
 
 
 def find_owners(

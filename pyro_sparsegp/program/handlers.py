@@ -25,6 +25,7 @@ from .asking import Unsupported, asks_program, attempt
 from .checks import require_known_indices
 from .data import map_tensors, tensors
 from .enumeration import PLATES, Enumeration, Factor, sizes
+from .facts import kept_buffers
 from .traces import (
     all_sites,
     as_process,
@@ -91,7 +92,7 @@ def trace_like(like: poutine.Trace, run: Callable[[], Any], handler: Messenger) 
     handlers around this one.
     """
     there: dict[str, Any] = dict(like.nodes)
-    with poutine.block(), poutine.trace() as tracer, asks_program(), handler:
+    with poutine.block(), poutine.trace() as tracer, asks_program(), handler, kept_buffers():
         run()
     for name, site in sample_sites(tracer.trace).items():
         # test_conditioned.py::test_handlers_around_are_seen_as_the_objective_sees_them
@@ -211,7 +212,14 @@ def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, 
     def value_of(site: Any) -> Tensor:
         return site["fn"].mean if as_process(site["fn"])[0] else site["fn"]().to(like.device)
 
-    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), InitMessenger(value_of):
+    with (
+        poutine.block(),
+        pyro.validation_enabled(False),
+        torch.no_grad(),
+        repeatable(like),
+        InitMessenger(value_of),
+        kept_buffers(),
+    ):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return any(name in rows and is_observation(site) for name, site in all_sites(trace))
 
