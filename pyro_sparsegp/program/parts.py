@@ -95,10 +95,12 @@ def _moved(site: Any) -> Tensor:
     value, support = site["value"], site["infer"].get("prior", site["fn"]).support
     if support.is_discrete:
         return value
-    transform = biject_to(support)
-    theta = transform.inv(value)
-    steps = torch.arange(theta.numel(), device=theta.device).reshape(theta.shape)
-    return transform(theta + _AWAY / (1 + steps))
+    with attempt(), asks_program():
+        transform = biject_to(support)
+        theta = transform.inv(value)
+        steps = torch.arange(theta.numel(), device=theta.device).reshape(theta.shape)
+        return transform(theta + _AWAY / (1 + steps))
+    return value
 
 
 def _compared(here: Mapping[str, Any], there: Mapping[str, Any], names: Any, chosen: Tensor, by_rows: bool) -> Iterator:
