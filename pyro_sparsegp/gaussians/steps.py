@@ -176,9 +176,9 @@ class Record:
         return torch.stack([self.zero.detach(), *found]).amax()
 
     @torch.no_grad()
-    def step(self, share: float) -> None:
-        """Have each module take its step, of an evaluation on this share of all rows."""
-        for module, passes in self._passes.items():
+    def step(self, share: float, kind: type = object) -> None:
+        """Have each module, of a kind, take its step, of an evaluation on this share of all rows."""
+        for module, passes in [pair for pair in self._passes.items() if isinstance(pair[0], kind)]:
             # A run whose divergence has no gradient is not of the loss: it was made anew, or mapped.
             module.take([one for one in passes if any(part.grad is not None for part in one.divergences)], share)
 

@@ -18,13 +18,13 @@ from pyro.infer.util import torch_item
 from torch import Tensor
 
 from ..bases.actions import ProjectedFeatures
-from ..gaussians.steps import Record, recording, steppers
+from ..gaussians.steps import Record, recording
 from ..guide import AutoSparseGP
 from ..guide.first_call import closed_forms_of, explain_nan
 from ..numerics.arguments import require_count
 from ..numerics.decisions import decided
 from ..numerics.linalg import flags_kept
-from ..numerics.processes import joined
+from ..numerics.processes import is_shared
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.asking import Unsupported, attempt
 from ..program.facts import MAX_AXES
@@ -33,13 +33,10 @@ from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
 from .expected import Grid, Ran, log_density_minus_kl, posterior_at, require_shown, sum_of_expectations, weighted_sum
 from .field import bound_of_field
+from .meeting import Evaluation, meet, meet_again
 
-_PASSES = 5  # at most, of posteriors that have met no data
-_STANDS = 1e-3  # of all that they have gained: where the last one changes less, they are there
 _LOOKS = {4**k for k in range(2, 16)}  # steps after which it is asked whether nodes are enough
 _LEAST = 0.03  # nats that are told of
-
-Evaluation = tuple[Tensor, float, Record]
 
 
 @dataclass
@@ -49,7 +46,8 @@ class _Known:
     met: bool = False  # whether its posteriors have met data
     way: Optional[int] = None  # in which its terms are found at all nodes, if that is known
     steps: int = 0  # that it has taken
-    loss: float = math.inf  # before the last one
+    loss: float = math.inf  # of the last one
+    is_whole: bool = False  # whether that was on all rows
 
 
 class TraceQuadrature_ELBO(ELBO):
@@ -96,7 +94,7 @@ class TraceQuadrature_ELBO(ELBO):
         """Minus the bound, in nats; its gradient is added to the parameters'.
 
         Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, on the
-        same arguments.
+        same arguments; and so they do on all rows where a step has lost a nat a datum.
 
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
@@ -105,7 +103,11 @@ class TraceQuadrature_ELBO(ELBO):
         evaluate = partial(self._evaluated, unwrapped, guide, args, kwargs)
         known = self._known.setdefault(unwrapped, _Known())
         meets = not known.met and torch.is_grad_enabled()
-        loss, value, record = self._meet(unwrapped, evaluate) if meets else evaluate()
+        found, known.met = meet(unwrapped, evaluate) if meets else (evaluate(), known.met)
+        was_whole, known.is_whole = known.is_whole, unwrapped.row_share > 0.999 and not is_shared()
+        if known.is_whole and was_whole:
+            found = meet_again(unwrapped, evaluate, found, known.loss)
+        loss, value, record = found
         if loss.requires_grad:
             record.retain()
             loss.backward(retain_graph=self.retain_graph)
@@ -118,8 +120,9 @@ class TraceQuadrature_ELBO(ELBO):
     def _note(self, value: float, guide: AutoSparseGP, wrapped: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note a step's loss; at some steps look whether nodes are enough."""
         closed, known = guide.core.forms, self._known[guide]
+        before, known.loss = known.loss, value
         if closed is not None and closed.rest.dependence:
-            known.steps, before, known.loss = known.steps + 1, known.loss, value
+            known.steps += 1
             if known.steps in _LOOKS:
                 self._warn_of_few_nodes(before - value, guide, wrapped, (args, kwargs))
 
@@ -146,38 +149,6 @@ class TraceQuadrature_ELBO(ELBO):
                 "expected_log_prob, or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
                 stacklevel=5,
             )
-
-    def _meet(self, guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> Evaluation:
-        """An evaluation once posteriors that have taken no step were brought to the data by natural steps; a guide of
-        which any learns by gradients is left alone.
-        """
-        # Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
-        # second moments would remember for hundreds of steps. These passes do not count as steps: where the first that
-        # does has a rate of 1, as by default, q forgets all of them but where they led. Under a Gaussian likelihood one
-        # leads to the optimum for these data, where the bound stands still, and they end. A batch of which a mask
-        # leaves all out has nothing to be met: a later one is.
-        modules, known = steppers(guide), self._known[guide]
-        natural = all(spec["family"].get("natural") for spec in guide.facts.gps.values())
-        if not natural or any(module.steps for module in modules):
-            known.met = True
-            return evaluate()
-        losses: list[float] = []
-        found: Optional[Evaluation] = None
-        for _ in range(_PASSES):
-            loss, _, record = found = evaluate()
-            losses.append(float(joined(loss.detach())[0]))  # the same in all processes
-            stands = len(losses) > 1 and abs(losses[-2] - losses[-1]) < _STANDS * abs(losses[0] - losses[-1])
-            if stands or not loss.requires_grad:  # which it has not if a mask leaves all out
-                break
-            record.differentiate(loss)
-            found = None
-            if not known.met and not bool(joined(record.largest)[0] != 0):  # of any process; NaN is a pull
-                break
-            known.met = True
-            record.step(guide.row_share)
-        for module in modules:
-            module.steps = 0
-        return found or evaluate()
 
     def _evaluated(self, unwrapped: Any, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
         """The loss, as a tensor and as a number, and what natural steps are to know of it."""

@@ -1,0 +1,74 @@
+"""Natural steps that bring q to the data before a step: where it has met none, or what moved has left it behind."""
+
+from collections.abc import Callable
+from typing import Optional
+
+from torch import Tensor
+
+from ..gaussians.natural import NaturalGaussian
+from ..gaussians.steps import Record, steppers
+from ..guide import AutoSparseGP
+from ..numerics.processes import joined
+
+_PASSES = 5  # at most
+_STANDS = 1e-3  # of all that they have gained, or of a loss: where the last one changes less, they are there
+_LOST = 0.1  # of a loss, or a nat a datum, by which a step may raise it
+
+Evaluation = tuple[Tensor, float, Record]
+
+
+def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[Evaluation, bool]:
+    """An evaluation once posteriors that have taken no step were brought to the data by natural steps, and whether
+    there were data; a guide of which any learns by gradients is left alone.
+    """
+    # Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
+    # second moments would remember for hundreds of steps. These passes do not count as steps: where the first that
+    # does has a rate of 1, as by default, q forgets all of them but where they led. Under a Gaussian likelihood one
+    # leads to the optimum for these data, where the bound stands still, and they end. A batch of which a mask
+    # leaves all out has nothing to be met: a later one is.
+    modules, met = steppers(guide), False
+    natural = all(spec["family"].get("natural") for spec in guide.facts.gps.values())
+    if not natural or any(module.steps for module in modules):
+        return evaluate(), True
+    losses: list[float] = []
+    found: Optional[Evaluation] = None
+    for _ in range(_PASSES):
+        loss, _, record = found = evaluate()
+        losses.append(float(joined(loss.detach())[0]))  # the same in all processes
+        stands = len(losses) > 1 and abs(losses[-2] - losses[-1]) < _STANDS * abs(losses[0] - losses[-1])
+        if stands or not loss.requires_grad:  # which it has not if a mask leaves all out
+            break
+        record.differentiate(loss)
+        found = None
+        if not met and not bool(joined(record.largest)[0] != 0):  # of any process; NaN is a pull
+            break
+        met = True
+        record.step(guide.row_share)
+    for module in modules:
+        module.steps = 0
+    return found or evaluate(), met
+
+
+def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: Evaluation, before: float) -> Evaluation:
+    """An evaluation on all rows; where it loses more than a nat a datum of the one ``before``, once natural steps have
+    brought q to the data anew.
+    """
+    # Optimisers move inducing inputs and kernels under a q that was right for those of before. Under little noise that
+    # loses orders, and the gradients there would train the kernel to make up for q:
+    # test_what_moves_under_a_precise_posterior
+    most = before + max(sum(guide.facts.rows.values()), _LOST * abs(before))
+    if found[1] <= most or not found[0].requires_grad:
+        return found
+    modules = {module: module.steps for module in steppers(guide) if isinstance(module, NaturalGaussian)}
+    falls, left = bool(modules), _PASSES
+    while falls and left and found[1] > most:
+        for module in modules:
+            module.steps = 0  # a rate of 1, by default
+        loss, value, record = found
+        record.differentiate(loss)
+        record.step(guide.row_share, NaturalGaussian)
+        found = evaluate()
+        falls, left = value - found[1] > _STANDS * abs(value), left - 1
+    for module, steps in modules.items():
+        module.steps = steps
+    return found
