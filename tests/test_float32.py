@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from contextlib import nullcontext
 
 import pyro
 import pyro.distributions as dist
@@ -241,6 +242,29 @@ def test_data_as_precise_as_the_jitter_are_told_of(family):
     with pytest.warns(UserWarning, match="noise variance of site .y., 1.0e-08, is not far above the jitter"):
         train(model := gaussian(kernels.RBF(0.2), 1e-4), AutoSparseGP(model, family), x, x[:, 0], steps=1)
     train(model := gaussian(kernels.RBF(0.2), 1e-4, jitter=1e-12), AutoSparseGP(model, family), x, x[:, 0], steps=1)
+
+
+@pytest.mark.parametrize("family", [SVGP(10), SGPR(10), Exact()])
+def test_precise_data_in_float32_are_told_of(family):
+    """Rounding of Φ is as large as a noise of 1e-3: the bound is 30 nats low, sd up to 2.7 times."""
+    x = torch.linspace(0, 1, 20)[:, None].float()
+    with pytest.warns(UserWarning, match="rounding of GP site 'f'.*Take float64"):
+        prepared(gaussian(kernels.RBF(0.2), 1e-3), family, x, x[:, 0])
+    prepared(gaussian(kernels.RBF(0.2), 1e-2), family, x, x[:, 0])
+
+
+@pytest.mark.parametrize(("sds", "told"), [([0.1, 1e3], False), ([0.1, 0.1], True)])
+def test_the_jitter_is_that_of_each_output(sds, told):
+    """Outputs of sd 1 and 1e4 in one site: the second's jitter is no noise of the first."""
+    x, scale = torch.linspace(0, 1, 10)[:, None], torch.tensor([1.0, 1e4])
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(scale**2 * kernels.RBF(0.3), x).to_event(1))
+        return observed(dist.Normal(f.mT, torch.tensor(sds)).to_event(1), y)
+
+    y = scale * torch.stack([torch.sin(6 * x[:, 0]), torch.cos(6 * x[:, 0])], -1)
+    with pytest.warns(UserWarning, match="not far above the jitter") if told else nullcontext():
+        prepared(model, Exact(), x, y)
 
 
 @pytest.mark.parametrize(("family", "num"), [(SVGP(16), 500), (Exact(), 7)])  # many rows, or many features

@@ -35,6 +35,9 @@ from .known import Core, KnownGuide
 from .runs import Priors, Run, note_rows, probed
 from .start import start
 
+_FAR = 10  # times a jitter: data's sd is 5 % too wide there
+_ROUNDING = 10  # epsilons of a kernel's variance
+
 
 def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
     """Make a guide's parameters, and learn how the model depends on its GP sites; raise if none can be learned."""
@@ -302,7 +305,7 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
             "guide of that model.",
             stacklevel=2,
         )
-    _warn_of_widths(probe)
+    _warn_of_widths(probe, held_runs(guide.model, probe.trace, args, kwargs))
     core.registered = checks.require_registered(outputs, probe.trace, (args, kwargs))
     for name, posterior in probe.posteriors.items():
         if posterior.process.x.requires_grad:
@@ -314,7 +317,7 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
     core.checked = is_training  # else a training call will tell
 
 
-def _warn_of_widths(probe: Run) -> None:
+def _warn_of_widths(probe: Run, rerun: Rerun) -> None:
     """Tell of intervals that will be too narrow, of latents of single data, or too wide, of data below the jitter."""
     facts = probe.guide.facts
     most = max(facts.rows.values(), default=math.inf)
@@ -327,20 +330,29 @@ def _warn_of_widths(probe: Run) -> None:
             "likelihood: add its variance to a Normal's, or use quadrature in pyro.factor.",
             stacklevel=6,
         )
-    noise = {n: fn.variance.min() for n, site in probe.data.items() if traces.is_normal(fn := traces.bare(site["fn"]))}
+    noise = {n: fn.variance for n, site in probe.data.items() if traces.is_normal(fn := traces.bare(site["fn"]))}
     for gp, process in probe.processes.items():
         parts = [part.jitter for part in probe.module(gp, process).modules() if isinstance(part, InducingPoints)]
         # a process' before a basis' own, as in InducingPoints.forward
         own = next(filter(None, [process.jitter, *parts]), default_jitter(process.x.dtype))
-        jitter = own * process.variance.mean()
-        names = [name for name, variance in noise.items() if variance < 10 * jitter]  # sd 5 % too wide, and more
-        if names:
-            warnings.warn(
-                f"the noise variance of site {names[0]!r}, {noise[names[0]]:.1e}, is not far above the jitter of GP "
-                f"site {gp!r}'s kernel matrix, {jitter:.1e}: intervals at these data are too wide. Take float64 and "
-                "GaussianProcess(..., jitter=1e-12), or more noise.",
-                stacklevel=6,
-            )
+        jitter = max(own, _ROUNDING * torch.finfo(process.x.dtype).eps) * process.variance.mean(-1)  # of each output
+        if not any((variance < _FAR * jitter.max()).any() for variance in noise.values()):
+            continue
+        # What it adds to data's variances: outputs may be of unlike scales.
+        with torch.no_grad():
+            start, moves = probe.values[gp], torch.diag_embed(jitter.sqrt().reshape(-1)).reshape(-1, *jitter.shape, 1)
+            here, *there = (traces.sample_sites(rerun({gp: start + move})) for move in (0 * moves[0], *moves))
+        for name, variance in noise.items():
+            loc, *others = (traces.bare(sites[name]["fn"]).loc for sites in (here, *there))
+            added = sum((other - loc).square() for other in others).expand(variance.shape)  # type: ignore[union-attr]
+            low = variance < _FAR * added
+            if low.any():
+                warnings.warn(
+                    f"the noise variance of site {name!r}, {variance[low].min():.1e}, is not far above the jitter and "
+                    f"rounding of GP site {gp!r}'s kernel matrix, {added[low].max():.1e}: intervals at these data are "
+                    "too wide. Take float64 and GaussianProcess(..., jitter=1e-12), or more noise.",
+                    stacklevel=6,
+                )
 
 
 def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
