@@ -13,7 +13,6 @@ moves of hyperparameters are told as m ← m + small terms.
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -222,7 +221,7 @@ class NaturalGaussian(Natural):
         if self.is_tilted:
             self._level_out(seat)
         q, seen = self._made(seat, self._is_known and seat.has_turn)
-        loc = side_by_side(list(map(attrgetter("loc"), q.factors)))
+        loc = side_by_side(q.loc)
         base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), seen.seat)
         return Recorded(q, record.new(self, base))
 
@@ -349,7 +348,10 @@ class NaturalGaussian(Natural):
         factor = cholesky(precision.to(wider(precision)), 0.0, "I + G of natural steps")
         # m = P⁻¹r
         loc = torch.cholesky_solve(pull.expand(precision.shape[:-1]).to(factor)[..., None], factor)[..., 0]
-        self._put(loc, self._nearest(precision), self._seat(anchor))
+        self._put_known(loc, self._nearest(precision), anchor)
+
+    def _put_known(self, loc: Tensor, parts: Parts, anchor: Any) -> None:
+        self._put(loc, parts, self._seat(anchor))
         self.steps = max(self.steps, _KNOWN)
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ..modules import AbstractModule
+from ..numerics.arrow import OneEach
 from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import cholesky, eye_like, gram, on_diagonal, plus_one, side_by_side, solve_lower, total
+from .arrow import ArrowFactor
 from .base import Coefficients, Gaussian
 from .factors import CovarianceFactor, DenseFactor, Factor
 from .steps import Pass, Row
@@ -47,12 +49,19 @@ class Product(Gaussian):
             block for part, group in zip(parts, self.groups) for block in part.split([self.sizes[b] for b in group], -1)
         ]
 
-    def _join(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def _join(self, blocks: Any) -> list[Any]:
+        if isinstance(blocks, OneEach):
+            return [blocks]
         return [side_by_side([blocks[b] for b in group]) for group in self.groups]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
         return total(map(itemgetter(0), parts)), total(map(itemgetter(1), parts))
+
+    def cross_change(self, features: Any, others: Any, rows: tuple[Any, Any]) -> Tensor:
+        if isinstance(features, OneEach):
+            return self.factors[0].cross_change(features, others)  # type: ignore[attr-defined]
+        return super().cross_change(features, others, rows)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return total(f.covariance(phi) - phi @ phi.mT for f, phi in zip(self.factors, self._join(features)))
@@ -95,7 +104,13 @@ class Recorded(Product):
         self.taken = taken
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        factor, phi, keep, matrix = self.factors[0], side_by_side(features), self.taken.keep, None
+        keep, matrix = self.taken.keep, None
+        if isinstance(features, OneEach):
+            mean, change = super().moments(features)
+            self.row = Row(features.detach(), keep(mean), keep(change))
+            self.taken.rows.append(self.row)
+            return self.row.mean, self.row.change
+        factor, phi = self.factors[0], side_by_side(features)
         if isinstance(factor, CovarianceFactor) and phi.dim() == 2:
             # Of these marginals alone, so that the gradient by S is Φᵀ diag(h) Φ: no step has to find it again.
             matrix = keep(factor.matrix.view_as(factor.matrix))
@@ -223,7 +238,10 @@ class Share(Gaussian):
     def __init__(self, whole: Whole, blocks: Sequence[int], counts: bool) -> None:
         self.whole, self.blocks, self.counts = whole, tuple(blocks), counts
         self.sizes = tuple(whole.q.sizes[b] for b in self.blocks)
-        self.batch_shape = whole.q.batch_shape
+        self.batch_shape, last = whole.q.batch_shape, len(whole.q.sizes) - 1
+        # without values of which each datum has one, if it asks for none: others' features are zeros
+        hides = last not in self.blocks and isinstance(getattr(whole.q, "factors", [None])[-1], ArrowFactor)
+        self.q = whole.q.marginal(range(last)) if hides else whole.q
         self._drawn: Optional[list[Tensor]] = None
 
     @property
@@ -237,14 +255,14 @@ class Share(Gaussian):
         """Features of all sites' blocks, ``(..., N, M_b)`` each; others' are 0."""
         # so that moments and steps of the whole are the site's
         own, like = dict(zip(self.blocks, parts)), parts[0]
-        sizes = enumerate(self.whole.q.sizes)
+        sizes = enumerate(self.q.sizes)
         return [own[b] if b in own else like.new_zeros(*like.shape[:-1], n) for b, n in sizes]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self.whole.q.moments(self.padded(features))
+        return self.q.moments(self.padded(features))
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return self.whole.q.covariance_change(self.padded(features))
+        return self.q.covariance_change(self.padded(features))
 
     def kl(self) -> Tensor:
         return self.whole.q.kl() if self.counts else self.loc[0].new_zeros(self.batch_shape)

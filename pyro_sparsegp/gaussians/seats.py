@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..numerics.arrow import Arrow
 from ..numerics.functions import Unmapped
 from ..numerics.linalg import (
     cholesky,
@@ -102,6 +103,10 @@ class AtRows(Seat):
         # Tᵀ(I + G)m − (I + TᵀGT)a, by differences that are small
         along = loc[..., None] + wide @ (loc[..., None] - _each(turns, near.to(loc)[..., None]))
         rest = _each(turns, along, True)[..., 0] - near
+        if isinstance(wide, Arrow):
+            *common, own = turns
+            whole = torch.block_diag(*[turn if turn.dim() > 1 else turn.diag() for turn in common])
+            return wide.turned(whole, own).to(kept), near, rest.to(kept)
         # TᵀGT = (Tᵀ(TᵀG)ᵀ)ᵀ
         return _each(turns, _each(turns, wide, True).mT, True).to(gram), near, rest.to(kept)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..modules import size_buffers
+from ..numerics.arrow import OneEach
 from ..numerics.decisions import decided
 from ..numerics.functions import held
 from ..numerics.linalg import lift_to
@@ -31,7 +32,7 @@ from .base import Coefficients
 class Row:
     """Marginals at some inputs."""
 
-    phi: Tensor  # Φ of all blocks side by side, without its graph
+    phi: Any  # Φ of all blocks side by side, without its graph: a tensor, or one entry of the last block a row
     mean: Tensor  # Φm
     change: Tensor  # diag(Φ(S − I)Φᵀ)
     covariance: Optional[Tensor] = None  # S, if it is one of these marginals' alone: its gradient is Φᵀ diag(h) Φ
@@ -41,7 +42,7 @@ class Row:
 class Curvature(NamedTuple):
     """h, ``(..., N)``, the gradient by variances of Φw, and Φᵀ diag(h) Φ if it is known."""
 
-    phi: Tensor
+    phi: Any
     h: Tensor
     gram: Optional[Tensor]
     is_signed: bool
@@ -75,7 +76,11 @@ class Pass:
     def slope(self, loc: Tensor) -> Tensor:
         """The gradient by m, ``(..., M)``, but for the divergence's: Φᵀg of all rows, and the gradients by draws."""
         # Φᵀg
-        total = [(row.phi.mT @ g[..., None])[..., 0] for row in self.rows if (g := row.mean.grad) is not None]
+        total = [
+            g @ row.phi if isinstance(row.phi, OneEach) else (row.phi.mT @ g[..., None])[..., 0]
+            for row in self.rows
+            if (g := row.mean.grad) is not None
+        ]
         if self.draws:
             total += [w.grad.reshape(-1, *loc.shape).sum(0) for _, w in self.draws if w.grad is not None]
         return sum(total, torch.zeros_like(loc))
@@ -125,9 +130,11 @@ def _axes_of(group: list[Row], crosses: Sequence[tuple[Row, Row, Tensor]]) -> li
         hessian[..., i, j] = hessian[..., j, i] = 0.5 * grad
     # H = EΛEᵀ: ΣΣ h_jkφ_jφ_kᵀ = Σ_j λ_j(Φe_j)(Φe_j)ᵀ
     values, axes = torch.linalg.eigh(hessian.nan_to_num())
-    turned = torch.stack([row.phi for row in group], -1) @ axes  # (..., N, M, K)
+    first = group[0].phi
+    turned = torch.stack([getattr(row.phi, "compact", row.phi) for row in group], -1) @ axes  # (..., N, M, K)
     each = zip(turned.unbind(-1), values.unbind(-1))
-    return [Curvature(phi, h, None, decided((h < 0).any(), serves_both=True)) for phi, h in each]
+    made = [(first.like(phi) if isinstance(first, OneEach) else phi, h) for phi, h in each]
+    return [Curvature(phi, h, None, decided((h < 0).any(), serves_both=True)) for phi, h in made]
 
 
 class Record:
@@ -362,7 +369,9 @@ def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor
     # |φᵀΔm|/‖φ‖ of each function value: test_counts_far_from_where_q_starts
     for row in taken.rows:
         moved = (row.phi @ shift[..., None])[..., 0].abs_()
-        by = torch.linalg.vector_norm(row.phi, dim=-1).clamp_(min=torch.finfo(shift.dtype).tiny)
+        by = torch.linalg.vector_norm(getattr(row.phi, "compact", row.phi), dim=-1).clamp_(
+            min=torch.finfo(shift.dtype).tiny
+        )
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
     # Along them, such as a mean and its log-noise, a slope meets the prior's precision alone:
     # test_a_mean_and_its_noise_do_not_diverge.

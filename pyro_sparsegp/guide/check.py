@@ -17,7 +17,6 @@ from pyro import poutine
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
 from ..program.traces import repeatable, whole_plates
 from .conditions import conditions_now
@@ -117,28 +116,29 @@ class Compared:
         self.noise = noise[[found is not self.nested.none for found in tried]]
         self.seen = [self._moments(found, *self.nested.of_means(found)) for found in self.found if meets]
 
-    def _moments(self, at: Optimum, x: Tensor, root: Tensor, apart: Mapping[str, Any] = {}) -> _Moments:
+    def _moments(self, at: Optimum, x: Tensor, precision: Any, apart: Mapping[str, Any] = {}) -> _Moments:
         """Of all values at a θ means and variances, the approximation's and q's; ``apart`` are posteriors of GP sites
         that are no part of the field.
         """
-        layout, guide, covariance = self.nested.layout, self.guide, torch.cholesky_inverse(root)
+        layout, guide = self.nested.layout, self.guide
         every = layout.extend(x + self.shift).requires_grad_()
         sites, handler = self.nested.run(at.theta, every)
         values = {name: handler.values[name].reshape(-1)[:_ROWS] for name in layout.field}
         # Members are affine in x, residuals at its end; a prior's mean may be another member.
-        slopes = jacobian(torch.cat(list(values.values())), every).mT.detach()
+        slopes = _rows_of_jacobian(torch.cat(list(values.values())), every)
         own = {name: sites[name]["value"].reshape(-1) for name in self.hyper.rows}
         found: _Moments = {name: (value, 0 * value) * 2 for name, value in own.items()}
         places = index_of(layout.rows, guide.facts.field, x)
         if guide.facts.field:
             q = guide.field(anchor_of(guide, handler.bases, handler.priors, sites)).q
-            move, wide = torch.cat(q.loc, -1) - every[places], q.covariance_matrix
+            move = torch.cat(q.loc, -1) - every[places]
         for name, rows in slices({name: len(value) for name, value in values.items()}).items():
             mean, by_x, left = values[name], slopes[rows, : layout.num], slopes[rows, layout.num :].square().sum(-1)
-            here = mean, _quadratic(by_x, covariance) + left
+            here = mean, precision.white(by_x).square().sum(0) + left
             if name in guide.facts.field:
                 along = by_x[:, places]
-                found[name] = (*here, mean + along @ move, _quadratic(along, wide) + left)
+                change = q.moments(list(along.split(q.sizes, -1)))[1]
+                found[name] = (*here, mean + along @ move, along.square().sum(-1) + change + left)
             elif name in apart:
                 some = self.search.chosen[:_ROWS]
                 found[name] = (*here, apart[name].mean[some], apart[name].variance[some])
@@ -155,7 +155,7 @@ class Compared:
         new = Rows(same=False, inputs=False, new=True)
         with torch.no_grad():
             run = Posteriors(guide, conditions_now(guide, median=True), new, at_medians=True).perform(args, kwargs)
-        found = self._moments(self.best, self.best.x, self.best.root, run.posteriors)
+        found = self._moments(self.best, self.best.x, self.best.precision, run.posteriors)
         alone = self.loc.new_ones(1)
         return self._beside_draws([{name: found[name] for name in apart}], (alone, alone), "the best", True)
 
@@ -309,6 +309,7 @@ def _beside(moves: Tensor, ratios: Tensor) -> tuple[float, float, bool]:
     return away, ratio, away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]
 
 
-def _quadratic(rows: Tensor, covariance: Tensor) -> Tensor:
-    """diag(A C Aᵀ)."""
-    return ((rows @ covariance) * rows).sum(-1)
+def _rows_of_jacobian(values: Tensor, x: Tensor) -> Tensor:
+    """∂ values / ∂x, ``(N, len(x))``."""
+    eye = torch.eye(len(values)).to(values)
+    return torch.autograd.grad(values, x, eye, is_grads_batched=True, materialize_grads=True)[0]

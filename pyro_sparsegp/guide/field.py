@@ -7,7 +7,7 @@ affine function of x: its linear predictor.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import pyro
 import pyro.distributions as dist
@@ -20,10 +20,12 @@ from torch.distributions import biject_to
 from ..approximations.on_sites import ExactGP
 from ..bases.base import Features
 from ..gaussians import AtRows, NaturalGaussian
+from ..gaussians.natural_arrow import NaturalArrow
 from ..gaussians.product import Shared
 from ..kernels import Kernel
+from ..numerics.arrow import Arrow, Dense, OneEach
 from ..numerics.functions import depends, jacobian
-from ..numerics.linalg import residual_cholesky, side_by_side
+from ..numerics.linalg import plus_one, residual_cholesky, side_by_side
 from ..process import GaussianProcess
 from ..program.asking import answers
 from ..program.enumeration import Enumeration
@@ -32,7 +34,7 @@ from ..program.handlers import NO_RUN, trace_like
 from ..program.traces import as_process, bare, repeatable
 from .known import KnownGuide
 
-LARGEST = 2000  # entries of a field, whose covariance is dense
+LARGEST = 2000  # entries of a field whose covariance is dense: all but those of an eliminated latent
 
 
 def is_normal_prior(prior: Any) -> bool:
@@ -63,17 +65,24 @@ class Layout:
     :param residuals: of each GP site the number of standardised residuals: one, √ρ·t at all inputs, serves where no
         term depends on values at several.
     :param owned: the latents of which each datum has one value at most, such as its group's.
+    :param eliminated: the one of these whose values meet the common entries alone, so that P is an :class:`Arrow`; it
+        is the field's last member.
     """
 
     def __init__(
-        self, field: Mapping[str, list[int]], residuals: Mapping[str, int], owned: Collection[str] = ()
+        self,
+        field: Mapping[str, list[int]],
+        residuals: Mapping[str, int],
+        owned: Collection[str] = (),
+        eliminated: str = "",
     ) -> None:
-        self.field, self.residuals = dict(field), dict(residuals)
+        self.field, self.residuals, self.eliminated = dict(field), dict(residuals), eliminated
         self.owned = [name for name in self.field if name in owned]
         self.sizes = [size for sizes in self.field.values() for size in sizes]
         self.numbers = {name: sum(sizes) for name, sizes in self.field.items()}
         self.rows = slices(self.numbers)  # the entries of each member
         self.num, self.extended = sum(self.sizes), sum(self.sizes) + sum(self.residuals.values())
+        self.dense = self.num - self.numbers.get(eliminated, 0)
 
     def directions(self, like: Tensor) -> Tensor:
         """Of x: each entry that is no owned latent's; and of these 1 and k, by which the k-th one's slope is known."""
@@ -82,27 +91,41 @@ class Layout:
         for i, rows in enumerate(self.rows[name] for name in self.owned):
             owned[2 * i, rows] = 1.0
             owned[2 * i + 1, rows] = torch.arange(rows.stop - rows.start, device=like.device, dtype=like.dtype)
-        each = torch.eye(self.extended, dtype=like.dtype, device=like.device)
-        return torch.cat([each[self.common(like)], each[self.num :], owned])
+        places = torch.cat([self.common(like), torch.arange(self.num, self.extended, device=like.device)])
+        each = like.new_zeros(len(places), self.extended).scatter(1, places[:, None], 1.0)
+        return torch.cat([each, owned])
 
     def common(self, like: Tensor) -> Tensor:
         """The entries of x that are no owned latent's."""
         return index_of(self.rows, [name for name in self.rows if name not in self.owned], like)
 
-    def split(self, found: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """J, ``(N, num)``, that of residuals, and of each owned latent the entry that each datum has, ``(N,)``.
+    def split(self, found: Tensor) -> tuple[Any, Tensor, list[Tensor]]:
+        """J, ``(N, num)``, a tensor or :class:`OneEach`, that of residuals, and of each owned latent the entry that
+        each datum has, ``(N,)``.
 
         :param found: J along :meth:`directions`.
         """
         common, places = self.common(found), torch.arange(found.shape[-1], device=found.device)
         first, rest, others = found.tensor_split([len(common), len(common) + self.extended - self.num])
-        rows, owned = found.new_zeros(found.shape[-1], self.num).index_copy(1, common, first.mT), []
+        rows, owned = found.new_zeros(found.shape[-1], self.dense).index_copy(1, common, first.mT), []
         for name, (slope, moved) in zip(self.owned, others.unflatten(0, (-1, 2))):
             # kj/j is which of the latent's values the datum has
             owner = torch.where(slope == 0, 0.0, moved / slope).detach().round().long().clamp(0, self.numbers[name] - 1)
             owned.append(self.rows[name].start + owner)
+            if name == self.eliminated:  # the last one
+                return OneEach(torch.cat([rows, slope[:, None]], 1), owner, self.numbers[name]), rest.mT, owned
             rows = rows.index_put((places, owned[-1]), slope)
         return rows, rest.mT, owned
+
+    def nothing(self, like: Tensor) -> Any:
+        """G = 0 of this layout."""
+        own = self.num - self.dense
+        parts = like.new_zeros(self.dense, self.dense), like.new_zeros(self.dense, own), like.new_zeros(own)
+        return Arrow(*parts) if self.eliminated else parts[0]
+
+    def precision(self, gram: Any) -> Union[Dense, Arrow]:
+        """P = I + G of this layout."""
+        return gram.plus(1.0) if self.eliminated else Dense.of(plus_one(gram))
 
     def extend(self, x: Tensor) -> Tensor:
         """x, ``(num,)``, with residuals of 0."""
@@ -223,7 +246,8 @@ def run_standardised(
 
 def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     """Make q(x | θ), in the place of the members' own posteriors."""
-    made = NaturalGaussian([size for own in field.values() for size in own], (), guide.like.new_zeros(1))
+    sizes, like = [size for own in field.values() for size in own], guide.like.new_zeros(1)
+    made = NaturalArrow(sizes, like) if guide.facts.eliminated else NaturalGaussian(sizes, (), like)
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 

@@ -13,6 +13,8 @@ from pyro import poutine
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..numerics.arrow import Arrow
+from ..program.asking import attempt
 from ..program.traces import repeatable, whole_plates
 from .check import Compared
 from .known import KnownGuide
@@ -39,10 +41,10 @@ def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) 
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad(), bar:
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         fixed = list(filter(guide.is_point, guide.facts.able_to_couple))
-        try:
+        with attempt() as asked:
             compared = Compared(guide, Search(guide, run, (args, kwargs), fixed, bar.update))
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(f"integrate: there is no nested Laplace approximation ({error}).") from error
+        if asked.error is not None:
+            raise ValueError(f"integrate: there is no nested Laplace approximation ({asked.error}).") from asked.error
         return _weighted(compared, num)
 
 
@@ -67,8 +69,8 @@ def _weighted(compared: Compared, num: int) -> Points:
     some = [i for i, one in enumerate(weight) if one > _LEAST]
     middle = nested.tried(_medians(theta, weight))
     ends = [mode if middle is nested.none else middle, *(found[i] for i in some)]
-    means, roots = zip(*(nested.of_means(one) for one in ends))
-    eye = torch.eye(len(means[0])).to(means[0])
+    means, precisions = zip(*(nested.of_means(one) for one in ends))
+    parts = zip(*(one.parts if isinstance(one, Arrow) else [one.upper] for one in precisions))
     points = Points(
         {name: list(shape) for name, shape in hyper.shapes.items()},
         {name: list(sizes) for name, sizes in nested.layout.field.items()},
@@ -76,7 +78,7 @@ def _weighted(compared: Compared, num: int) -> Points:
         torch.cat([log_q.new_zeros(1), log_q[some]]),
         torch.stack([one.theta for one in ends]),
         torch.stack(list(means)) + compared.shift,
-        torch.stack([torch.linalg.solve_triangular(root, eye, upper=False).mT for root in roots]),
+        [torch.stack(each) for each in parts],
     )
     if hyper.size and points.effective_size < _SMALL:
         warnings.warn(

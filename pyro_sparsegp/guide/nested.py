@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from pyro import poutine
@@ -25,7 +25,9 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..numerics.arrow import Arrow, Dense
 from ..numerics.functions import jacobian
+from ..numerics.linalg import plus_one
 from ..program.asking import attempt
 from ..program.facts import NO_VALUES, Values
 from ..program.traces import all_sites, is_observation, share_of
@@ -57,8 +59,13 @@ class Optimum:
     value: Tensor  # F
     slope: Tensor  # ∇F
     x: Tensor  # x̂
-    root: Tensor  # the Cholesky factor of P
+    precision: Union[Dense, Arrow]  # P
     left: Mapping[str, Tensor]  # ½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats
+
+    @property
+    def root(self) -> Tensor:
+        """The Cholesky factor of a dense P."""
+        return self.precision.root  # type: ignore[union-attr]
 
 
 class Nested:
@@ -70,8 +77,8 @@ class Nested:
         self.guide, self.layout, self.links, self.hyper, self._run = guide, layout, links, hyper, run
         x, theta = (torch.zeros(num).to(guide.like) for num in (layout.num, hyper.size))
         # where the program has no density
-        self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, torch.eye(len(x)).to(x), {})
-        self.last = x, self.none.root  # x̂ and the root of P of the last θ
+        self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, layout.precision(layout.nothing(x)), {})
+        self.last = x, self.none.precision  # x̂ and P of the last θ
         self.weight, self.tilt = 1.0, theta  # of rows that stand for more; and of θ
         self.is_smooth: Optional[bool] = None  # whether densities have curvatures
 
@@ -104,34 +111,34 @@ class Nested:
         for name, site in found.sites.items():
             if is_observation(site) and name not in self.links and site["mask"] is not False:
                 total = total + scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]).sum()
-        x, root = self._newton(found)
-        x, covariance = x.clone().requires_grad_(), torch.cholesky_inverse(root)
-        density, slope, curvature = self._local(found, x, root)
+        x, precision = self._newton(found)
+        x = x.clone().requires_grad_()
+        density, slope, curvature = self._local(found, x, precision)
         # x̂ is given: what F makes of x's own move by θ is added to the gradient below.
-        moved = _by_precision(found, curvature, covariance)
+        moved = _by_precision(found, curvature, precision)
         parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in curvature.items()]
         each = 0.5 * sum(parts, x.new_zeros(self.layout.extended - self.layout.num))
         left = {name: each[own].sum() for name, own in slices(self.layout.residuals).items()}
         total = total + density - 0.5 * x.square().sum() - sum(left.values())
-        total = total - root.diagonal().log().sum() - (moved - moved.detach())
+        total = total - precision.half_log_det - (moved - moved.detach())
         if not self.is_smooth:  # E[ℓ] has ½ tr SJᵀWJ + ½ Σ ρW by now; left are their derivatives
-            total = total + 0.5 * (len(x) - covariance.trace()) + sum(part.detach() for part in left.values())
+            total = total + 0.5 * (len(x) - precision.variances.sum()) + sum(part.detach() for part in left.values())
         # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
         (by_x,) = torch.autograd.grad(total, x, retain_graph=True)
-        along = torch.cholesky_solve(by_x[:, None], root)[:, 0].detach()
+        along = precision.solve(by_x).detach()
         (by_theta,) = torch.autograd.grad(total + along @ (found.back(slope) - x), theta)
         left = {name: part.detach() for name, part in left.items()}
-        return Optimum(theta.detach(), total.detach().to(x), by_theta, x.detach(), root, left)
+        return Optimum(theta.detach(), total.detach().to(x), by_theta, x.detach(), precision, left)
 
-    def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
-        """x̂ and the root of P there."""
+    def _newton(self, found: Predictors) -> tuple[Tensor, Any]:
+        """x̂ and P there."""
         found = found.detached()
         (x, root), step, best, held = self.last, None, -torch.inf, self.guide.like
         for _ in range(_NEWTON):
             density, slope, curvature = self._local(found, x, root)
             value = float(density.detach() - 0.5 * x.square().sum())
             if not self.is_smooth:  # the divergence of q(x) by its width
-                value -= float(root.diagonal().log().sum() + 0.5 * torch.cholesky_inverse(root).trace())
+                value -= float(root.half_log_det + 0.5 * root.variances.sum())
             near = max(_NEAR, torch.finfo(x.dtype).eps * abs(value))
             # Beyond the top: half of the step. Of an infinite value every other is near.
             if step is not None and not (math.isfinite(value) and value >= best - 100 * near):
@@ -145,20 +152,20 @@ class Nested:
                 break
             x = x + step
         else:  # P's own, where steps ended at another's
-            root = torch.linalg.cholesky(_precision(found, self._local(found, x, root)[-1]))
+            root = found.layout.precision(_gram(found, self._local(found, x, root)[-1]))
         self.last = x, root
         return x, root
 
-    def of_means(self, best: Optimum) -> tuple[Tensor, Tensor]:
-        """x̂ and the root of P after a step for E[ℓ] from those of ℓ: a skewed posterior's mean is not its mode (van
+    def of_means(self, best: Optimum) -> tuple[Tensor, Any]:
+        """x̂ and P after a step for E[ℓ] from those of ℓ: a skewed posterior's mean is not its mode (van
         Niekerk and Rue, 2024).
         """
         found = self.predictors(best.theta)[0].detached()
-        _, slope, curvature = self._by_expectation(found, found.at(best.x), best.root)
+        _, slope, curvature = self._by_expectation(found, found.at(best.x), best.precision)
         root, _ = _root(found, curvature)
         return best.x + _ascent(found, slope, root, best.x)[0], root
 
-    def _local(self, found: Predictors, x: Tensor, root: Tensor) -> tuple[Tensor, Slopes, Slopes]:
+    def _local(self, found: Predictors, x: Tensor, root: Any) -> tuple[Tensor, Slopes, Slopes]:
         """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum; of a density with kinks
         their expectations under N(x, P⁻¹).
         """
@@ -169,7 +176,7 @@ class Nested:
         return _by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
 
     def _by_expectation(
-        self, found: Predictors, eta: Mapping[Place, Tensor], root: Tensor
+        self, found: Predictors, eta: Mapping[Place, Tensor], root: Any
     ) -> tuple[Tensor, Slopes, Slopes]:
         """E[ℓ] and, by theorems of Bonnet and Price, E[∇ℓ] = ∂E[ℓ]/∂η and E[∇²ℓ] = 2 ∂E[ℓ]/∂C with symmetric C."""
         spread = {pair: part.requires_grad_() for pair, part in found.covariances(root).items()}
@@ -214,7 +221,7 @@ class Nested:
                 found = self.at(theta)
                 return found if found.value.isfinite() and found.slope.isfinite().all() else self.none
             # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
-            self.last = self.none.x, self.none.root
+            self.last = self.none.x, self.none.precision
         return self.none
 
     def follow(
@@ -225,13 +232,16 @@ class Nested:
 
         :param found: the linear predictors at ``theta``, with their graph.
         """
-        still = found.detached()
+        still, slopes = found.detached(), dict[str, tuple[Tensor, Tensor]]()
         still.eta = found.eta
-        _, slope, _ = self._local(still, best.x, best.root)
+        _, slope, _ = self._local(still, best.x, best.precision)
         pull = jacobian(still.back(slope) + 0 * theta.sum(), theta).detach()
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
-        gram, axes = torch.linalg.eigh(best.root @ best.root.mT - torch.eye(len(best.x)).to(best.x))
-        moves, slopes = -(pull @ axes / gram.clamp(min=_LEAST * gram.abs().mean())) @ axes.mT, {}
+        if isinstance(gram := best.precision.gram, Arrow):
+            moves = -gram.plus(float(_LEAST * gram.diagonal.abs().mean())).solve(pull.mT).mT
+        else:
+            values, axes = torch.linalg.eigh(gram)
+            moves = -(pull @ axes / values.clamp(min=_LEAST * values.abs().mean())) @ axes.mT
         for name, rows in self.hyper.rows.items():
             by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
             # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ
@@ -241,7 +251,7 @@ class Nested:
     def is_informed(self, found: Optimum) -> bool:
         """Whether data inform some functions of GP sites' bases, tr(I − P⁻¹); else all of them may be noise."""
         index = index_of(self.layout.rows, self.guide.facts.gps, found.x)
-        return len(index) - float(torch.cholesky_inverse(found.root).diagonal()[index].sum()) > _PLATEAU
+        return len(index) - float(found.precision.variances[index].sum()) > _PLATEAU
 
     def beyond(self, best: Optimum) -> Optimum:
         """The mode beyond a plateau, if F is higher there: from θ with one positive hyperparameter times a factor that
@@ -269,22 +279,27 @@ class Nested:
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
 
 
-def _root(found: Predictors, curvature: Slopes) -> tuple[Tensor, bool]:
-    """The Cholesky factor of P, or of what takes its place, and whether it is P's own."""
-    precision = _precision(found, curvature)
+def _root(found: Predictors, curvature: Slopes) -> tuple[Any, bool]:
+    """P, or what takes its place, and whether it is P itself."""
+    gram = _gram(found, curvature)
+    if isinstance(gram, Arrow):
+        whole = gram.plus(1.0)
+        by_size = {pair: part.abs() for pair, part in curvature.items() if pair[0] == pair[1]}
+        return (whole, True) if whole.is_positive else (_gram(found, by_size).plus(1.0), False)  # type: ignore[union-attr]
+    precision = plus_one(gram)
     root, info = torch.linalg.cholesky_ex(precision)
     if not info:
-        return root, True
+        return Dense(root), True
     # Where ℓ is not log-concave negative curvatures count by their size, of which a step is no longer than the model
     # holds: test_a_mixture_is_a_likelihood_of_a_field.
     values, axes = torch.linalg.eigh(precision)
-    return torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT), False
+    return Dense(torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT)), False
 
 
-def _ascent(found: Predictors, slope: Slopes, root: Tensor, x: Tensor) -> tuple[Tensor, float]:
+def _ascent(found: Predictors, slope: Slopes, root: Any, x: Tensor) -> tuple[Tensor, float]:
     """Newton's step of x, and twice what it gains."""
     up = found.back(slope).detach() - x
-    step = torch.cholesky_solve(up[:, None], root)[:, 0]
+    step = root.solve(up)
     return step, float(up @ step)
 
 
@@ -300,23 +315,31 @@ def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Ten
     return density, slopes, curvatures
 
 
-def _by_precision(found: Predictors, curvature: Slopes, covariance: Tensor) -> Tensor:
+def _by_precision(found: Predictors, curvature: Slopes, precision: Union[Dense, Arrow]) -> Tensor:
     """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
-    along, total, common = dict[Place, Tensor](), covariance.new_zeros(()), found.layout.common(covariance)
-    for place in found.rows:
+    along, total, common = dict[Place, Tensor](), found.x.new_zeros(()), found.layout.common(found.x)
+    for place in found.rows:  # JC, where J has entries
+        if isinstance(precision, Arrow):
+            along[place] = precision.covariances(found.rows[place].detach())
+            continue
         dense, owned = found.columns(place)
-        along[place] = sum((entry * covariance[own] for own, entry in owned), dense @ covariance[common])  # JC
+        covariance = precision.covariance
+        along[place] = sum((entry * covariance[own] for own, entry in owned), dense @ covariance[common])
     for (one, other), weight in curvature.items():
         # W is symmetric, so that tr(C ∂(JᵀWJ)) = 2 tr(CJᵀW ∂J) + tr(JCJᵀ ∂W)
-        each = (along[one] * found.rows[other]).sum(-1)
+        each = (along[one] * getattr(found.rows[other], "compact", found.rows[other])).sum(-1)
         total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
     return total
 
 
-def _precision(found: Predictors, curvature: Slopes) -> Tensor:
-    """P = I + JᵀWJ without its graph."""
+def _gram(found: Predictors, curvature: Slopes) -> Union[Tensor, Arrow]:
+    """G = JᵀWJ = P − I without its graph."""
     like, num, common = found.x.detach(), found.layout.num, found.layout.common(found.x)
-    total = torch.eye(num, dtype=like.dtype, device=like.device)
+    total = found.layout.nothing(like)
+    if isinstance(total, Arrow):
+        rows = {place: found.rows[place].detach() for place in found.rows}
+        each = (rows[one].gram(weight.detach(), rows[other]) for (one, other), weight in curvature.items())
+        return sum(each, total)
     parts = {place: found.columns(place) for place in found.rows}
     for (one, other), weight in curvature.items():
         (first, owned), (second, others) = parts[one], parts[other]

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gaussians.arrow import ArrowFactor
 from ..gaussians.factors import DenseFactor
 from ..gaussians.product import Product, Whole
+from ..numerics.arrow import Arrow
 
 
 class Point:
@@ -53,7 +55,7 @@ class Points:
     log_density: Tensor  # log q(θ) of each
     theta: Tensor  # (K, D)
     loc: Tensor  # means of x given θ, (K, num)
-    root: Tensor  # R of its covariance RRᵀ, upper triangular, (K, num, num)
+    parts: list[Tensor]  # R of its covariance RRᵀ, upper triangular, (K, num, num); or what its arrow P is made of
 
     @property
     def effective_size(self) -> float:
@@ -66,13 +68,14 @@ class Points:
 
     def at(self, index: Tensor) -> Point:
         """The point of this number, ``(1,)``."""
-        kept = self.log_density, self.theta, self.loc, self.root
-        log_density, theta, loc, root = (part.index_select(0, index)[0] for part in kept)
+        kept = self.log_density, self.theta, self.loc, *self.parts
+        log_density, theta, loc, *parts = (part.index_select(0, index)[0] for part in kept)
+        factor = DenseFactor(loc, parts[0], upper=True) if len(parts) == 1 else ArrowFactor(loc, Arrow(*parts))
         sizes, blocks = [size for own in self.field.values() for size in own], dict[str, list[int]]()
         for name, own in self.field.items():
             start = sum(map(len, blocks.values()))
             blocks[name] = list(range(start, start + len(own)))
-        q = Product(sizes, [DenseFactor(loc, root, upper=True)], [range(len(sizes))])
+        q = Product(sizes, [factor], [range(len(sizes))])
         return Point(theta, Whole(q, blocks), log_density, self.shapes)
 
     def chosen(self, median: bool) -> Point:

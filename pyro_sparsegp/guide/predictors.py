@@ -12,6 +12,7 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from ..numerics.arrow import OneEach
 from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import above_rounding
 from ..program import traces
@@ -91,8 +92,10 @@ def find_links(
         bent, slopes = bent + off, slopes + rows
     (pull,) = torch.autograd.grad(total, x)
     bent += [name for name, own in layout.rows.items() if _is_flat(here[name], pull[own])]
-    several = [name for name, num in layout.numbers.items() if name not in layout.residuals and num > 1]
-    owned = [n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in slopes)]
+    several = [n for n, num in layout.numbers.items() if n not in {*layout.residuals, layout.eliminated} and num > 1]
+    dense = [getattr(J, "common", J) for J in slopes]
+    owned = [n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in dense)]
+    owned += [layout.eliminated] * bool(layout.eliminated)
     return links, owned, list(dict.fromkeys(bent))
 
 
@@ -136,7 +139,7 @@ class Predictors:
         self.sites, self.links, self.x, self.again = sites, links, x, again
         places = {(name, key): link for name, of_site in links.items() for key, link in of_site.items()}
         self.eta = {place: _eta(sites, *place, link).to(x) for place, link in places.items()}
-        self.rows: dict[Place, Tensor] = {}
+        self.rows: dict[Place, Any] = {}
         self.residuals: dict[Place, Tensor] = {}
         self.layout = layout
         self._owned: dict[Place, list[Tensor]] = {}
@@ -146,6 +149,10 @@ class Predictors:
             if places[place] == VALUE:  # f, of which its density says how it moves with all others
                 part = part + self._beside(*place)
             self.rows[place], self.residuals[place], self._owned[place] = layout.split(part)
+        if layout.eliminated:  # predictors of a datum have one owner, unless they are of two, which does not tell
+            for one, other in self.pairs:
+                a, b = self.rows[one], self.rows[other]
+                self.rows[other] = OneEach(b.compact, torch.where(a.entry == 0, b.owner, a.owner), a.num)
 
     def _beside(self, name: str, gp: str) -> Tensor:
         """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
@@ -226,12 +233,11 @@ class Predictors:
         rows = self.rows[place].detach()
         return rows[:, self.layout.common(rows)], [(own, rows.gather(1, own[:, None])) for own in self._owned[place]]
 
-    def covariances(self, root: Tensor) -> dict[Pair, Tensor]:
-        """Of each datum's predictors, by :attr:`pairs`, where x ~ N(·, P⁻¹), P of the Cholesky factor ``root``."""
+    def covariances(self, precision: Any) -> dict[Pair, Tensor]:
+        """Of each datum's predictors, by :attr:`pairs`, where x ~ N(·, P⁻¹)."""
         # J P⁻¹ J'ᵀ and what residuals add are products of one row each
         parts = {
-            place: torch.cat([torch.linalg.solve_triangular(root, rows.mT, upper=False), self.residuals[place].mT])
-            for place, rows in self.rows.items()
+            place: torch.cat([precision.white(rows), self.residuals[place].mT]) for place, rows in self.rows.items()
         }
         return {(one, other): (parts[one] * parts[other]).sum(0).detach() for one, other in self.pairs}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, Optional
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
@@ -36,6 +37,7 @@ _MOST_ROWS = 2000  # of a start; of more so many are drawn
 _MOST_VALUES = 500  # of rows that are a basis themselves
 _MOST_BESIDE = 50  # normal latents beside more of these
 _BESIDE = 0.3  # in unconstrained space
+_ELIMINATED = 100  # values of a latent, from which it is no part of a dense covariance
 ALL_ROWS = 20_000  # up to which all are taken in the end
 _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
 _MOST_SLOPES = 50_000_000  # of predictors by the field
@@ -119,7 +121,7 @@ class Search:
         self.num = max([rows, *self.plates.values()])
         self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
         self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
-        self.stay = dict[str, Tensor]()
+        self.stay, self.kept = dict[str, Tensor](), list[str]()  # and latents that are not eliminated
         self.is_exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (_MOST_VALUES, _MOST_VALUES) if self.is_exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
         self.is_part = holds_part(first.trace)
@@ -135,12 +137,14 @@ class Search:
         if len(scales) > 1:
             raise Unsupported(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
 
-    def _take(self, most: int) -> None:
-        """Take so many rows at most, by a plate's numbers, or those of tensors with as many as a GP site's inputs."""
+    def _take(self, most: int, order: Optional[Tensor] = None) -> None:
+        """Take so many rows at most, by a plate's numbers, or those of tensors with as many as a GP site's inputs: the
+        first in some order, or some at random.
+        """
         self.rows = min(self.num, most)
         # Equal distances would miss what alternates: test_rows_of_a_start_are_none_of_a_pattern.
-        chosen = torch.randperm(self.num, generator=torch.Generator().manual_seed(0))[: self.rows].sort().values
-        self.chosen = chosen.to(self.guide.like.device)
+        order = torch.randperm(self.num, generator=torch.Generator().manual_seed(0)) if order is None else order
+        self.chosen = order[: self.rows].sort().values.to(self.guide.like.device)
         held = dict.fromkeys(self.plates, self.chosen)
 
         def some(value: Tensor) -> Tensor:
@@ -185,9 +189,14 @@ class Search:
         sizes = {name: list(module.basis.sizes) or [rows] for name, module in guide.modules_by_site().items()}
         sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
         field = {name: sizes[name] for name in self.sites if name in sizes}
-        layout = Layout(field, facts.residuals(dict.fromkeys(self.gps, self.num)))
-        if layout.num > LARGEST or layout.extended * rows > _MOST_SLOPES:
-            raise Unsupported(f"{layout.extended} numbers that are normal a priori, at {rows} rows, are too many")
+        eliminated = self._eliminated()
+        if eliminated:
+            field[eliminated] = field.pop(eliminated)  # the last one
+        owned, residuals = [eliminated] * bool(eliminated), facts.residuals(dict.fromkeys(self.gps, self.num))
+        layout = Layout(field, residuals, owned, eliminated)
+        numbers = layout.extended - layout.num + layout.dense
+        if layout.dense > LARGEST or numbers * rows > _MOST_SLOPES:
+            raise Unsupported(f"{numbers} numbers that are normal a priori, at {rows} rows, are too many")
         # Beside their start, where a hyperparameter may hide what it multiplies, as an LKJCholesky's identity does:
         # test_a_check_of_points_constant_entries_and_another_dtype.
         with repeatable(guide.like):
@@ -202,18 +211,37 @@ class Search:
         if linked is None or not {*facts.downstream} - {*self.normal} <= linked[0].keys():
             return None
         links, owned, bent = linked
+        if eliminated in bent:  # a datum may have several of its values
+            self.kept.append(eliminated)
+            return self.nested()
         if moved := {*bent} & self.normal.keys():  # latents in which predictors are not affine are hyperparameters
             self._split(_without(self.normal, moved))
             return self.nested()
-        layout = Layout(field, layout.residuals, owned)
+        layout = Layout(field, layout.residuals, owned, eliminated)
         return None if bent else Nested(guide, layout, links, self.hyper, self.run)
+
+    def _eliminated(self) -> str:
+        """The latent with the most values, if it may be one of which each datum has one, and all are in the field."""
+        free = {n: p.shape().numel() for n, p in self.normal.items() if type(bare(p)) is dist.Normal}
+        most = max(free, key=lambda name: free[name], default="")
+        stays = most in self.kept or any(map(self.guide.is_independent, self.normal)) or {*self.fixed} & {*self.normal}
+        return "" if stays or free.get(most, 0) < _ELIMINATED else most
 
     def at_rows(self, nested: Nested, most: int) -> Nested:
         """F at more rows, or as it is."""
         if self.rows >= min(self.num, most):
             return nested
-        self._take(most)
+        self._take(most, self._groups(nested) if nested.layout.eliminated and self.num > most else None)
         return self.nested() or nested
+
+    def _groups(self, nested: Nested) -> Tensor:
+        """All rows, group by group of the eliminated latent's values: few rows of each say little of their variance."""
+        self._take(self.num)
+        every = Nested(self.guide, nested.layout, nested.links, self.hyper, self.run)
+        rows, _ = every.predictors(self.hyper.of(self.held))
+        owner = next((one.owner for one in rows.rows.values() if len(one.owner) == self.num), self.chosen)
+        rank = torch.randperm(int(owner.max()) + 1, generator=torch.Generator().manual_seed(0))
+        return rank.to(owner.device)[owner].argsort()
 
 
 class _Mode:
@@ -262,7 +290,7 @@ class _Mode:
         _, there = self.nested.run(best.theta, self.layout.extend(best.x))
         loc = hyper.parts(best.theta) | {name: there.values[name] for name in normal}
         alone = hyper.parts(1 / torch.linalg.inv(self.covariance).diagonal())
-        given = 1 / best.root.square().sum(-1)  # 1/Pᵢᵢ, in units of the field
+        given = 1 / best.precision.diagonal  # 1/Pᵢᵢ, in units of the field
         alone |= {n: there.priors[n].variance.reshape(-1).to(given) * given[self.layout.rows[n]] for n in normal}
         for name, latent in others.items():
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], alone[name].sqrt()))
@@ -271,7 +299,7 @@ class _Mode:
     def _start_field(self, field: list[str], intercepts: Mapping[str, Tensor]) -> None:
         """Make q(x | θ)."""
         guide, facts, handler, inputs = self.guide, self.facts, self.handler, self.search.inputs
-        facts.field = {name: self.layout.field[name] for name in field}
+        facts.field, facts.eliminated = {name: self.layout.field[name] for name in field}, self.layout.eliminated
         facts.links = {name: dict(links) for name, links in self.nested.links.items()}
         facts.owned = list(self.layout.owned)
         for name, module in guide.modules_by_site().items():
@@ -313,6 +341,10 @@ class _Mode:
     @torch.no_grad()
     def _put(self, coefficients: NaturalGaussian, anchor: Any, members: list[str]) -> None:
         """Put q of some members to their mode, all others held."""
+        if self.layout.eliminated:
+            precision = self.best.precision
+            coefficients.put_sums(anchor, precision.gram, precision @ self.best.x)  # type: ignore[arg-type,operator]
+            return
         index = index_of(self.layout.rows, members, self.theta)
         # exp(−½ xᵀPx + xᵀPx̂) over the prior's exp(−½|x|²)
         given = (self.best.root @ self.best.root.mT)[index][:, index]
@@ -339,7 +371,7 @@ class _Mode:
             return moves
         pull, here = nested.follow(best, self.theta, self.found)
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
-        shifts = (self.covariance @ pull * torch.cholesky_solve(pull.mT, best.root).mT).sum(-1)
+        shifts = (self.covariance @ pull * best.precision.solve(pull.mT).mT).sum(-1)
         for name in facts.coupled:
             rows, away = nested.hyper.rows[name], best.theta.clone()
             if shifts[rows].sum() <= _SHIFT**2:

@@ -31,7 +31,7 @@ def bound_of_field(
     ahead = Priors(guide)
     model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead=ahead)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
-    whole, layout = ahead.whole, Layout(facts.field, facts.residuals(rows), facts.owned)
+    whole, layout = ahead.whole, Layout(facts.field, facts.residuals(rows), facts.owned, facts.eliminated)
     loc = torch.cat(whole.q.loc, -1).detach()
     nodes: Any = model_trace.nodes  # a handler may hold some of the latents
     held = free_values(whole_trace) | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
@@ -80,7 +80,9 @@ def _moments(q: Any, layout: Layout, found: Predictors) -> tuple[dict[Place, Ten
     eta: dict[Place, Tensor] = {}
     marginals: dict[Place, Any] = {}  # as they are recorded
     covariance: dict[Pair, Tensor] = {}
-    blocks = {place: list(features.split(layout.sizes, -1)) for place, features in found.rows.items()}
+    blocks: dict[Place, Any] = dict(found.rows)
+    if not layout.eliminated:
+        blocks = {place: list(features.split(layout.sizes, -1)) for place, features in found.rows.items()}
     for place, features in found.rows.items():
         mean, change = q.moments(blocks[place])
         marginals[place] = q.row

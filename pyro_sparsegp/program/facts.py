@@ -224,6 +224,7 @@ class Structure:
     intercepts: list[str] = _field(default_factory=list)
     unconstrained: list[str] = _field(default_factory=list)
     owned: list[str] = _field(default_factory=list)  # latents of the field of which each datum has one value
+    eliminated: str = ""  # the last of these, whose values are no entries of a dense covariance
     num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
 
     @cached_property

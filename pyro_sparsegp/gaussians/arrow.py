@@ -1,0 +1,52 @@
+"""A Gaussian factor of which the last coefficients are values of which each datum has one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.arrow import Arrow
+from .factors import DenseFactor, Factor
+
+
+class ArrowFactor(Factor):
+    """N(m, P⁻¹) by an arrow P."""
+
+    def __init__(self, loc: Tensor, precision: Arrow) -> None:
+        super().__init__(loc)
+        self.precision = precision
+
+    def moments(self, phi: Any) -> tuple[Tensor, Tensor]:
+        """Φm and diag(Φ(S − I)Φᵀ); Φ is a tensor, or has one entry of the last block a row."""
+        if isinstance(phi, Tensor):
+            return phi @ self.loc, self.precision.white(phi).square().sum(0) - phi.square().sum(-1)
+        return phi @ self.loc, self.cross_change(phi, phi)
+
+    def cross_change(self, phi: Any, psi: Any) -> Tensor:
+        """diag(Φ(S − I)Ψᵀ) of two of the same owners."""
+        white = self.precision.white(phi)
+        other = white if psi is phi else self.precision.white(psi)
+        return (white * other).sum(0) - (phi.compact * psi.compact).sum(-1)
+
+    def covariance(self, phi: Tensor) -> Tensor:
+        white = self.precision.white(phi)
+        return white.mT @ white
+
+    def select(self, index: Tensor) -> Factor:
+        root, common = self.precision.factor.root, self.precision.common_covariance
+        if int(index.max()) >= len(root):
+            return super().select(index)
+        covariance = common[index][:, index]
+        return DenseFactor(self.loc[index], torch.linalg.cholesky(covariance))
+
+    def unscale(self, v: Tensor) -> Tensor:
+        root, along, own = self.precision.factor
+        common, rest = v.split([len(root), len(own)], -1)
+        # vᵀPv = cᵀLLᵀc + (u + Wc)ᵀD(u + Wc)
+        return torch.cat([common @ root, own.sqrt() * (rest + common @ along.mT)], -1)
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        return self.precision.variances.sum(), -2 * self.precision.half_log_det
+
+    def noise(self, shape: torch.Size) -> Tensor:
+        return self.precision.noise(shape)

@@ -1,0 +1,216 @@
+"""Fields whose largest plate is eliminated, against dense ones."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp.gaussians import AtRows, NaturalGaussian
+from pyro_sparsegp.gaussians.natural_arrow import NaturalArrow
+from pyro_sparsegp.gaussians.steps import recording
+from pyro_sparsegp.guide import start
+from pyro_sparsegp.numerics.arrow import Dense, OneEach
+
+from .models import observed, restored
+
+N, COMMON, OWN, GROUPS = 40, 4, 7, 12
+
+
+def _spread(phi):
+    return torch.cat([phi.common, phi.entry[:, None] * torch.nn.functional.one_hot(phi.owner, phi.num)], 1)
+
+
+def _rows():
+    owner = torch.randint(0, OWN, (N,))
+    phi = OneEach(torch.randn(N, COMMON + 1), owner, OWN)
+    return phi, phi.like(torch.randn(N, COMMON + 1))
+
+
+def test_arrows_are_their_dense_matrices():
+    (phi, psi), h = _rows(), torch.rand(N)
+    first, second = _spread(phi), _spread(psi)
+    arrow = phi.gram(h).plus(1.0)
+    precision = torch.eye(COMMON + OWN) + first.mT @ (first * h[:, None])
+    dense, inverse = Dense.of(precision), torch.linalg.inv(precision)
+    x, v, rows = torch.randn(COMMON + OWN), torch.randn(N), torch.randn(3, COMMON + OWN)
+    turn, own_turn = torch.randn(COMMON, COMMON), torch.rand(OWN)
+    whole = torch.block_diag(turn, own_turn.diag())
+    along = first @ inverse
+    pairs = {
+        "P": (arrow.dense, precision),
+        "Φx": (phi @ x, first @ x),
+        "a column": (phi @ x[:, None], first @ x[:, None]),
+        "vᵀΦ": (v @ phi, v @ first),
+        "sums": (phi.square().sum(0), first.square().sum(0)),
+        "Px": (arrow @ x, precision @ x),
+        "P⁻¹x": (arrow.solve(x), inverse @ x),
+        "P⁻¹X": (arrow.solve(rows.mT), inverse @ rows.mT),
+        "log|P|": (arrow.half_log_det, 0.5 * torch.logdet(precision)),
+        "variances": (arrow.variances, inverse.diagonal()),
+        "crossed": ((arrow.white(phi) * arrow.white(psi)).sum(0), (first @ inverse @ second.mT).diagonal()),
+        "of rows": (arrow.white(rows).square().sum(0), (rows @ inverse @ rows.mT).diagonal()),
+        "ΦP⁻¹": (arrow.covariances(phi), torch.cat([along[:, :COMMON], along[range(N), COMMON + phi.owner, None]], 1)),
+        "TᵀPT": (arrow.turned(turn, own_turn).dense, whole.mT @ precision @ whole),
+        "a pair": (
+            sum(a.gram(h, b).dense for a, b in ((phi, psi), (psi, phi))),
+            first.mT @ (h[:, None] * second) + second.mT @ (h[:, None] * first),
+        ),
+    }
+    for one, other in (*pairs.values(), (dense.solve(x), inverse @ x), (dense.half_log_det, arrow.half_log_det)):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-12)
+    noise = arrow.noise((40_000,))
+    torch.testing.assert_close(noise.mT @ noise / len(noise), inverse, rtol=0.0, atol=0.03 * float(inverse.max()))
+    assert arrow.is_positive
+    assert not arrow.plus(-3.0).is_positive
+    assert not arrow.plus(-1.5).is_positive or torch.linalg.eigvalsh(precision)[0] > 1.5
+
+
+def test_natural_steps_are_those_of_a_dense_one():
+    """Where a mean and its log scale have both the field, and a hyperparameter moves what sites are about."""
+    (phi, psi), sizes, y = _rows(), [1, COMMON - 1, OWN], torch.randn(N)
+    scale, at = torch.nn.Parameter(torch.tensor(0.3)), torch.randn(12, COMMON - 1)
+    made, dense = NaturalArrow(sizes, torch.zeros(1)), NaturalGaussian(sizes, (), torch.zeros(1))
+    for step in range(5):
+        found = []
+        for q in (made, dense):
+            s = scale * (1 + 0.2 * step)
+            mean = torch.cat([phi.common[:, :1], phi.common[:, 1:] * s, phi.entry[:, None] * s.exp()], 1)
+            rows = phi.like(mean), psi.like(0.2 * psi.compact)
+            blocks = rows if q is made else [list(_spread(part).split(sizes, -1)) for part in rows]
+            with recording(scale) as record:
+                w = q(AtRows([torch.ones(1), at * s, s.exp() * torch.ones(OWN)]))
+                moments, kept = [], []
+                for block in blocks:
+                    moments.append(w.moments(block))
+                    kept.append(w.row)
+                (m, change), (log_scale, its) = moments
+                variance = mean.square().sum(-1) + change
+                its = rows[1].square().sum(-1) + its
+                across = (rows[0] * rows[1]).sum(-1) + w.cross_change(*blocks, tuple(kept))
+                square = (y - m + 2 * across).square() + variance
+                loss = (log_scale + 0.5 * square * (2 * its - 2 * log_scale).exp()).sum() + w.kl()
+                record.retain()
+                scale.grad = None
+                loss.backward()
+                record.step(1.0)
+            gram = q.gram.dense if q is made else q.gram
+            found.append((loss.detach(), q.loc.detach().clone(), gram, scale.grad.clone()))
+        for one, other in zip(*(each[:3] for each in found)):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found[0][3], found[1][3], rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        anchor = AtRows([torch.ones(1), at * s, s.exp() * torch.ones(OWN)])
+        one, other, blocks = made(anchor), dense(anchor), blocks[0]
+        w = list(torch.randn(sum(sizes)).split(sizes))
+        draws = torch.cat(one.rsample(torch.Size([40_000])), -1)
+        pairs = [
+            (one.kl(), other.kl()),
+            (one.log_ratio(w), other.log_ratio(w)),
+            (one.covariance_matrix, other.covariance_matrix),
+            (one.covariance_change(blocks), other.covariance_change(blocks)),
+            *zip(one.moments(blocks), other.moments(blocks)),
+            *((one.marginal(b).covariance_matrix, other.marginal(b).covariance_matrix) for b in ([0, 1], [1, 2])),
+        ]
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.cov(draws.mT), other.covariance_matrix, rtol=0.0, atol=0.03)
+
+
+def _counts(x, group, y=None):
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    s = pyro.sample("s", dist.LogNormal(-1.0, 0.7))
+    mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
+    with pyro.plate("groups", GROUPS):
+        a = pyro.sample("a", dist.Normal(0.3 * mu, tau))
+    f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.4), x, jitter=1e-8))
+    observed(dist.Poisson((mu + a[group] + f).exp()), y)
+
+
+def _scales(x, group, y=None):
+    """A mean and a log scale with the same groups, in other plates beside."""
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    with pyro.plate("groups", GROUPS):
+        a = pyro.sample("a", dist.Normal(0.0, tau))
+    with pyro.plate("others", 5):
+        b = pyro.sample("b", dist.Normal(0.0, 0.5))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x, jitter=1e-8))
+    observed(dist.Normal(f + a[group] + b[torch.arange(len(x)) % 5], (0.3 * a[group] - 1).exp()), y)
+
+
+def _games(x, group, y=None):
+    """Each datum has two values of the groups."""
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    with pyro.plate("groups", GROUPS):
+        a = pyro.sample("a", dist.Normal(0.0, tau))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x, jitter=1e-8))
+    observed(dist.Normal(f + a[group] - a[(group + 3) % GROUPS], 0.4), y)
+
+
+def _data(counts):
+    x = torch.linspace(0, 1, 48)[:, None]
+    group = torch.arange(48) % GROUPS
+    eta = torch.sin(5 * x[:, 0]) + torch.linspace(-1, 1, GROUPS)[group]
+    return x, group, torch.poisson((eta + 1).exp()) if counts else eta + 0.4 * torch.randn(48)
+
+
+def _trained(model, data, steps=4):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, families.SVGP(10))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    return guide, [svi.step(*data) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("model", [_counts, _scales])
+def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
+    data = _data(model is _counts)
+    whole, losses = _trained(model, data)
+    assert not whole.facts.eliminated
+    monkeypatch.setattr(start, "_ELIMINATED", 10)
+    guide, found = _trained(model, data)
+    assert guide.facts.eliminated == "a"
+    assert isinstance(guide.field.coefficients, NaturalArrow)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-5)
+    one, other = guide.posterior(*data[:2])["f"], whole.posterior(*data[:2])["f"]
+    torch.testing.assert_close(one.mean, other.mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one.variance, other.variance, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(guide.median(*data)["a"], whole.median(*data)["a"], rtol=1e-3, atol=1e-3)
+    again = restored(guide, model, families.SVGP(10))
+    torch.testing.assert_close(again.posterior(*data[:2])["f"].variance, one.variance)
+    assert copy.deepcopy(guide).facts.eliminated == "a"
+    if model is _counts:
+        assert guide.check(*data) == whole.check(*data)
+    points, others = guide.integrate(num_points=40), whole.integrate(num_points=40)
+    torch.testing.assert_close(points.weight, others.weight, rtol=1e-3, atol=1e-5)
+    assert predict(model, guide, *data[:2], num_samples=3)["a"].shape == (3, GROUPS)
+
+
+def test_groups_of_which_a_datum_has_two_values_stay_dense(monkeypatch):
+    data = _data(False)
+    monkeypatch.setattr(start, "_ELIMINATED", 10)
+    guide, losses = _trained(_games, data, 2)
+    assert not guide.facts.eliminated
+    assert set(guide.facts.field) == {"a", "f"}
+    monkeypatch.setattr(start, "_ELIMINATED", 10_000)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(_trained(_games, data, 2)[1]))
+
+
+def test_a_start_on_some_rows_takes_whole_groups(monkeypatch):
+    """Few rows of each say little of their variance."""
+    taken, made = [], start._Mode.__init__
+    monkeypatch.setattr(
+        start._Mode, "__init__", lambda self, search, *args: taken.append(search) or made(self, search, *args)
+    )
+    for name, value in {"_ELIMINATED": 10, "_MOST_ROWS": 12, "ALL_ROWS": 24}.items():
+        monkeypatch.setattr(start, name, value)
+    x, group, y = _data(True)
+    guide, losses = _trained(_counts, (x, group, y), 2)
+    chosen = taken[0].chosen
+    assert len(chosen) == 24
+    assert len(group[chosen].unique()) == 6
+    assert guide.facts.eliminated == "a"
+    assert torch.tensor(losses).isfinite().all()
