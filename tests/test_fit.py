@@ -22,7 +22,7 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
 from pyro_sparsegp.inference.batches import as_batches
-from pyro_sparsegp.inference.fit import fell, read, write
+from pyro_sparsegp.inference.fit import fall_of, fell, read, write
 from pyro_sparsegp.inference.optimisers import FallingAdam, falling
 
 from . import fit_worker
@@ -287,6 +287,21 @@ def test_mini_batches_leave_the_mean_where_all_rows_have_it():
     with pytest.raises(CutError):
         fit(model, guide, (x, y), batch_size=25, steps=10, stopping=cut_after(9, raised), progress=False)
     assert guide.gps.f.coefficients.share == 1
+
+
+def test_without_a_number_of_steps_it_ends_once_the_bound_stands():
+    """At the optimum of 2,000 steps, in a share of them; a bound that still falls goes on."""
+    x = torch.rand(30, 2)
+    y = torch.sin(6 * x[:, 0]) + 0.3 * torch.randn(30)
+    result, _ = fitted((x, y), steps=None)
+    assert result.reason == "the bound stands"
+    assert 700 < result.steps < 1600
+    whole, _ = fitted((x, y), steps=2000)
+    assert whole.steps == 2000
+    assert abs(result.losses[-50:].mean() - whole.losses[-50:].mean()) < 0.3
+    noise = np.random.default_rng(0).normal(size=(2, 200))
+    assert fall_of(noise) == 0
+    assert abs(fall_of(noise - [[0.0], [1.0]]) - 1) < 0.3
 
 
 def test_rates_fall_to_the_end_and_those_of_many_points_are_smaller():

@@ -662,11 +662,26 @@ def test_numbers_that_are_none_are_named(family, match):
         refused("whole number of at least 1", predict, regression, guide, x, num_samples=num)
 
 
+def test_a_summary_is_of_draws_and_prints_as_a_table():
+    x, _, guide = begun(steps=5)
+    table = guide.summary(x[:2], num_draws=2000)
+    assert {*table.names[:-2]} == {"length[0]", "length[1]", "noise", "scale"}
+    assert table.names[-2:] == ("f[0]", "f[1]")
+    draws = guide.quantiles([0.05, 0.5], x[:2], num_draws=2000)["f"]
+    assert ((table.low[-2:] - draws[0]).abs() < 0.2 * table.sd[-2:]).all()
+    assert ((table.mean[-2:] - draws[1]).abs() < 0.2 * table.sd[-2:]).all()
+    lines = repr(guide.summary(num_draws=20)).splitlines()
+    assert len(lines) == 5
+    assert lines[0].split() == ["mean", "sd", "5%", "95%"]
+
+
 @pytest.mark.parametrize("independent", [True, ()])
 def test_medians_and_quantiles_as_of_auto_normal(independent):
     """Of draws: hyperparameters' are those of the normal in unconstrained space, f's those of its posterior."""
     x, _, guide = begun(steps=5, independent=independent)
     found = guide.quantiles([0.1, 0.5, 0.9])
+    assert "f" not in found
+    found |= guide.quantiles([0.1, 0.5, 0.9], x)
     assert found["f"].shape == (3, 60)
     assert found["length"].shape == (3, 2)
     for name, median in guide.median().items():

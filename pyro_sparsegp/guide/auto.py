@@ -26,6 +26,7 @@ from .latents import init_to_centre
 from .messenger import SiteMessenger
 from .points import Points
 from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Rows, Run, note_rows, note_step, rows_of, with_classes
+from .summary import Summary
 
 
 class AutoSparseGP(SiteMessenger):
@@ -233,29 +234,53 @@ class AutoSparseGP(SiteMessenger):
         found = self.run_at(args, kwargs, at_medians=True, draws_data=False).values
         return {name: value for name, value in found.items() if name not in [*self.facts.rows, *self.facts.enumerated]}
 
-    @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
-        """Quantiles, ``(Q, ...)``, of each latent and GP site at these inputs, by default the training data's.
+        """Quantiles, ``(Q, ...)``, of each latent, and of each GP site at these inputs. Without inputs: of the latents.
 
         >>> guide.quantiles([0.05, 0.5, 0.95])["length"]           # doctest: +SKIP
 
         :param num_draws: the number of draws to estimate the quantiles from.
         """
-        args, kwargs = self._or_of_training("quantiles", args, kwargs)
         levels = torch.as_tensor(quantiles).to(self.like)
         if not ((levels >= 0) & (levels <= 1)).all():
             raise ValueError(f"quantiles must be between 0 and 1, got {quantiles}")
+        draws = self._marginal_draws("quantiles", args, kwargs, num_draws)
+        return {name: value.quantile(levels, 0) for name, value in draws.items()}
+
+    def summary(self, *args: Any, num_draws: int = 1000, **kwargs: Any) -> Summary:
+        """Mean, standard deviation and 90 % interval of each latent, and of each GP site at these inputs, as a table.
+
+        >>> print(guide.summary())  # doctest: +SKIP
+                   mean     sd     5%    95%
+        variance   1.04   0.52   0.45   2.03
+        length     0.25   0.06   0.17   0.36
+
+        Without inputs it is of the latents. It is of draws, from the weighted points after :meth:`integrate`, whose
+        effective size is printed below.
+
+        :param num_draws: the number of draws.
+        :returns: an object that prints as the table, with ``names`` and, for each of their numbers, ``mean``, ``sd``,
+            ``low`` and ``high``.
+        """
+        draws, points = self._marginal_draws("summary", args, kwargs, num_draws), self.core.points
+        return Summary.of(draws, None if points is None else points.effective_size)
+
+    @torch.no_grad()
+    def _marginal_draws(self, what: str, args: tuple, kwargs: dict[str, Any], num_draws: int) -> dict[str, Tensor]:
+        """Draws of latents, and of single values of GP sites where there are arguments, ``(num_draws, ...)``."""
+        names = (*self.facts.latents, *(self.facts.gps if args or kwargs else ()))
+        args, kwargs = self._or_of_training(what, args, kwargs)
         require_count(num_draws, "num_draws")
 
         def one(_: Any) -> dict[Any, Tensor]:
             values = self.run_at(args, kwargs, joint_up_to=0, draws_data=False).values
-            return {name: values[name] for name in (*self.facts.latents, *self.facts.gps) if name in values}
+            return {name: values[name] for name in names if name in values}
 
         # 128 features a value.
-        draws = {"": torch.arange(num_draws)}
-        blocks = list(handlers.in_blocks(one, draws, lambda d: 128 * sum(map(torch.numel, d.values()))))
+        each = {"": torch.arange(num_draws)}
+        blocks = list(handlers.in_blocks(one, each, lambda d: 128 * sum(map(torch.numel, d.values()))))
         self.trace = poutine.Trace()  # as in predict
-        return {name: torch.cat([block[name] for block in blocks]).quantile(levels, 0) for name in blocks[0]}
+        return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
     def _or_of_training(self, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if args or kwargs:

@@ -29,11 +29,14 @@ from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .checkpoints import read, write
 from .expectation import ExpectationPropagation
 from .jit import JitTraceQuadrature_ELBO
-from .optimisers import FallingAdam, agree, falling, follow_rates, share_rates, shared_step
+from .optimisers import HELD, FallingAdam, agree, falling, follow_rates, share_rates, shared_step
 from .quadrature import TraceQuadrature_ELBO, own_guide
 
 # Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
 _FELL, _FELL_A_ROW = 0.5, 1e-3
+_STANDS = 0.1  # nats by which the loss still falls from a quarter of the steps to the next
+_LOOK = 100  # steps after which that is asked
+_STEPS = 2000  # at most, where none are given
 _INTERRUPTED = "interrupted"
 _LONG = 500  # steps, from which they are recorded
 _CHECKED = 100  # steps, from which latents are checked at the end
@@ -92,7 +95,8 @@ def fit(
     :param guide: an :class:`AutoSparseGP`; a fresh one sees up to 8,192 random rows at its first call.
     :param data: the model's arguments, a tuple or a dict of tensors, NumPy arrays or memory maps with a row for each
         datum. Or a ``DataLoader`` or another iterable of such batches, one at a time in memory.
-    :param steps: the number of steps; 2,000 if ``epochs`` are not given either.
+    :param steps: the number of steps. By default rates fall, and training ends, once the bound stands, and after 2,000
+        steps at most.
     :param epochs: passes over the data, instead of ``steps``.
     :param batch_size: rows per step, without replacement within an epoch; by default all rows.
     :param size: the number of all rows, summed over processes. Needed only if ``data`` have no length.
@@ -124,11 +128,12 @@ def fit(
     require_count(batch_size, "batch_size", or_none=True)
     require_choice(jit, "fit's jit", "auto", True, False)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
-    total = (2000 if steps is None else steps) if epochs is None else epochs * len(batches)
+    total = (_STEPS if steps is None else steps) if epochs is None else epochs * len(batches)
     jit = total >= _LONG if jit == "auto" else bool(jit)
     method = _method(model, guide, optim, loss, method, group, jit)
     path = None if checkpoint is None else Path(checkpoint)
-    loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path)
+    settles = steps is None and epochs is None and stopping is None
+    loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
     if resume and path is not None and path.exists():
         loop.resume(path)
     else:
@@ -177,6 +182,7 @@ class _Loop:
     workers: Workers
     stopping: Optional[Callable[[list[float]], bool]]
     path: Optional[Path]
+    settles: bool  # whether the number of steps follows the bound
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     epoch: int = 0
@@ -288,9 +294,13 @@ class _Loop:
         try:
             with _interrupts() as interrupts, bar:
                 stream = self._stream()
+                for step in range(len(self.losses)):  # of a fit that is resumed
+                    self._settle(step)
                 self._set_rates()
                 while len(self.losses) < self.total and not why:
                     self.losses.append(self._step(next(stream)))
+                    self._settle(len(self.losses))
+                    bar.total = self.total
                     # Of the next step, before the checkpoint: a resumed optimiser takes its rates from there
                     # (test_resumed_as_if_never_cut_off).
                     self._set_rates()
@@ -308,7 +318,15 @@ class _Loop:
                         written = time.monotonic()
         finally:
             share_rates(self.guide, 1.0)  # natural steps' own rates after it, whatever ended the steps
-        return why or f"all {self.total} steps were taken"
+        ended = "the bound stands" if self.settles and self.total < _STEPS else f"all {self.total} steps were taken"
+        return why or ended
+
+    def _settle(self, step: int) -> None:
+        """Where the bound stands after so many steps, have rates fall from here, to the end of training."""
+        if self.settles and step % _LOOK == 0 and 3 * _LOOK <= step <= HELD * self.total:
+            seen = self.losses[step - step // 4 * 2 : step]
+            if fall_of(np.array(seen).reshape(2, -1)) <= _STANDS:
+                self.total = math.ceil(step / HELD)
 
     def notes(self) -> list[str]:
         """What still moves, a line each."""
@@ -362,11 +380,17 @@ class _Loop:
 
 def fell(losses: np.ndarray, rows: int) -> list[str]:
     """A line if losses fell from one half, ``(2, steps)``, to the next, by more than chance and more than matters."""
-    (first, end), steps = losses, losses.shape[1]
-    fall, error = first.mean() - end.mean(), math.hypot(first.std(), end.std()) / math.sqrt(steps)
-    if fall <= max(_FELL, _FELL_A_ROW * rows, 2 * error):
+    fall = fall_of(losses)
+    if fall <= max(_FELL, _FELL_A_ROW * rows):
         return []
     return [f"the loss fell by {fall:.1f} nats in the last tenth of the steps. Train longer."]
+
+
+def fall_of(losses: np.ndarray) -> float:
+    """By how much losses fell from one half, ``(2, steps)``, to the next; 0 where that may be chance."""
+    (first, end), steps = losses, losses.shape[1]
+    fall, error = float(first.mean() - end.mean()), math.hypot(first.std(), end.std()) / math.sqrt(steps)
+    return fall if fall > 2 * error else 0.0
 
 
 @contextmanager
