@@ -228,7 +228,7 @@ def test_repr():
     a, b = kernels.RBF(0.5), kernels.Matern32(torch.ones(3, 2))
     assert repr(2.0 * a[0] + b * a + 1.5) == "2.0 * RBF(0.5)[0] + Matern32(<3, 2>) * RBF(0.5) + Constant(1.5)"
     assert repr(a * (b + kernels.Linear())) == "RBF(0.5) * (Matern32(<3, 2>) + Linear(1.0))"
-    assert repr((VARIANCE * kernels.Periodic())[0, 2]) == "(<> * Periodic(1.0, period=1.0))[0, 2]"
+    assert repr((VARIANCE * kernels.Periodic())[0, 2]) == "(1.7 * Periodic(1.0, period=1.0))[0, 2]"
     assert all(repr(kernel) for kernel in ALL.values())
 
 

@@ -90,7 +90,6 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         # Sites of new rows under q of all rows, which they move: as those of SiteGP, with the old sums for a prior.
         readings = [SiteReading(n, process, _Sums(run, n, forget), reader) for n, process in run.processes.items()]
         Readings(reader, readings, {}).settle(_MOST, _TOLERANCE[guide.like.dtype])
-        # test_absorb.py::test_bad_arguments_leave_the_guide_as_it_is
         bad = [r.name for r in readings if not all(part.isfinite().all() for part in r.module.plus(r.sites))]
         if bad:
             raise ValueError(

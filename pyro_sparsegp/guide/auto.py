@@ -79,6 +79,7 @@ class AutoSparseGP(SiteMessenger):
         independent: Union[bool, Collection[str]] = (),
         start: Optional[str] = "mode",
     ) -> None:
+        """As the class says."""
         named = {"independent_draws": independent_draws, "independent": independent, "point_estimates": point_estimates}
         super().__init__(model, families, named, start, init_loc_fn=init_loc_fn, init_scale=init_scale)
         self._asked: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call is for, if not draws
@@ -315,7 +316,7 @@ class AutoSparseGP(SiteMessenger):
         :raises ValueError: naming the GP site of a family with parameters for each row (sparse actions).
         """
         for name, module in self.site_modules().items():
-            if module.num_rows is not None:  # test_computation_aware.py::test_other_numbers_of_rows
+            if module.num_rows is not None:
                 raise ValueError(
                     f"GP site {name!r} has the family {module.family['name']}, with parameters for each row of its "
                     "training data: make a new guide for other data."

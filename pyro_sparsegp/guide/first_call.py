@@ -234,7 +234,6 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
     """Raise where GP sites have none of those asked for, have natural steps know of joint draws, and warn of others."""
     facts = guide.facts
     for group in guide.together_by_name:
-        # test_joint.py::test_sites_that_can_not_have_one_posterior
         if not {*group} <= facts.field.keys():
             raise ValueError(
                 f"GP sites {list(group)} can't have one posterior here. That takes GP sites of one output that enter "
@@ -290,7 +289,6 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
         outputs += [probe.values[name], q.process.kernel.diag(q.process.x), q.kl]
     free = {name for name, site in probe.sites.items() if not site["is_observed"]}
     known, is_training = {*facts.gps, *facts.latents}, probe.data.keys() == facts.rows.keys()
-    # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
     if free != known and is_training:
         raise ValueError(
             f"the model's latent sites are {sorted(free)}, the guide knows {sorted(known)}: it was initialised, or "

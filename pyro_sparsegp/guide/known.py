@@ -54,7 +54,6 @@ def _require_arguments(model: Any, families: Mapping[Any, Any], named: Mapping[s
             f"prior depends on what that hides. Give it the whole model, and SVI this guide alone; {OTHER_LATENTS}."
         )
     names = list[str]()
-    # test_guide.py::test_refusals; test_joint.py::test_names_that_are_no_groups
     for group, family in families.items():
         names += group
         if not isinstance(family, Family) or not all(isinstance(n, str) and names.count(n) == 1 for n in group):
@@ -108,7 +107,7 @@ class KnownGuide(AutoNormalMessenger):
     def facts(self) -> Structure:
         """What is known of the program; raises before the first call."""
         facts = self.core.facts
-        if not facts.gps:  # test_messages.py::test_a_guide_that_saw_no_data
+        if not facts.gps:
             raise ValueError("the guide has not been called: call it with the data, guide(x, y), or take an SVI step")
         return facts
 
@@ -121,7 +120,7 @@ class KnownGuide(AutoNormalMessenger):
         """The family of a GP site."""
         if not isinstance(self.families, Mapping):
             return self.families
-        if name not in self.by_name:  # test_guide.py::test_refusals
+        if name not in self.by_name:
             raise ValueError(
                 f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.by_name)}. Add "
                 f"{{{name!r}: SVGP(64)}}, or give one family for all GP sites."
@@ -131,7 +130,7 @@ class KnownGuide(AutoNormalMessenger):
     def module_of(self, name: str) -> Any:
         """The variational module of a GP site."""
         modules = self.core.modules or self.modules_by_site()
-        if name not in modules:  # test_guide.py::test_refusals
+        if name not in modules:
             known = sorted(modules)
             raise ValueError(f"GP site {name!r} was not there when the guide was initialised; it knows {known}")
         return modules[name]
@@ -206,12 +205,12 @@ class KnownGuide(AutoNormalMessenger):
     def data_for(self, name: str) -> TrainingData:
         """The data of training, which the posterior of a site needs; raise if the guide was loaded without them."""
         data = self.core.data
-        if data is None:  # test_conditioned.py::test_the_state_holds_the_data_and_says_when_it_cannot
+        if data is None:
             raise ValueError(
                 "the guide holds no training data, as when it was loaded from a state without them, and the posterior "
                 f"of site {name!r} needs these. Call it with them once, guide(x, y), not under torch.no_grad()."
             )
-        if data.overwritten:  # test_data.py::test_data_that_are_written_to_after_training_are_told_of
+        if data.overwritten:
             warn_once(
                 self.warned,
                 "overwritten",

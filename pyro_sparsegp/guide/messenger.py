@@ -33,12 +33,11 @@ from .points import Point, Points
 
 def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
     twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
-    if name.endswith("_unobserved") and twin.get("is_observed"):  # test_missing.py::test_obs_mask
+    if name.endswith("_unobserved") and twin.get("is_observed"):
         raise ValueError(
             f"site {name!r} is what obs_mask= leaves out, which is no latent of the guide: give obs= alone, under "
             "poutine.mask(mask=obs_mask); values that densities depend on take a pyro.sample of their own."
         )
-    # test_enumeration.py::test_nuts_and_trees
     if getattr(prior.support, "is_discrete", False):
         raise ValueError(
             f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
@@ -46,7 +45,6 @@ def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
         )
     for plate in get_plates():
         rows = guide.trace.nodes.get(plate.name, {}).get("value")
-        # test_guide.py::TestSites::test_local_latents
         is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
         if is_data and plate.full_size not in (None, plate.size):
             raise ValueError(
@@ -86,7 +84,7 @@ def _is_new(guide: KnownGuide, name: str, prior: Any) -> bool:
 
 
 def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
-    if isinstance(traces.bare(prior), dist.Delta):  # test_guide.py::test_refusals
+    if isinstance(traces.bare(prior), dist.Delta):
         raise ValueError(f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic")
     with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
         transform = biject_to(prior.support)
@@ -95,7 +93,6 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
         from_draws = getattr(guide.run, "from_draws", ())
         init_loc_fn: Callable = init_to_sample if name in from_draws else guide.init_loc_fn
         start = init_loc_fn({"name": name, "fn": prior}).detach().to(guide.like).clone()  # the user's may be held
-        # test_field.py::test_the_search_can_be_left_out
         if not start.isfinite().all() or not (prior.event_shape or prior.support.check(start).all()):
             raise ValueError(f"init_loc_fn starts site {name!r} at {start}, which its prior {prior} does not allow")
         loc = guide._adjust_plates(transform.inv(start), event_dim)
@@ -106,7 +103,6 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
     for name, latent in facts.latents.items():
         loc = tensors.get(f"locs.{path_of(name)}_unconstrained")  # none, where its posterior is joint with others'
         is_point = loc is not None and f"scales.{path_of(name)}_unconstrained" not in tensors
-        # test_guide.py::test_states_of_other_point_estimates_are_refused
         is_other = is_point != guide.is_point(name) or (loc is None and guide.is_independent(name))
         if latent["shape"] is not None and is_other:
             raise ValueError(
@@ -197,7 +193,6 @@ class SiteMessenger(KnownGuide):
             if msg["type"] != "sample":
                 return
         name = msg["name"]
-        # test_messages.py::test_data_that_do_not_fit
         if msg["is_observed"] and not isinstance(msg["value"], Tensor):
             raise ValueError(
                 f"site {name!r} observes a {type(msg['value']).__name__}, and not a tensor: give obs a tensor, "
@@ -218,7 +213,6 @@ class SiteMessenger(KnownGuide):
         super()._pyro_post_sample(msg)
         if msg["is_observed"]:
             traces.fill_masked(self.trace.nodes[msg["name"]])
-        # test_field.py::test_what_is_held_by_a_handler_is_refused_by_name
         is_held = msg["is_observed"] and msg["name"] in self.core.facts.field
         if is_held or (isinstance(msg["fn"], FieldLatent) and msg["fn"].drawn is None):
             raise ValueError(
@@ -232,7 +226,7 @@ class SiteMessenger(KnownGuide):
         """Raise if a GP site is not as the guide knows it."""
         x, kept = process.x, chain(module.parameters(), module.buffers())
         own = next(filter(Tensor.is_floating_point, kept), x)
-        if (own.dtype, own.device) != (x.dtype, x.device):  # test_guide.py::test_refusals
+        if (own.dtype, own.device) != (x.dtype, x.device):
             raise ValueError(
                 f"site {name!r} has inputs of {x.dtype} on {x.device}, the guide's parameters are {own.dtype} on "
                 f"{own.device}: convert the inputs, or call guide.double(), guide.float() or guide.to(device)."
@@ -247,7 +241,6 @@ class SiteMessenger(KnownGuide):
                     f"the guide's first call {size} of {below!r} went into each of {name!r}: give as many again."
                 )
         columns = facts.columns.get(name, x.shape[-1])
-        # test_guide.py::test_other_columns_than_in_training_raise
         if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
             raise ValueError(
                 f"GP site {name!r} has inputs of shape {tuple(x.shape)}; at the guide's first call they had {columns} "

@@ -161,7 +161,7 @@ class Priors(Run):
         if isinstance(self.drawn, Point):
             return self.drawn.whole
         missing = [name for name in self.guide.core.facts.intercepts if name not in self.sites]
-        if missing:  # test_guide.py::TestState::test_the_state_of_another_family_or_model_is_an_error
+        if missing:
             raise ValueError(
                 f"there is no latent site {missing[0]!r}: the guide was made, or its state saved, with another model."
             )
@@ -299,7 +299,6 @@ def require_data(run: Run) -> None:
     # Beside what is given, data that are left out, not drawn, may be another step's:
     # test_data.py::test_measurements_that_are_not_of_f_are_data.
     drawn = not observed or any(traces.is_free(sites[name]) for name in rows if name in sites)
-    # test_messages.py::test_a_later_step_without_data
     if rows and drawn and all(guide.is_given(name, sites[name]) for name in observed):
         known = ", ".join(map(repr, rows))
         raise ValueError(
@@ -310,7 +309,7 @@ def require_data(run: Run) -> None:
 
 def require_rows(run: Run, name: str) -> None:
     """Raise if a run with the arguments of training, for the posterior of a site, met no data."""
-    if run.guide.facts.rows and not run.data:  # test_data.py::test_a_model_that_holds_its_data
+    if run.guide.facts.rows and not run.data:
         raise ValueError(
             f"the posterior of site {name!r} belongs to the training data, and the model, run with the arguments of "
             "training, now observes nothing: it holds its data itself, and they were changed. Give it the data as "
@@ -321,11 +320,9 @@ def require_rows(run: Run, name: str) -> None:
 def _refuse_other_data(run: Run, observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
     guide, about = run.guide, list[str]()
-    # test_data.py::test_a_loss_at_other_data_leaves_the_posterior_alone
     for name, module in () if guide.takes_batches else guide.site_modules().items():
         checks.require_full_batch(name, module.family["name"], run.trace)
         about.append(f"GP site {name!r} has the family {module.family['name']}, whose posterior")
-    # test_data.py::test_latents_of_single_rows_are_new_at_new_rows
     local = [n for n in guide.core.facts.local_latents if n in run.sites and _is_prior(run.sites[n])]
     about += [f"latent site {name!r} has a value for each row, which" for name in local]
     if about:
@@ -385,7 +382,6 @@ def note_rows(run: Run) -> None:
             frames = [frame for site in run.data.values() for frame in site["cond_indep_stack"]]
             sizes = [int(f.full_size) for f in frames if f.size == process.x.shape[-2] and f.full_size]
             module.num_rows = max(sizes, default=module.num_rows)
-        # test_deep_basis.py::test_unseen_rows_are_told_of_and_one_call_mends_it
         elif module is not None and run.rows.new and module.num_seen < module.num_rows:
             warn_once(
                 guide.warned,

@@ -281,7 +281,7 @@ class TraceQuadrature_ELBO(ELBO):
         def held(one_by_one: bool = False) -> Tensor:
             terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)
             values = torch.stack([terms(*node) for node in nodes]) if one_by_one else at_once(terms)
-            if state.has_moved:  # test_a_program_that_takes_rows_by_itself_runs_once_a_step
+            if state.has_moved:
                 raise Unsupported("with all values held, the model drew random numbers by itself, others than before")
             return values
 

@@ -204,9 +204,9 @@ def describe(value: Any) -> str:
     """An argument for ``repr``: the number, the tensor's shape, the network's kind."""
     if callable(value) and not isinstance(value, CovarianceFunction):
         return getattr(value, "__name__", type(value).__name__)
-    if isinstance(value, Tensor):
-        return f"<{', '.join(map(str, value.shape))}>" if value.dim() else "<>"
-    return repr(value)
+    if isinstance(value, Tensor) and (value.dim() or torch._C._functorch.is_functorch_wrapped_tensor(value)):
+        return f"<{', '.join(map(str, value.shape))}>"
+    return f"{float(value.detach()):.4g}" if isinstance(value, Tensor) else repr(value)
 
 
 def positive(value: Scalar, name: str) -> Scalar:

@@ -36,7 +36,7 @@ class Components(Sequence):
     def __init__(self, whole: Any, inputs: Optional[Sequence[Tensor]] = None) -> None:
         self._whole, found = whole, whole.basis.components()
         self.names = term_names(whole.process.kernel)
-        if len(found) != len(self.names):  # test_a_basis_has_a_component_for_each_summand
+        if len(found) != len(self.names):
             num, terms = len(found), list(self.names)
             raise ValueError(f"the basis of GP site {whole.name!r} has {num} components(), not one for each of {terms}")
         self._blocks = [blocks for _, _, blocks in found]

@@ -35,7 +35,6 @@ def require_sizes(sites: Mapping[str, Any]) -> None:
                 f"if one value is that of many rows, y.expand({whole}); for P outputs in P columns let the "
                 "distribution have them too, .to_event(1)."
             )
-        # test_missing.py::test_a_mask_of_the_whole_model
         if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
             raise ValueError(
                 f"site {name!r}, of batch shape {tuple(shape)}, is under a mask of shape {tuple(mask.shape)}: its "
@@ -57,7 +56,7 @@ def require_known_indices() -> Iterator[None]:
     """Raise, in the place of an IndexError, what to do where a program indexes what its arguments do not have."""
     try:
         yield
-    except IndexError as error:  # test_known_groups.py::test_an_unknown_group_is_told_of_by_every_call
+    except IndexError as error:
         raise ValueError(
             f"the model indexes what these arguments do not have ({error}): give its plate of data their number of "
             "rows, pyro.plate('data', len(x)), and its latents only indices that they had in training."
@@ -147,7 +146,6 @@ def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: 
         f"these parameters would not train: {', '.join(found)}. SVI trains "
         "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
         "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
-        # test_deep_basis.py::test_another_network_of_that_name_in_the_parameter_store_is_told_of
         "should stay as it is. If it is registered, Pyro's store has another of that name (a notebook's cell run "
         "twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
         "pyro.module('name', network, update_module_params=True) to take the stored values."

@@ -112,7 +112,6 @@ class Enumeration(Messenger):
         """The dimensions of enumerated latents that a site's distribution has."""
         fn, shape = msg["fn"], msg["fn"].batch_shape
         found = [dim for dim in range(PLATES + 1, len(shape) + 1) if shape[-dim] != 1]
-        # test_enumeration.py::test_what_cannot_be_summed_out
         of_gp = as_process(fn)[0] is not None and any(size > 1 for size in (*shape, *fn.event_shape)[:-PLATES])
         known = {dim: len(latent.support) for dim, latent in self.latents.items()}
         if of_gp or any(shape[-dim] != known.get(dim) for dim in found):

@@ -95,7 +95,6 @@ def trace_like(like: poutine.Trace, run: Callable[[], Any], handler: Messenger) 
     with poutine.block(), poutine.trace() as tracer, asks_program(), handler, kept_buffers():
         run()
     for name, site in sample_sites(tracer.trace).items():
-        # test_conditioned.py::test_handlers_around_are_seen_as_the_objective_sees_them
         if name in there:
             site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
         fill_masked(site)

@@ -184,7 +184,7 @@ def total_after(trace: poutine.Trace, name: str, gps: Collection[str]) -> Tensor
 def scale_of(trace: poutine.Trace, name: str) -> Any:
     """A GP site's ``poutine.scale``, one number."""
     scale = sample_sites(trace)[name]["scale"]
-    if isinstance(scale, Tensor) and scale.numel() > 1:  # test_sites.py::test_messages_for_data_that_do_not_fit
+    if isinstance(scale, Tensor) and scale.numel() > 1:
         raise ValueError(
             f"GP site {name!r} has a poutine.scale with {scale.numel()} values; a family whose sites are read off "
             "the likelihood takes one number: scale the likelihood's site by them, or take a family such as SVGP."

@@ -223,7 +223,7 @@ def filled(fn: Any, value: Any, mask: Any) -> Any:
     seen = unmasked(fn, value, mask)
     if seen is None:
         return value
-    shape, num = seen.shape, seen.dim() - fn.event_dim  # test_quadrature.py::TestMissing
+    shape, num = seen.shape, seen.dim() - fn.event_dim
     rows, seen = (part.expand(shape).reshape(-1, *shape[num:]) for part in (value, seen))
     # The row's number stays a tensor: nothing is read back from the device.
     # Single values of an event may be masked apart from one another, and have unmasked rows of their own.
