@@ -63,6 +63,9 @@ schedules-are-of-parameters-alone: test_fit.py::test_natural_steps_follow_a_sche
 q-waits-for-a-next-step: test_natural.py::test_what_moves_under_a_precise_posterior
 - if found[1] <= most or not found[0].requires_grad:
 + if found[1] > most or not found[0].requires_grad:
+layers-start-at-the-prior: test_deep_gp.py::test_layers_start_at_their_inputs
+- module.begin_at(process, name, along_inputs(process))
++ along_inputs(process)
 nothing-waits-for-q: test_natural.py::test_q_meets_the_data_before_a_gradient_reaches_hyperparameters
 - for _ in range(_PASSES):
 + for _ in range(0):

@@ -13,7 +13,9 @@ from ..bases.additive import DecoupledFeatures
 from ..bases.inducing import InducingPoints
 from ..gaussians import Coefficients, Product
 from ..gaussians.factors import ShiftFactor
+from ..gaussians.seats import towards
 from ..modules import AbstractModule
+from ..numerics.linalg import side_by_side
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -80,6 +82,17 @@ class SparseGP(AbstractModule):
             shown = [(root * phi).double() for phi in features(x)]
             self.coefficients.start(self.coefficients.anchor_of(features), shown)
 
+    @torch.no_grad()
+    def begin_at(self, process: GaussianProcess, name: str, values: Tensor) -> None:
+        """Start q near a function with these values, ``(..., N)``, at the process' inputs."""
+        with poutine.block():
+            features = self.features_for(process, name)
+            phi = side_by_side(features(process.x))
+            # S = (I + 99I)⁻¹, a tenth of the prior's deviations
+            shown = (99**0.5 * torch.eye(phi.shape[-1]).to(phi)).split(features.sizes, -1)
+            self.coefficients.start(self.coefficients.anchor_of(features), shown)
+            self.coefficients.put_mean(towards(phi, (values - process.mean)[..., None], 1e-4)[..., 0])
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         rows = state_dict.get(prefix + "rows")
         self.rows = None if rows is None else torch.empty_like(rows, device=next(self.parameters(), rows).device)
@@ -131,3 +144,19 @@ class DecoupledGP(SparseGP):
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
         return super().spec() | {"means": self.means.spec()}
+
+
+def along_inputs(process: GaussianProcess) -> Tensor:
+    """Where an inner layer starts (Salimbeni and Deisenroth, 2017): its outputs, ``(..., N)``, are the principal
+    components of the inputs, ``(N, D)``, with the prior's mean and deviations; further ones are cosines of these.
+    """
+    # A draw of the prior says by chance what the layer above can tell apart: test_layers_start_at_their_inputs.
+    centred = process.x - process.x.mean(0)
+    spread, axes = torch.linalg.eigh(centred.mT @ centred / len(centred))
+    axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
+    kept = spread >= 1e-6 * spread[-1]
+    parts = (centred @ axes[:, kept] * spread[kept].clamp(min=torch.finfo(spread.dtype).tiny).rsqrt()).flip(-1).mT
+    times = range(process.batch_shape.numel())
+    more = [(i // len(parts) * parts[i % len(parts)]).cos() for i in times[len(parts) :]]
+    found = [*parts, *more][: len(times)]
+    return process.mean + process.variance.sqrt() * torch.stack(found).reshape(*process.batch_shape, -1)

@@ -128,6 +128,13 @@ class Coefficients(Documented, AbstractModule):
         current = getattr(self, name)
         setattr(self, name, value.to(current).expand(current.shape))
 
+    @torch.no_grad()
+    def put_mean(self, loc: Tensor) -> None:
+        """Give q this mean, ``(..., ΣM_b)``, of all blocks side by side."""
+        parts: list[Any] = [part for name, part in self.named_parameters(recurse=False) if name.startswith("loc")]
+        for part, value in zip(parts, loc.split([part.shape[-1] for part in parts], -1)):
+            part.copy_(value.expand(part.shape))
+
     def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
         """Put q where training starts, for a guide's first call.
 

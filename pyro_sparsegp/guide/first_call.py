@@ -14,6 +14,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..approximations.free import SparseGP, along_inputs
 from ..approximations.on_sites import SiteGP
 from ..bases.inducing import InducingPoints
 from ..families import FreeFormFamily
@@ -56,14 +57,12 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
                 run = _Setup(guide, at_medians=True, from_draws=flat.args).perform(args, kwargs)
         checks.require_sizes(run.sites)
         _require_sites(run)
-        guide.core = Core(_describe(run), kinds=kinds_of(run))
-        if guide.corrected_modules() and checks.holds_part(run.trace):
-            # Plates with a subsample_size leave rows out, on which kernels' diagonals depend.
-            with torch.enable_grad(), poutine.block(), traces.whole_plates():
-                note_rows(Priors(guide, at_medians=True).perform(args, kwargs))
-            guide.trace = run.trace
-        _require_unmasked(run, held_runs(guide.model, run.trace, args, kwargs))
-        closed_forms_of(guide, args, kwargs, run)
+        _learn(guide, run, args, kwargs)
+        if inner := [*guide.facts.inner]:
+            guide.forget()
+            with torch.no_grad(), poutine.block():
+                run = _Setup(guide, at_medians=True, from_draws=run.from_draws, inner=inner).perform(args, kwargs)
+            _learn(guide, run, args, kwargs)
         _warn_of_other_rows(run, args, kwargs)
         _require_densities(run)
         for name, posterior in run.posteriors.items():
@@ -79,6 +78,18 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
     return guide.core
 
 
+def _learn(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Learn of a first run what the program is."""
+    guide.core = Core(_describe(run), kinds=kinds_of(run))
+    if guide.corrected_modules() and checks.holds_part(run.trace):
+        # Plates with a subsample_size leave rows out, on which kernels' diagonals depend.
+        with torch.enable_grad(), poutine.block(), traces.whole_plates():
+            note_rows(Priors(guide, at_medians=True).perform(args, kwargs))
+        guide.trace = run.trace
+    _require_unmasked(run, held_runs(guide.model, run.trace, args, kwargs))
+    closed_forms_of(guide, args, kwargs, run)
+
+
 class _FlatInputsError(Exception):
     """A GP site's inputs have columns in which all rows are the same; with the names of latents to move them by."""
 
@@ -88,6 +99,7 @@ class _Setup(Run):
     """The first run: makes the modules."""
 
     from_draws: Collection[str] = ()  # latents that start at a draw from the prior, whatever init_loc_fn says
+    inner: Collection[str] = ()  # GP sites whose values enter others
 
     def module(self, name: str, process: GaussianProcess) -> Any:
         guide, x = self.guide, process.x
@@ -115,7 +127,12 @@ class _Setup(Run):
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
         """Not the mean, where a layer above would have all its inducing inputs in one place."""
+        begins = name in self.inner and isinstance(module, SparseGP) and process.x.dim() == 2
+        if begins and module.basis.sizes and (process.mean == process.mean[..., :1]).all():
+            module.begin_at(process, name, along_inputs(process))
         posterior = self.posteriors[name] = module(process, name, Site)
+        if begins:
+            return posterior.mean
         variance = process.variance
         if isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
             return process.mean + variance.sqrt() * torch.linspace(-1, 1, variance.shape[-1]).to(variance)
