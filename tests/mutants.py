@@ -196,7 +196,7 @@ outputs-never-meet: test_meeting.py
 - return name in self.quadratic and self.dependence[name] != DATAWISE
 + return name in self.quadratic
 updates-may-lower-the-bound: test_meeting.py
-- if value >= bound + (slack if by_modes else -slack) or not math.isfinite(bound):
+- if decided((value >= bound + (slack if by_modes else -slack)) | ~bound.isfinite()):
 + if True:
 features-anew-for-each-update: test_sites.py::test_features_are_made_once_for_all_updates
 - if self._answer is None:

@@ -341,6 +341,23 @@ def test_a_program_that_writes_in_place_is_told_of():
     assert not elbo._recordings[svi.guide].found
 
 
+def test_a_step_that_loses_a_nat_a_datum_is_plain():
+    x = torch.rand(60, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y, losses = torch.sin(8 * x[:, 0]), []
+
+    def model(x, y=None):
+        return observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.Matern32(0.5), x)), 0.1), y)
+
+    for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10)):
+        svi = stepper(elbo, model, SVGP(12), lr=1e-3)
+        losses.append([svi.step(x, y) for _ in range(9)])
+        for parameter in svi.guide.gps.f.basis.parameters():  # under a q that is right for where they were
+            parameter.data += 0.1 * torch.arange(len(parameter))[:, None] % 0.17
+        losses[-1] += [svi.step(x, y) for _ in range(3)]
+    assert losses[0] == losses[1]
+    assert sum(one.failures for one in elbo._recordings[svi.guide].found.values()) == 1
+
+
 class PretendedGraph(TorchDispatchMode):
     """In the place of a CUDA graph: operations, which a replay carries out anew, in the same memory."""
 

@@ -237,6 +237,9 @@ class Natural(Coefficients):
         of a step on all rows, max(0.25, 1/(1 + t)).
     """
 
+    tape: Optional[Tape] = None  # while a step is recorded
+    last_rate: Any = 1.0
+
     def __init__(
         self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Optional[Rate] = None
     ) -> None:
@@ -245,8 +248,6 @@ class Natural(Coefficients):
         self.loc: Any = torch.nn.Parameter(like.new_zeros(*batch_shape, sum(self.sizes)))  # m
         self.steps = 0  # that were taken
         self.share = 1.0  # of its rate that a step takes, for a loop whose rates fall
-        self.tape: Optional[Tape] = None
-        self.last_rate: Any = 1.0
         self._looked = -1, False  # the tilt's version when it was last looked at, and whether it was other than 0
 
     def next_rate(self, share: float = 0.0) -> float:

@@ -49,6 +49,11 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[Evalu
     return found or evaluate(), met
 
 
+def largest_loss(guide: AutoSparseGP, before: float) -> float:
+    """The largest loss of a step on all rows after one of this loss that has not lost more than a nat a datum."""
+    return before + max(sum(guide.facts.rows.values()), _LOST * abs(before))
+
+
 def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: Evaluation, before: float) -> Evaluation:
     """An evaluation on all rows; where it loses more than a nat a datum of the one ``before``, once natural steps have
     brought q to the data anew.
@@ -56,7 +61,7 @@ def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: E
     # Optimisers move inducing inputs and kernels under a q that was right for those of before. Under little noise that
     # loses orders, and the gradients there would train the kernel to make up for q:
     # test_what_moves_under_a_precise_posterior
-    most = before + max(sum(guide.facts.rows.values()), _LOST * abs(before))
+    most = largest_loss(guide, before)
     if found[1] <= most or not found[0].requires_grad:
         return found
     modules = {module: module.steps for module in steppers(guide) if isinstance(module, NaturalGaussian)}

@@ -87,6 +87,7 @@ class Recording:
     params: list[Tensor]
     slots: list[Slot]
     tapes: dict[Natural, Tape]
+    limit: Tensor  # above which a loss is none of a step's
     graph: Any = None
     update: Any = None  # of parameters, if the optimiser is within
     leaves: Any = ()  # the parameters that have gradients
@@ -115,12 +116,13 @@ class Recording:
         for module, tape in self.tapes.items():
             tape.rate.fill_(module.rate_of(tape.passes, self.share))
         state, rates = [slot.value for slot in self.slots], [tape.rate for tape in self.tapes.values()]
-        return distinct([*tensors, *self.params, *state, *rates])
+        return distinct([*tensors, *self.params, *state, *rates, self.limit])
 
     @torch.no_grad()
-    def run(self, tensors: list[Tensor], takes: bool) -> Replay:
+    def run(self, tensors: list[Tensor], limit: float, takes: bool) -> Replay:
         """What the step gives; whether it is to be taken, if it does not fail, an optimiser within is told."""
         self.update.begin(takes)
+        self.limit.fill_(limit)
         read, *found = self.graph(*self.inputs(tensors))
         loss, failed = read.tolist()
         self.steps += 1
@@ -162,7 +164,7 @@ def record(
     zero = torch.zeros((), dtype=guide.like.dtype, device=guide.like.device)
     tapes = {module: Tape(zero.clone()) for module in steppers(guide)}
     known = {name: _stand_in(site, leaf) for (name, site), leaf in zip(sites.items(), params)}
-    found = Recording(guide, known, params, slots_of(guide), tapes)
+    found = Recording(guide, known, params, slots_of(guide), tapes, zero.clone())
     before, looks = [slot.value for slot in found.slots], guide.core.looks
     counts = {module: (module.steps, module.last_rate) for module in tapes}
 
@@ -181,9 +183,10 @@ def record(
         pairs = [(p, grad) for p, grad in zip(params, grads[len(record.tensors) :]) if grad is not None]
         moved = [(slot, new) for slot, old in zip(found.slots, before) if (new := slot.recorded) is not old]
         found.leaves, found.moving = [p for p, _ in pairs], [slot for slot, _ in moved]
-        broken = [~torch.stack([loss.detach(), *(grad.sum() for _, grad in pairs)]).sum().isfinite()]
-        flags = [flag.reshape(-1).to(loss.device) != 0 for flag in (*flags, *decisions.flags, *broken, zero)]  # type: ignore
-        read = torch.stack([loss.detach(), torch.cat(flags).any().to(loss)])
+        broken = ~torch.stack([loss.detach(), *(grad.sum() for _, grad in pairs)]).sum().isfinite()
+        noted: list[Tensor] = [*flags, *(decisions.flags or ()), broken, loss > found.limit]
+        failed = torch.cat([flag.reshape(-1).to(loss.device) != 0 for flag in noted]).any()
+        read = torch.stack([loss.detach(), failed.to(loss)])
         return [read, *(grad for _, grad in pairs), *(new for _, new in moved)]
 
     for module, tape in tapes.items():

@@ -53,7 +53,7 @@ def decided(condition: Union[bool, Tensor], serves_both: bool = False) -> bool:
     return found.way[-1]
 
 
-def passed_on(value: Tensor, made: Tensor) -> Tensor:
+def passed_on(value: Tensor, made: Any) -> Any:
     """A tensor of a subclass, which a recording takes for the one that it was made of."""
     if is_recorded():
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
