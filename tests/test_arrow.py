@@ -214,3 +214,39 @@ def test_a_start_on_some_rows_takes_whole_groups(monkeypatch):
     assert len(group[chosen].unique()) == 6
     assert guide.facts.eliminated == "a"
     assert torch.tensor(losses).isfinite().all()
+
+
+def _effects(apart):
+    def model(x, group, y=None):
+        tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x, jitter=1e-8))
+        if apart:
+            with pyro.plate("each", len(x)):
+                e = pyro.sample("e", dist.Normal(0.0, tau))
+        with pyro.plate("data", len(x)):
+            e = e if apart else pyro.sample("e", dist.Normal(0.0, tau))
+            pyro.sample("y", dist.Poisson((mu + f + e).exp()), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("least", [10, 1000])
+def test_effects_of_single_rows_join_the_field_as_those_of_a_plate_of_their_own(least, monkeypatch):
+    monkeypatch.setattr(start, "_ELIMINATED", least)
+    data = _data(True)
+    whole, losses = _trained(_effects(True), data)
+    guide, found = _trained(_effects(False), data)
+    assert set(guide.facts.field) == {"e", "mu", "f"}
+    assert guide.facts.row_effects == ["e"]
+    assert bool(guide.facts.eliminated) == (least == 10)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(guide.median(*data)["e"], whole.median(*data)["e"], rtol=1e-5, atol=1e-6)
+    x = torch.linspace(-0.2, 1.2, 5)[:, None]  # new rows, whose effects are drawn from the model
+    draws = predict(guide.model, guide, x, None, num_samples=400)
+    assert draws["e"].shape == (400, 5)
+    assert draws["e"].mean().abs() < 0.1
+    again = restored(guide, guide.model, families.SVGP(10))
+    torch.testing.assert_close(again.posterior(x, None)["f"].variance, guide.posterior(x, None)["f"].variance)
+    guide.integrate(num_points=40)
+    assert predict(guide.model, guide, x, None, num_samples=3)["f"].shape == (3, 5)

@@ -263,6 +263,8 @@ def anchor_of(
         factors = guide.facts.factors.get(name, {}).items()
         logs = [_unconstrained(sites[other]) @ guide.like.new_tensor(slopes) for other, slopes in factors]
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
+        if name in guide.facts.row_effects and len(at) != sum(guide.facts.field[name]):  # of new rows
+            at = at[:1].expand(sum(guide.facts.field[name]))
         # priors of Python numbers are on the host, of the default dtype
         parts.append(sum(logs, guide.like.new_zeros(())).exp() * at.to(guide.like))
     anchor = AtRows(parts)

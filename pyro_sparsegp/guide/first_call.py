@@ -336,7 +336,8 @@ def _warn_of_widths(probe: Run, rerun: Rerun) -> None:
     """Tell of intervals that will be too narrow, of latents of single data, or too wide, of data below the jitter."""
     facts = probe.guide.facts
     most = max(facts.rows.values(), default=math.inf)
-    names = [name for name in facts.local_latents if math.prod(facts.latents[name]["shape"] or ()) >= most]
+    apart = [name for name in facts.local_latents if name not in facts.row_effects]
+    names = [name for name in apart if math.prod(facts.latents[name]["shape"] or ()) >= most]
     # Those that may be a GP's inputs are another matter: test_messages.py::test_a_latent_of_each_datum.
     if names and not any(process.x.requires_grad for process in probe.processes.values()):
         warnings.warn(

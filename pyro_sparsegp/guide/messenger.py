@@ -174,6 +174,8 @@ class SiteMessenger(KnownGuide):
         own = facts.latents.get(name)
         # Before anything is learned every latent is the guide's.
         if facts.gps and (own is None or own["plates"]) and _is_new(self, name, prior):
+            if name in facts.row_effects:
+                run.note_new(name, prior)
             return prior
         _require_latent(self, name, prior)
         point = run.drawn if isinstance(run.drawn, Point) else None

@@ -115,6 +115,9 @@ class Run(ABC):
         rows = self.guide.core.facts.rows
         return {name: site for name, site in self.sites.items() if site["is_observed"] and name in rows}
 
+    def note_new(self, name: str, prior: Any) -> None:  # noqa: B027, priors alone are asked for these
+        """Take note of the prior of a member of the field at rows that it has no values of."""
+
     def module(self, name: str, process: GaussianProcess) -> Any:
         """The site's variational module."""
         return self.guide.module_of(name)
@@ -144,6 +147,10 @@ class Priors(Run):
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
         return process.mean
+
+    def note_new(self, name: str, prior: Any) -> None:
+        """Take note of the prior of a member of the field at rows that it has no values of."""
+        self.normal[name] = prior
 
     def latent_of_field(self, name: str, prior: Any) -> Tensor:
         """The answer at a latent of the field."""

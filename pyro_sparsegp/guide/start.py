@@ -51,13 +51,25 @@ _DRAWS = 3  # of the prior, beside the first call's own values
 def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
     """After a first run make the posterior of latents that are no GP sites, at the mode of what is known of them."""
     facts = guide.facts
+    local = {name: run.sites[name]["infer"]["prior"] for name in facts.local_latents}
+    # Effects of single rows join the field; latents of which inputs or scales are made do not.
+    few = not holds_part(run.trace) and max(facts.rows.values(), default=0) <= ALL_ROWS
+    facts.row_effects = [name for name, prior in local.items() if few and type(bare(prior)) is dist.Normal]
+    try:
+        _start(guide, run, args, kwargs)
+    finally:
+        facts.row_effects = [name for name in facts.row_effects if name in facts.field]
+
+
+def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
+    facts = guide.facts
     asked = (facts.able_to_couple or facts.interactions) and guide.independent is not True
     if not (asked or guide.together_by_name) or not is_open(guide):
         return
     bar = tqdm(desc="the mode of latents", unit=" evaluations", delay=PATIENCE, leave=False)
     with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
         _find(Search(guide, run, (args, kwargs), [], bar.update))
-    if sought.error is not None and facts.latents:
+    if sought.error is not None and facts.latents and not facts.row_effects:
         warnings.warn(
             f"the mode of latents {', '.join(map(repr, facts.latents))} was not found "
             f"({str(sought.error).splitlines()[0]}). They start where init_loc_fn says, each with an independent "
@@ -124,6 +136,8 @@ class Search:
         self.stay, self.kept = dict[str, Tensor](), list[str]()  # and latents that are not eliminated
         self.is_exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (_MOST_VALUES, _MOST_VALUES) if self.is_exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
+        if guide.facts.row_effects:  # whose number is that of the rows
+            self.most = ALL_ROWS, ALL_ROWS
         self.is_part = holds_part(first.trace)
         self._take(self.most[0])
         normal = self._normal()
@@ -186,6 +200,8 @@ class Search:
     def nested(self) -> Optional[Nested]:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
         guide, facts, rows = self.guide, self.guide.facts, self.rows
+        if not {*facts.row_effects} <= {*self.normal}:
+            return None
         sizes = {name: list(module.basis.sizes) or [rows] for name, module in guide.modules_by_site().items()}
         sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
         field = {name: sizes[name] for name in self.sites if name in sizes}

@@ -225,6 +225,7 @@ class Structure:
     unconstrained: list[str] = _field(default_factory=list)
     owned: list[str] = _field(default_factory=list)  # latents of the field of which each datum has one value
     eliminated: str = ""  # the last of these, whose values are no entries of a dense covariance
+    row_effects: list[str] = _field(default_factory=list)  # latents of the field that have a value for each row
     num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
 
     @cached_property
@@ -234,8 +235,9 @@ class Structure:
 
     @property
     def able_to_couple(self) -> list[str]:
-        """The latents that have one value for all rows, and no posterior by an overridden ``get_posterior``."""
-        return [n for n, own in self.latents.items() if own["shape"] is not None and n not in self.local_latents]
+        """The latents of all rows, or of rows in the field, with no posterior by an overridden ``get_posterior``."""
+        apart = {*self.local_latents} - {*self.row_effects}
+        return [n for n, own in self.latents.items() if own["shape"] is not None and n not in apart]
 
     def neighbours(self, name: str) -> set[str]:
         """The GP sites that meet this one in a term of a density."""
