@@ -38,9 +38,9 @@ class AutoSparseGP(SiteMessenger):
 
     q(θ, u) = q(θ) q(u | θ). A GP site is f = μ + φᵀw + r with coefficients w; the residual r keeps its prior. u is
     all coefficients w and all latents with normal priors; q(u | θ) is one Gaussian. The hyperparameters θ are all other
-    latents, jointly normal in unconstrained space. u has at most 2,000 numbers, and each datum depends on one value
-    that is linear in it, or on two as its mean and log scale. Without such a u each w has its family's q(w | θ), and
-    the normal latents are independent of each other and of f.
+    latents, jointly normal in unconstrained space. u has at most 2,000 numbers beside its largest plate, if each datum
+    has one value there, and each datum depends on one value that is linear in it, or on two as its mean and log scale.
+    Without such a u each w has its family's q(w | θ), and the normal latents are independent of each other and of f.
 
     The first call finds the mode of the hyperparameters and how the likelihood depends on f, and chooses inducing
     points among its inputs: give it more rows than these.
