@@ -184,7 +184,7 @@ def test_a_latent_that_a_state_does_not_have():
 
 @pytest.mark.parametrize("as_input", [False, True])
 def test_a_latent_of_each_datum(as_input):
-    """Beside f it is told of; as the GP's input it is no rival of f's values."""
+    """Independent of f it is told of; as the GP's input it is no rival of f's values."""
     x = torch.rand(20, 1)
     y = torch.sin(6 * x[:, 0])
 
@@ -196,7 +196,8 @@ def test_a_latent_of_each_datum(as_input):
         with data:
             return pyro.sample("y", dist.Normal(f if as_input else f + e, 0.1), obs=y)
 
-    svi = SVI(model, AutoSparseGP(model, SVGP(5)), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    guide = AutoSparseGP(model, SVGP(5), independent=True)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         svi.step(x, y)
