@@ -39,7 +39,7 @@ def drop_stored(name: str) -> None:
 
 
 def size_buffers(module: Any, state: dict[str, Any], prefix: str) -> None:
-    """Give a module's buffers the shapes of those of a state that is about to be loaded: training says their size."""
+    """Give a module's buffers the shapes that they have in a state about to be loaded: training says their size."""
     for name, buffer in list(module.named_buffers(recurse=False)):
         if prefix + name in state:
             setattr(module, name, buffer.new_zeros(state[prefix + name].shape))

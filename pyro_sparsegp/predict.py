@@ -119,7 +119,7 @@ def _of_guide(model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kw
 
 
 def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:
-    """Raise if a run at new inputs observes data of other rows, those of training."""
+    """Raise if a run at new inputs observes the data of training's rows."""
     for name, site in ((name, site) for name, site in sites.items() if is_observation(site)):
         value, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
         if len(value) > len(shape) or any(mine not in (1, num) for mine, num in zip(value[::-1], shape[::-1])):

@@ -10,7 +10,7 @@ def warn_once(
 ) -> None:
     """Warn, unless ``warned`` has a warning of this kind about this site.
 
-    :param stacklevel: as of ``warnings.warn`` in the caller's place.
+    :param stacklevel: as ``warnings.warn`` in the caller's place would take it.
     """
     if (kind, site) not in warned:
         warned.add((kind, site))

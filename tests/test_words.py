@@ -1,12 +1,10 @@
 """Plain words: phrases that make a reader read a sentence twice do not come back."""
 
 import ast
-import inspect
 import re
 from pathlib import Path
 
 import pyro_sparsegp
-from tests.test_docstrings import methods, public
 
 ROOT = Path(__file__).parent.parent
 PHRASES = re.compile(
@@ -35,12 +33,14 @@ def pages():
 
 
 def docstrings():
-    for name, value in public():
-        if name.startswith("pyro_sparsegp.gaussians."):  # for those who write a family
+    """Everybody's, whether the reference shows them or not."""
+    for path in Path(pyro_sparsegp.__file__).parent.rglob("*.py"):
+        if path.name in ("check.py", "start.py"):  # until what others change there has landed
             continue
-        yield name, inspect.getdoc(value) or ""
-        for method, function in methods(value) if inspect.isclass(value) else ():
-            yield f"{name}.{method}", inspect.getdoc(function) or ""
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                name = getattr(node, "name", "")
+                yield f"{path.name}: {name}", ast.get_docstring(node) or ""
 
 
 def messages():

@@ -141,8 +141,8 @@ class OptimalGP(SiteGP):
 
 
 class ExactGP(OptimalGP):
-    """q(f | sites), exact: the basis is f at the sites' own inputs X, wherever these are now; as a part of a guide's
-    field at those of its first call.
+    """q(f | sites), exact: the basis is f at the sites' own inputs X, wherever these are now. As a part of a guide's
+    field, the inputs are the first call's.
     """
 
     def prepared(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
@@ -289,8 +289,8 @@ class ExpectationGP(AbstractModule):
 
     @torch.no_grad()
     def put(self, index: Optional[Tensor], num: int, sites: Sites, anchor: Optional[Tensor]) -> None:
-        """Put sites, at features under ``anchor``, in the place of those that some data had, of distinct row numbers
-        below ``num``, or all; the sums stay.
+        """Replace the sites of some data, or of all, by these, at features under ``anchor``. Row numbers are distinct
+        and below ``num``; the sums stay.
         """
         phi, anchor = sites.inputs, sites.inputs.new_zeros(0, 0) if anchor is None else anchor
         # υ = L⁻ᵀφ: rows ΦL⁻¹

@@ -224,7 +224,7 @@ class BlockPolicy(Policy):
 
 
 class KrylovPolicy(Policy):
-    """Residual actions, those of conjugate gradients (CaGP-CG; algorithm S1, section S3.1)."""
+    """Residual actions, which conjugate gradients take (CaGP-CG; algorithm S1, section S3.1)."""
 
     # Lanczos with full reorthogonalisation on I + Λ^½KΛ^½ from Λ^½(z − μ): the span of the residuals, which for equal λ
     # is that of conjugate gradients on K̂.

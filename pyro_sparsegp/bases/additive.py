@@ -183,7 +183,7 @@ class AdditiveFeatures(Features):
 
     @functools.cached_property
     def ones(self) -> Any:
-        """Of the blocks that have values of theirs, each has its share of 1."""
+        """Its share of 1 for each block that has values."""
         found = [part.ones for part in self.parts]
         given = [part for part in found if part is not None]
         if not given:

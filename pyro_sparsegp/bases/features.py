@@ -137,7 +137,7 @@ class KernelFeatures(Features):
 
 
 class _TermFeatures(Features):
-    """The features of one summand, at their place among those of all, with zeros for the others'."""
+    """The features of one summand, at their place among all features, with zeros for the others."""
 
     def __init__(self, terms: Sequence[Any], index: int, sizes: tuple[int, ...]) -> None:
         super().__init__(terms[index], sizes)

@@ -77,7 +77,7 @@ class Source(ABC):
         """One draw."""
 
     def draws(self, num: int = 1, new: Optional[Call] = None, simulates: bool = False) -> Iterator[Draws]:
-        """Draws in blocks, the first of which is a single one; ``new`` arguments are for ``predictions``."""
+        """Draws in blocks; the first block is a single draw. ``new`` arguments are for ``predictions``."""
 
         def numbers(draw: dict[str, Any]) -> int:
             kinds = ("functions", "posterior", "predictions")
@@ -222,7 +222,7 @@ class SampleSource(Source):
         self.reader = DensityReader(self.model, self.args, self.kwargs, list(self.sites))
 
     def items(self, num: int) -> dict[str, Tensor]:
-        """All samples, or the first; again from the first, where more are asked for."""
+        """All samples, or the first ones; if that is not enough, again from the first."""
         return {n: value[torch.arange(num, device=value.device) % len(value)] for n, value in self.samples.items()}
 
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:

@@ -1,4 +1,4 @@
-"""A Gaussian factor of which the last coefficients are values of which each datum has one."""
+"""A Gaussian factor whose last coefficients are values that have one owner a datum."""
 
 from typing import Any
 

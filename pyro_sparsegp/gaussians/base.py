@@ -144,8 +144,8 @@ class Coefficients(Documented, AbstractModule):
         """
 
     def anchor_of(self, features: Any, mean: Any = None) -> Any:
-        """L of a run's features, as :meth:`forward` wants it; ``None`` where it is about w alone. Of a mean function q
-        may follow a constant one.
+        """L of a run's features, for :meth:`forward`; ``None`` where it is about w alone. Of a mean function q may
+        follow a constant one.
         """
         return None
 

@@ -178,8 +178,7 @@ class ProjectedGaussian(Given):
     """f given ỹ = Sᵀ(z − μ) with ỹ = u + ε, u = Sᵀ(f(X) − μ), ε ~ N(0, D) (Wenger et al., 2024, algorithm S2).
 
     With RRᵀ = G = SᵀKS + D, the coordinates h = R⁻¹(u + ε) are N(0, I) under the prior and a = R⁻¹ỹ under the
-    posterior, whose features are ψ(x) = R⁻¹Sᵀk(X, x). The divergence is that of u, since ε is no part of f:
-    with α = G⁻¹ỹ,
+    posterior, whose features are ψ(x) = R⁻¹Sᵀk(X, x). The divergence is u's, since f has no ε: with α = G⁻¹ỹ,
 
         KL = ½(tr(G⁻¹D) − i + αᵀ(SᵀKS)α + log|G| − log|D|).
 

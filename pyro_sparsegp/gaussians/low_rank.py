@@ -212,7 +212,7 @@ class NaturalLowRank(NaturalGaussian):
     Under objectives that take no natural steps m, B and a tilt A of each block, D⁻¹ = RAAᵀRᵀ, are parameters.
 
     :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
-        whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
+        whose precisions are P̂'s diagonal blocks; the mean is that of the whole P̂.
     :param base: whether D is free; else it is I.
     """
 

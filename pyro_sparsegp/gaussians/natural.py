@@ -7,9 +7,9 @@ Fisher matrix: it moves precision P and mean m towards the sums of the sites tha
 
 where c is the weight of the divergence in the objective, 1 in the bound (Khan and Lin, 2017; Salimbeni, Eleftheriadis
 and Hensman, 2018; Adam, Chang, Khan and Solin, 2021). At ρ = 1, for a Gaussian likelihood and all rows, that is the
-optimum. The mean moves by a difference, of which rounding leaves nothing where the gradient is 0; rounding of Pm would
-be a wrong mean, S times that of Pm, which for precise data in float32 is more than their noise. For the same reason
-moves of hyperparameters are told as m ← m + small terms.
+optimum. The mean moves by a difference: where the gradient is 0, it is 0 in spite of rounding. Rounding of Pm would be
+a wrong mean, S times that of Pm, which for precise data in float32 is more than their noise. For the same reason moves
+of hyperparameters are told as m ← m + small terms.
 """
 
 from collections.abc import Sequence
@@ -53,11 +53,11 @@ class NaturalGaussian(Natural):
     r ← r − GL⁻¹δ for μ ← μ + δ: what f says of the data stays what it was, and the gradient by μ is that of the whole
     (else each step of μ would have to wait for q's).
 
-    Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision
-    anywhere, for which it takes likelihoods that are not log-concave, several functions, or draws, negative curvatures
-    are cut to 0. The mean moves no function value by more than three standard deviations of the prior, or half of one
-    where curvatures of several functions are cut: counts of 1,000 under an exponential link would else be jumped to at
-    e¹⁰⁰⁰. Gradients that are not finite change nothing.
+    Three guards keep a step where its quadratic model holds. Where likelihoods are not log-concave, with several
+    functions, or by draws, it may leave less than half of the precision somewhere; then negative curvatures are cut to
+    0. The mean moves no function value by more than three standard deviations of the prior, or half of one where
+    curvatures of several functions are cut: counts of 1,000 under an exponential link would else be jumped to at e¹⁰⁰⁰.
+    Gradients that are not finite change nothing.
 
     Under objectives that take no natural steps m is a parameter, and S = RAAᵀRᵀ with RRᵀ = (I + G)⁻¹ and a free lower
     triangular A, I at first, for each block.
@@ -121,8 +121,8 @@ class NaturalGaussian(Natural):
         destination[prefix + "softness"] = torch.full(shape, self.softness, dtype=torch.float64)
 
     def hold_by_draws(self) -> None:
-        """Before any step: curvatures will be those of draws, whose noise is not small where L is. Held about u it
-        would be magnified as L moves; sites are held nearer to w.
+        """Before any step: curvatures will come from draws, whose noise is not small where L is. Held about u it would
+        be magnified as L moves; sites are held nearer to w.
         """
         self.softness = _BY_DRAWS
         self.seat = self.seat.new_zeros(0, 0)  # a start belongs to any seat
@@ -146,7 +146,7 @@ class NaturalGaussian(Natural):
         return anchor or Seat(self.seat.new_zeros(0, 0))
 
     def _turns(self, seat: Seat) -> bool:
-        """Whether sites belong to a seat, and so turn with this one: those of a start belong to none, and stay."""
+        """Whether sites belong to a seat, and so turn with this one. A start's sites belong to none, and stay."""
         return min(seat.kept.numel(), self.seat.numel()) > 0
 
     def _seen_from(self, seat: Seat) -> Seen:
@@ -328,7 +328,7 @@ class NaturalGaussian(Natural):
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
-        """G = P − I and r = Pm under L; those of the prior, 0, where no step has been taken: a start is a guess."""
+        """G = P − I and r = Pm under L; before the first step the prior's, 0: a start is a guess."""
         seat = self._seat(anchor)
         if self.is_tilted:  # by plain gradients: test_rows_are_added_to_what_plain_gradients_taught
             self._level_out(seat)

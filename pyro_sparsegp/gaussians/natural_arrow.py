@@ -1,4 +1,4 @@
-"""q(w) whose last block has values of which each datum has one, by natural steps: its precision is an arrow's."""
+"""q(w) by natural steps, with an arrow for its precision: each datum has one value of the last block."""
 
 from collections.abc import Sequence
 from typing import Any, Optional

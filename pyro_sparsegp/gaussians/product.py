@@ -207,7 +207,7 @@ def from_natural(
 
 
 class Whole:
-    """q(w) of one run, w = (w₁, …, w_K), of which the sites' draws are parts.
+    """q(w) of one run, w = (w₁, …, w_K); the sites' draws are its parts.
 
     :param blocks: of each site, the numbers of its blocks.
     """
@@ -220,7 +220,7 @@ class Whole:
         self._counted = False
 
     def share(self, *names: str) -> Share:
-        """What a site sees, of its coefficients and perhaps those of others; the first one has the divergence."""
+        """What a site sees of its coefficients, and perhaps of other sites'; the first one has the divergence."""
         first, self._counted = not self._counted, True
         return Share(self, [block for name in names for block in self.blocks[name]], first)
 
@@ -287,7 +287,7 @@ class Share(Gaussian):
 
 
 class Shared(AbstractModule):
-    """The coefficients of several sites, of which each has a number of blocks, in their order."""
+    """The coefficients of several sites, in their order; each site has a number of blocks."""
 
     def __init__(self, coefficients: Coefficients, numbers: Mapping[str, int]) -> None:
         super().__init__()

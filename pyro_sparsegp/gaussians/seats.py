@@ -72,8 +72,8 @@ class Seat:
 
 
 class AtRows(Seat):
-    """Blocks of coefficients that move by themselves: functions' values at rows, such as those of a network, and
-    latents' own. Sites are about Aw; in directions that A hardly has, about w.
+    """Blocks of coefficients that move by themselves: functions' values at rows, such as a network's, and latents' own.
+    Sites are about Aw; in directions that A hardly has, about w.
 
     :param parts: A, ``(..., K, M)``, of each block, with K several times M; or a latent's L, ``(M, M)``, or the
         diagonal of that, ``(M,)``.

@@ -33,7 +33,7 @@ class Sites:
 
     @classmethod
     def none(cls, inputs: Tensor, batch_shape: Sequence[int]) -> Sites:
-        """Sites of precision 0, such as those of data that nothing is known of."""
+        """Sites of precision 0, for data that nothing is known of."""
         zeros = inputs.new_zeros(*batch_shape, inputs.shape[-2])
         return cls(inputs, zeros, zeros)
 

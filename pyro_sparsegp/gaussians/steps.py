@@ -319,7 +319,7 @@ class Natural(Coefficients):
         self._looked = raw._version, False
 
     def _kept(self, name: str) -> Tensor:
-        """A parameter; no optimiser is told of it while a record is made, or nothing is differentiated."""
+        """A parameter, which no optimiser sees while a record is made, or nothing is differentiated."""
         # Pyro's param statement, by the attribute, is what hands a parameter to an optimiser.
         if torch.is_grad_enabled() and recorded() is None:
             return getattr(self, name)

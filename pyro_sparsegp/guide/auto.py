@@ -377,7 +377,7 @@ class AutoSparseGP(SiteMessenger):
             vars(self)["trace"] = poutine.Trace()  # under vmap its tensors are of no use to others
 
     def _within(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any], asked: Callable) -> Any:
-        """What is asked in the place of draws, of the arguments that handlers around this guide hand on."""
+        """What is asked instead of draws, by the arguments that handlers around this guide hand on."""
         state = vars(self)
         try:
             state["_asked"] = asked

@@ -39,7 +39,7 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5}  # of a bound
 def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Conditions:
     """What prediction is conditioned on: read at the training data, for one draw of the latents or their medians.
 
-    :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
+    :param known: whether the draw is of those data, so that their rows' latents are the draw's.
     """
     if not guide.on_sites or (guide.core.data is None and not guide.has_random_latents):
         return Conditions()
@@ -69,8 +69,8 @@ class _UnderLatents(Priors):
 def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any], median: bool = False) -> Conditions:
     """Draw the latents at the training data, or take their medians, and read the sites of families on sites under them.
 
-    :param rows: of the arguments; if they are not those of training, the training data are taken. In a step of training
-        modules keep the sites, and gradients pass through them.
+    :param rows: of the arguments; if they are other rows, the training data are taken. In a step of training modules
+        keep the sites, and gradients pass through them.
     """
     core, modules, same, learns = guide.core, guide.site_modules(), rows.same, rows.learns
     if not same:
@@ -208,7 +208,7 @@ class SiteReading:
         return (self._last or self.look())[1]
 
     def move(self, sites: Sites, found: Optional[tuple[SparsePosterior, Marginal]] = None) -> None:
-        """Have these sites, of which the posterior and its marginals may be known."""
+        """Have these sites; their posterior and its marginals may be known."""
         # What was known goes before the next is made: of projections of data each holds a Φ of its own.
         self.sites, self.unread, self._last = sites, False, found
 
@@ -269,7 +269,7 @@ class Readings:
                 return
 
     def _expect(self, reading: SiteReading, marginal: Marginal) -> Expectation:
-        """E[ℓ] and its derivatives under a marginal of one GP site, those of all others as they are."""
+        """E[ℓ] and its derivatives under a marginal of one GP site; other sites' marginals stay."""
         every = {other.name: other.marginal for other in self.readings if other is not reading}
         return self.reader.expect(reading.name, {**self.others, **every, reading.name: marginal})
 

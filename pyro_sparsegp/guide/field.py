@@ -64,7 +64,7 @@ class Layout:
     :param field: of each GP site and normal latent, in order, the sizes of its blocks of x.
     :param residuals: of each GP site the number of standardised residuals: one, √ρ·t at all inputs, serves where no
         term depends on values at several.
-    :param owned: the latents of which each datum has one value at most, such as its group's.
+    :param owned: the latents with at most one value a datum, such as its group's.
     :param eliminated: the one of these whose values meet the common entries alone, so that P is an :class:`Arrow`; it
         is the field's last member.
     """
@@ -85,7 +85,9 @@ class Layout:
         self.dense = self.num - self.numbers.get(eliminated, 0)
 
     def directions(self, like: Tensor) -> Tensor:
-        """Of x: each entry that is no owned latent's; and of these 1 and k, by which the k-th one's slope is known."""
+        """Directions of x: one for each common entry, and two of owned latents, 1 and k, which give the k-th one's
+        slope.
+        """
         # A datum has one value of an owned latent, so that a direction of all its entries serves for each.
         owned = like.new_zeros(2 * len(self.owned), self.extended)
         for i, rows in enumerate(self.rows[name] for name in self.owned):
@@ -132,7 +134,7 @@ class Layout:
         return torch.cat([x, x.new_zeros(self.extended - self.num)])
 
     def parts(self, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Of ``(extended,)`` numbers those of each member, and of each GP site's residual."""
+        """``(extended,)`` numbers in parts: each member's, and each GP site's residual's."""
         every = x.split([*self.numbers.values(), *self.residuals.values()])
         return dict(zip(self.field, every)), dict(zip(self.residuals, every[len(self.field) :]))
 
@@ -245,7 +247,7 @@ def run_standardised(
 
 
 def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
-    """Make q(x | θ), in the place of the members' own posteriors."""
+    """Make q(x | θ), instead of the members' own posteriors."""
     sizes, like = [size for own in field.values() for size in own], guide.like.new_zeros(1)
     made = NaturalArrow(sizes, like) if guide.facts.eliminated else NaturalGaussian(sizes, (), like)
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
@@ -311,7 +313,7 @@ class _MadeOf(Kernel):
 
 
 class _WithMean(Features):
-    """A GP site's features and those of its mean."""
+    """A GP site's features and its mean's."""
 
     def __init__(self, basis: Features, kernel: _MadeOf) -> None:
         super().__init__(kernel, basis.sizes + tuple(map(len, kernel.z)))

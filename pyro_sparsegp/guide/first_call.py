@@ -248,7 +248,9 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
 
 
 def _look_at_posteriors(guide: KnownGuide) -> None:
-    """Raise where GP sites have none of those asked for, have natural steps know of joint draws, and warn of others."""
+    """Raise where GP sites lack a joint posterior that ``families`` names, have natural steps know of joint draws, and
+    warn of others.
+    """
     facts = guide.facts
     for group in guide.together_by_name:
         if not {*group} <= facts.field.keys():

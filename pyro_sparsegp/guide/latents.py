@@ -1,7 +1,7 @@
-"""Hyperparameters, and other latents that are no part of a field, jointly Gaussian in unconstrained space.
+"""Hyperparameters, and other latents outside a field, jointly Gaussian in unconstrained space.
 
-q(θ) = N(a, RRᵀ), drawn when it is first asked for, learned by natural steps. Latents of a field have their part of a
-draw of x.
+q(θ) = N(a, RRᵀ), drawn when it is first used, learned by natural steps. Latents of a field have their part of a draw of
+x.
 """
 
 import math
@@ -75,7 +75,7 @@ class Hyperparameters:
 
 
 class OfPrior(TorchDistribution):
-    """A distribution in the place of a prior, which it holds."""
+    """A distribution that stands for a prior, which it holds."""
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
@@ -139,7 +139,7 @@ def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:
 
 
 def couple(guide: KnownGuide, loc: Tensor, root: Tensor) -> None:
-    """Make q(θ) = N(loc, root rootᵀ) of ``facts.coupled``, in the place of those of each alone."""
+    """Make q(θ) = N(loc, root rootᵀ) of ``facts.coupled``, instead of one posterior for each."""
     drop_latents(guide, guide.facts.coupled)
     guide.together = DrawnGaussian(loc, root)
 
@@ -230,8 +230,8 @@ def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
 
 
 def init_to_centre(site: Any) -> Tensor:
-    """A prior's mean; or its median, where the mean is not finite or beyond nine tenths of the draws, as those of
-    half-Cauchy and wide log-normal priors are.
+    """A prior's mean; or its median, where the mean is not finite or beyond nine tenths of the draws, as for
+    half-Cauchy and wide log-normal priors.
     """
     mean: Tensor = init_to_mean(site, fallback=init_to_feasible)
     fn = site["fn"]

@@ -54,7 +54,7 @@ def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
 
 
 def _is_new(guide: KnownGuide, name: str, prior: Any) -> bool:
-    """Whether a latent is none of the guide's, or under the data plate and asked for at other data than there were."""
+    """Whether a latent is none of the guide's, or under the data plate and at other data than there were."""
     facts = guide.core.facts
     if name not in facts.latents:
         known = guide.run.conditions.values.get(name)  # classes of groups, which are held
@@ -126,7 +126,7 @@ def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any
 
 
 def _resume_name(guide: KnownGuide, name: str) -> bool:
-    """Take the name by which a saved optimiser finds a guide's parameters, if the guide that was saved is gone."""
+    """Take the saved guide's name, if that guide is gone: a saved optimiser finds parameters by it."""
     before = guide._pyro_name
     if not take_name(guide, name):
         return False

@@ -157,8 +157,8 @@ class Nested:
         return x, root
 
     def of_means(self, best: Optimum) -> tuple[Tensor, Any]:
-        """x̂ and P after a step for E[ℓ] from those of ℓ: a skewed posterior's mean is not its mode (van
-        Niekerk and Rue, 2024).
+        """x̂ and P after a step from ℓ's to E[ℓ]'s: a skewed posterior's mean is not its mode (van Niekerk and Rue,
+        2024).
         """
         found = self.predictors(best.theta)[0].detached()
         _, slope, curvature = self._by_expectation(found, found.at(best.x), best.precision)
@@ -166,8 +166,8 @@ class Nested:
         return best.x + _ascent(found, slope, root, best.x)[0], root
 
     def _local(self, found: Predictors, x: Tensor, root: Any) -> tuple[Tensor, Slopes, Slopes]:
-        """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum; of a density with kinks
-        their expectations under N(x, P⁻¹).
+        """ℓ at x, its slopes by predictors, and minus its curvatures by each datum's predictors. For a density with
+        kinks these are expectations under N(x, P⁻¹).
         """
         eta = found.at(x)
         if self.is_smooth is None:

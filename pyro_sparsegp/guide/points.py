@@ -1,4 +1,4 @@
-"""q(θ) as weighted points, each with its own q(x | θ), in the place of one normal: hyperparameters may be skewed."""
+"""q(θ) as weighted points, each with its own q(x | θ), instead of one normal: hyperparameters may be skewed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

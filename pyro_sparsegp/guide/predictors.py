@@ -128,7 +128,7 @@ def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
 
 
 class Predictors:
-    """The linear predictors η = η(0) + Jx + J'√ρt of a run's likelihoods, and densities at values of theirs.
+    """The linear predictors η = η(0) + Jx + J'√ρt of a run's likelihoods, and densities at their values.
 
     :param sites: of a run that is standardised by ``x``, ``(extended,)``, and that ``again`` makes anew.
 
@@ -178,7 +178,7 @@ class Predictors:
         return {place: self.eta[place] + row @ x + self.residuals[place] @ t for place, row in self.rows.items()}
 
     def tells(self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor]) -> bool:
-        """Whether a site's densities in another run of its program are those of predictors."""
+        """Whether a site's densities in another run of its program follow from predictors."""
         site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
         pairs = [(_density_of(site), self.log_prob(name, eta))]
         pairs += [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]

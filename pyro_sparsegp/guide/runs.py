@@ -127,7 +127,7 @@ class Run(ABC):
         """The answer at a GP site: a posterior to be drawn from, or a value."""
 
     def settled(self, name: str, process: GaussianProcess) -> GaussianProcess:
-        """A prior; at new inputs a diagonal that depends on the rows is that beside those of training."""
+        """A prior; at new inputs a diagonal that depends on the rows is that beside training's rows."""
         module = self.guide.corrected_modules().get(name) if self.rows.new else None
         return process if module is None else module.settled(process)
 

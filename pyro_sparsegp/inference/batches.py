@@ -135,7 +135,7 @@ class LoadedBatches:
 
     An epoch draws its order from random numbers of its own, seeded by its number, so that it can be passed over again
     up to any batch. A method ``set_epoch`` of the source or its sampler is told it.
-    There are ``size`` rows in all; by default those of the loader's data set.
+    There are ``size`` rows in all; by default as many as the loader's data set has.
     """
 
     whole, num, batch_size = False, None, None  # how many rows there are here is not known

@@ -1,8 +1,8 @@
 """The bound of a program whose normal values are one field: expectations over linear predictors.
 
 A parameter of a likelihood is θₙ = g⁻¹(ηₙ) with η = η(0) + Jx + Σ√ρt, affine in the field's x ~ N(m, S) and in
-residuals t ~ N(0, I): ηₙ is normal with mean ηₙ(m) and variance (JSJᵀ)ₙₙ + ρₙ. J is a likelihood's features, by which
-natural steps are those of a Gaussian process on them. Parameters of one density (a loc and a scale) are jointly normal.
+residuals t ~ N(0, I): ηₙ is normal with mean ηₙ(m) and variance (JSJᵀ)ₙₙ + ρₙ. J is a likelihood's features: natural
+steps are a Gaussian process's on these features. Parameters of one density (a loc and a scale) are jointly normal.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""A training loop over SVI or expectation propagation, with mini-batches and checkpoints, from which it goes on."""
+"""A training loop over SVI or expectation propagation, with mini-batches, and checkpoints to go on from."""
 
 import math
 import signal

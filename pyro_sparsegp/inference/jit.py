@@ -163,7 +163,7 @@ class Recordings:
         return replay.loss
 
     def _plain(self, step: Step) -> tuple[float, Mapping[str, Any]]:
-        """A plain step, by which the next one's way is known: its loss, and the sites of parameters."""
+        """A plain step, which shows the next one's way: its loss, and the sites of parameters."""
         with poutine.trace(param_only=True) as capture, deciding(decisions := Decisions()):
             loss = step.plain()
         self.way = tuple(decisions.way)

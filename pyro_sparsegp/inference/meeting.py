@@ -19,7 +19,7 @@ Evaluation = tuple[Tensor, float, Record]
 
 def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[Evaluation, bool]:
     """An evaluation once posteriors that have taken no step were brought to the data by natural steps, and whether
-    there were data; a guide of which any learns by gradients is left alone.
+    there were data. A guide with a posterior that learns by gradients is left alone.
     """
     # Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
     # second moments would remember for hundreds of steps. These passes do not count as steps: where the first that

@@ -196,7 +196,7 @@ class TraceQuadrature_ELBO(ELBO):
     def __call__(self, model: Any, guide: Any) -> ELBOModule:
         """The loss as a module of the model's and the guide's parameters, called with the model's arguments.
 
-        Its parameters are not to be had before the guide's first call, or state, makes the guide's.
+        It has its parameters once the guide has: after the guide's first call, or a loaded state.
         """
         return _Module(model, guide, self)
 

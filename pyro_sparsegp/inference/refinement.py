@@ -1,6 +1,6 @@
 """One GP site in a call of expectation propagation: its sites, their cavities, and how those refine these.
 
-Equations are those of Hernández-Lobato and Hernández-Lobato, 2016, with w = L⁻¹u for the inducing values u.
+Equations are from Hernández-Lobato and Hernández-Lobato, 2016, with w = L⁻¹u for the inducing values u.
 """
 
 import math
@@ -251,7 +251,7 @@ class SiteRun:
 
     @torch.no_grad()
     def refine(self) -> None:
-        """Have the module keep the refined sites, damped, of the data given. The cavities stay those of before."""
+        """Have the module keep the refined sites, damped, of the data given. The cavities stay as they were."""
         cavity, at, power, workers = self.cavity, self.at, self.method.power, self.method.workers
         progress, residual, (mean, spread) = self.progress, self.residual.detach(), cavity.marginal
         variance = cavity.variance + residual
@@ -318,7 +318,7 @@ class SiteRun:
         return found
 
     def _careful(self, new: Sites, moved: float) -> Sites:
-        """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there:
+        """The refined sites; or, if the last sweep led astray, the sites that it started from, to go slower from there:
         test_student_t_with_outliers.
         """
         progress = self.progress

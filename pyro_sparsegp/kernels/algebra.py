@@ -68,7 +68,7 @@ class Foreign(Kernel):
 
 
 def as_kernel(value: Any, name: str, by_row: bool = False) -> Kernel:
-    """``value`` as a kernel, with a diagonal ``by_row`` if asked for: it is one, or a callable with a ``diag``."""
+    """``value`` as a kernel: it is one, or a callable with a ``diag``. With ``by_row`` its diagonal is by row."""
     if isinstance(value, Kernel):
         if by_row and value.depends_on_rows:
             raise ValueError(f"{name} has a variance correction, {value!r}: write variance_correction=False")

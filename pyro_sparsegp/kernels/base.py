@@ -83,7 +83,7 @@ class CovarianceFunction(Documented, ABC):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The broadcast leading batch dimensions of the hyperparameters, those of :attr:`parts` among them."""
+        """The broadcast leading batch dimensions of the hyperparameters, including those in :attr:`parts`."""
         # Asked of every process: a plain loop, since a comprehension is a call (test_runs.py, `few_files`).
         shapes: list[torch.Size] = list(map(_BATCH, self.parts))
         for name, dims in self.event_dims:

@@ -1,4 +1,4 @@
-"""Kernels of one structure as one: their matrices in one call, in the place of one each."""
+"""Kernels of one structure as one: their matrices in one call, instead of one call each."""
 
 from collections.abc import Sequence
 from typing import Any, Optional

@@ -1,4 +1,4 @@
-"""What arguments may be, numbers that name something or count, words of which one is chosen; and how they are told."""
+"""What arguments may be (numbers that name something or count, one of several words), and how errors say so."""
 
 import re
 from inspect import cleandoc, signature
@@ -40,8 +40,8 @@ _PARAM = re.compile(r"^:param (\w+):.*(?:\n[ ]+.*)*", re.M)
 
 
 class Documented:
-    """A class whose subclasses' docstrings have its words for those of their arguments that they have none for:
-    ``help(SVGP)`` and the reference tell of ``init`` and ``start``, too.
+    """A class whose subclasses' docstrings inherit its words on arguments: ``help(SVGP)`` and the reference have
+    ``init`` and ``start``, too.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -2,8 +2,8 @@
 
     P = [[A, B], [Bᵀ, diag d]],  S = A − BD⁻¹Bᵀ = LLᵀ,  W = D⁻¹Bᵀ.
 
-Latents of which each datum has one value, such as its group's, have such a precision. Products, solutions and the parts
-of P⁻¹ that a datum asks for take O(KC²), where a dense factor takes O((C + K)³).
+Latents with one value a datum, such as its group's, have such a precision. Products, solutions and the parts of P⁻¹
+that a datum asks for take O(KC²), where a dense factor takes O((C + K)³).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .linalg import cholesky, eye_like
 
 
 class OneEach:
-    """Φ, ``(N, C + K)``, of whose K last columns each row has an entry in one: its owner's.
+    """Φ, ``(N, C + K)``; each row has one entry in the K last columns: its owner's.
 
     :param compact: ``(N, C + 1)``, these entries last; ``owner``: which of the K columns, ``(N,)``.
     """
@@ -116,7 +116,7 @@ class Dense:
         return torch.cholesky_solve(columns, self.root).view_as(right)
 
     def white(self, phi: Tensor) -> Tensor:
-        """``(M, N)``, of which products of two matrices add up to diag(ΦP⁻¹Ψᵀ)."""
+        """``(M, N)``: products of two such matrices add up to diag(ΦP⁻¹Ψᵀ)."""
         return torch.linalg.solve_triangular(self.root, phi.mT, upper=False)
 
 
@@ -215,8 +215,8 @@ class Arrow:
         return torch.linalg.solve_triangular(self.factor.root, rows.mT, upper=False)
 
     def white(self, phi: Union[OneEach, Tensor]) -> Tensor:
-        """``(C + 1, N)``, of which products of two matrices with the same owners add up to diag(ΦP⁻¹Ψᵀ); of a tensor
-        ``(C + K, N)``.
+        """``(C + 1, N)``: products of two such matrices with the same owners add up to diag(ΦP⁻¹Ψᵀ); of a tensor ``(C +
+        K, N)``.
         """
         root, along, own = self.factor
         if isinstance(phi, Tensor):

@@ -1,4 +1,4 @@
-"""Numbers by which a step goes one way or another: read, and, where the step is recorded as a graph, guarded."""
+"""Numbers that decide which way a step goes: read, and, where the step is recorded as a graph, guarded."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field

@@ -46,7 +46,7 @@ gram = functools.partial(tril_of_product, symmetric=True)
 
 
 def mirrored(lower: Tensor) -> Tensor:
-    """The symmetric matrix, ``(..., M, M)``, of which this is the lower triangle; what is above means nothing."""
+    """The symmetric matrix, ``(..., M, M)``, with this lower triangle; what is above means nothing."""
     tril = lower.tril()
     return tril + tril.tril(-1).mT
 

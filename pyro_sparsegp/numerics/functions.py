@@ -121,7 +121,7 @@ def more_on(like: Tensor) -> int:
 
 
 def at_once(like: Tensor) -> int:
-    """How many numbers, as of a kernel matrix, are made at once on a tensor's device."""
+    """How many numbers, a kernel matrix's for example, are made at once on a tensor's device."""
     return more_on(like) * _PIECE
 
 
@@ -131,7 +131,7 @@ def is_long(x: Tensor) -> bool:
 
 
 def pieces(num: int, like: Tensor, cost: int = _ROW) -> list[slice]:
-    """Slices of ``num`` items, one after the other, for each of which ``cost`` numbers are made."""
+    """Slices of ``num`` items, one after the other; each item takes ``cost`` numbers."""
     size = max(1, at_once(like) // cost)
     return [slice(start, start + size) for start in range(0, max(num, 1), size)]
 

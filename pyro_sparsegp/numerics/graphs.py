@@ -18,7 +18,7 @@ _MADE += [["eye"], ["arange"], ["scalar_tensor"], ["lift_fresh_copy"]]
 
 @torch.no_grad()
 def simplified(graph: Any, inputs: list[Tensor]) -> Any:
-    """A graph without what changes no number, and with constants in the place of what is the same in each replay."""
+    """A graph without what changes no number, and with constants for what is the same in each replay."""
     nodes = graph.graph.nodes
     for node in list(nodes):
         if node.target is torch.ops.aten.detach.default and all(user.op != "output" for user in node.users):

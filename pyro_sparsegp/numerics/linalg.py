@@ -112,8 +112,8 @@ def whitening(
     :param made_of: says, for the error of a matrix that is not finite, what it is made of.
     :param dtype: of L and of gradients through it, if it is not the matrix's.
     :raises torch.linalg.LinAlgError: (a ``RuntimeError``) naming ``what``, its size and the jitters tried, or how much
-        of it is NaN or infinite, which no jitter mends. The text says "input is not positive-definite", by which Pyro's
-        HMC recognises a step to reject.
+        of it is NaN or infinite, which no jitter mends. The text says "input is not positive-definite": Pyro's HMC
+        rejects a step by these words.
     """
     size = " x ".join(map(str, matrix.shape)) + f", {str(matrix.dtype).removeprefix('torch.')}"
     level = first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
@@ -199,7 +199,7 @@ def variance_floor(prior: Tensor) -> Tensor:
 
 
 def above_rounding(variance: Tensor, prior: Tensor) -> Tensor:
-    """Variances, ``(..., N)``, of which rounding leaves none below :func:`variance_floor` of the prior's."""
+    """Variances, ``(..., N)``, none below :func:`variance_floor` of the prior's through rounding."""
     # Gradients are those of the variances themselves: one at the floor still has to become smaller, where a clamp would
     # say that it does not matter, and curvatures of natural steps would be 0 where the data are the most precise.
     with torch.no_grad():

@@ -101,8 +101,9 @@ def tilted(
 def _in_panels(
     log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, guess: tuple[Tensor, Tensor], power: float
 ) -> tuple[Tensor, ...]:
-    """Nodes f − m, log p there, weights, log Z, E f − m and Var f, by Gauss-Legendre quadrature in panels: those of the
-    largest error are split. About a ``guess``, a place, relative to m, and a spread, there are panels from the start.
+    """Nodes f − m, log p there, weights, log Z, E f − m and Var f, by Gauss-Legendre quadrature in panels: the panels
+    with the largest error are split. About a ``guess``, a place, relative to m, and a spread, there are panels from the
+    start.
     """
     like, scale = mean, variance.sqrt()
     found, own = np.polynomial.legendre.leggauss(_ORDER)

@@ -53,7 +53,7 @@ def require_sizes(sites: Mapping[str, Any]) -> None:
 
 @contextmanager
 def require_known_indices() -> Iterator[None]:
-    """Raise, in the place of an IndexError, what to do where a program indexes what its arguments do not have."""
+    """Raise what to do, rather than an IndexError, where a program indexes what its arguments do not have."""
     try:
         yield
     except IndexError as error:

@@ -1,8 +1,8 @@
 """The data that a guide was trained on, and what a call brings of them.
 
-Tensors and NumPy's arrays are compared by content, in lists, tuples, mappings and dataclasses, too; other objects, of
-which it is not known what they hold, by identity. What a model keeps itself, as an attribute or in a closure, is not
-seen: test_data.py::test_a_model_that_holds_its_data.
+Tensors and NumPy's arrays are compared by content, in lists, tuples, mappings and dataclasses, too; other objects,
+whose contents are not known, by identity. What a model keeps itself, as an attribute or in a closure, is not seen:
+test_data.py::test_a_model_that_holds_its_data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_DATA = (*_PLAIN[1:], Number, bytes, np.generic)  # may change from call to c
 
 
 class Relation:
-    """What a call's data are to those of training. In a step that ``trains`` bools may change, too, which may be masks;
+    """How a call's data relate to training's. In a step that ``trains`` bools may change, too, which may be masks;
     elsewhere a posterior read off under others would not be that of training: test_what_is_no_tensor.
     """
 
@@ -34,7 +34,7 @@ class Relation:
 
     @cached_property
     def call(self) -> TrainingData:
-        """The call's data; those of training themselves where all arguments are the same objects, as in most steps."""
+        """The call's data; training's own where all arguments are the same objects, as in most steps."""
         known, (model, args, kwargs) = self._known, self._call
         before, now = (*known.args, *known.kwargs.values()), (*args, *kwargs.values())
         if (len(before), [*known.kwargs]) == (len(now), [*kwargs]) and all(map(operator.is_, before, now)):
@@ -86,7 +86,7 @@ class Relation:
 
 
 class NoRelation:
-    """That to data of training of which there are none: nothing is known of a call."""
+    """Without data of training: nothing is known of a call."""
 
     fewer = others = inputs = same = False
     moved = ()
@@ -143,7 +143,7 @@ def _is_numeric(leaf: Any) -> bool:
 
 
 def _kept(leaf: Any) -> Any:
-    """A tensor or array; a copy if writes to it are not counted, as of NumPy's memory and in inference mode."""
+    """A tensor or array; a copy if writes to it are not counted, as in NumPy's memory and in inference mode."""
     if _is_numeric(leaf):
         return leaf.astype(leaf.dtype.newbyteorder("="))
     if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
@@ -192,7 +192,9 @@ def is_plain(item: Any) -> bool:
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any = Tensor) -> Any:
-    """A tree of what :func:`walk` enters with its tensors replaced by a function of them, and of those of others."""
+    """A tree of what :func:`walk` enters with its tensors replaced by a function of them, and of tensors of trees
+    alike.
+    """
     of = partial(map_tensors, function, kinds=kinds)
     if isinstance(tree, kinds):
         return function(tree, *alike)

@@ -1,4 +1,4 @@
-"""Discrete latents summed out: a program's run with every value of theirs at once, and densities without them.
+"""Discrete latents summed out: a program's run with all their values at once, and densities without them.
 
 A site with ``infer={"enumerate": "parallel"}`` takes all its values z along a dimension of its own, left of all plates,
 and leaves the run's record. Sites that depend on it get the distribution that is left when it is summed out, given the
@@ -214,7 +214,7 @@ class Enumeration(Messenger):
         return value
 
     def groups(self, data_plates: Collection[str]) -> list[str]:
-        """The sites in none of these plates: those of known groups, whichever rows a prediction is at."""
+        """The sites in none of these plates: known groups' sites, whichever rows a prediction is at."""
         return [latent.name for latent in self.latents.values() if not latent.plates.keys() & {*data_plates}]
 
     @torch.no_grad()
@@ -268,8 +268,8 @@ def sizes(plates: Plates, trim: bool = False) -> list[int]:
 class Values(Tensor):
     """All values of an enumerated latent, or a function of these alone, ``(K, 1, ..., N)``: the same for each element.
 
-    ``z[group]`` and ``z[..., group]`` give each row the values that its element of the plate has, which are those of
-    any, and note the rows' numbers: what depends on them is added up by these.
+    ``z[group]`` and ``z[..., group]`` give each row the values of its element of the plate, the same for all, and note
+    the rows' numbers: what depends on them is added up by these.
     """
 
     picked: tuple[str, int, list[Tensor]]  # the site's name, the dimension of its plate, and the numbers so far

@@ -3,8 +3,8 @@
 NaN · 0 is NaN, so that a time, a weight or a latent of 0, the flat side of a relu and a saturated class hide nothing of
 what they multiply. A run has NaN in the rows whose number has a 1 (or a 0) in one binary place: an entry of one row is
 NaN in one of each two such runs, an entry of several rows in both of some. That is 2 log₂ N runs, mapped into one.
-Only a comparison with a number hides what is compared: entries that move though no NaN reaches them are taken for those
-of all values.
+Only a comparison with a number hides what is compared: entries that move though no NaN reaches them are taken to depend
+on all values.
 """
 
 import itertools
@@ -248,7 +248,7 @@ class Structure:
         return name in self.quadratic and self.dependence[name] != DATAWISE
 
     def is_alone(self, name: str) -> bool:
-        """Whether, besides, no other GP site meets it."""
+        """Whether also no other GP site meets it."""
         return self.is_direct(name) and not self.neighbours(name)
 
     def residuals(self, rows: Mapping[str, int]) -> dict[str, int]:

@@ -71,10 +71,10 @@ def held_trace(
     model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any], like: poutine.Trace = NO_RUN
 ) -> poutine.Trace:
     """A run of the model with sites held at ``values``, unseen by other handlers: they pass for observed. Discrete
-    sites that are enumerated are not in it; a site that would be drawn is told of.
+    sites that are enumerated are not in it; a site that would be drawn raises.
 
-    ``like`` is a run under the handlers around this one, whose values are held besides, and whose scales and masks
-    sites get. Held are all latents, and plates' rows, so that the run sees those that the values belong to.
+    ``like`` is a run under the handlers around this one: its values are held too, and sites get its scales and masks.
+    Held are all latents, and plates' rows, so that the run sees those that the values belong to.
     """
     free = {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
     trace = trace_like(like, lambda: Enumeration({**values, **free})(model)(*args, **kwargs), _Holding(values, free))
@@ -173,8 +173,8 @@ def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: An
 
 def unrecorded(same: bool, learns: bool) -> Any:
     """Hide a run from the traces around it. Handlers that change its sites stay in force, but scales and masks where
-    its data are not the ``same`` that the call is about, and for the mask that leaves all out, by which Pyro's
-    prediction says that it wants no densities.
+    its data are not the ``same`` that the call is about, and for the mask that leaves all out: with it Pyro's
+    prediction says that it needs no densities.
     """
     kinds = (TraceMessenger,) if same or learns else (TraceMessenger, MaskMessenger, ScaleMessenger)
 
@@ -194,8 +194,8 @@ def is_blocked(model: Callable) -> bool:
 
 
 def stand_in(fn: Any) -> Tensor:
-    """A value of a distribution where none is asked for: not a draw, which transforms such as ``torch.func.hessian``
-    refuse, if there is another.
+    """A value of a distribution where any will do: not a draw, which transforms such as ``torch.func.hessian`` refuse,
+    if there is another.
     """
     try:
         value = fn.enumerate_support(expand=False)[0] if fn.has_enumerate_support else fn.mean
@@ -304,8 +304,8 @@ def _host_state() -> bytes:
 
 
 class _Noise(TorchFunctionMode):
-    """Draws in place, as of ``Normal.rsample``, for which vmap has no random numbers of their own. What comes from a
-    generator of the program's, the same at each run, is refused: vmap would take others for each draw.
+    """Draws in place, as ``Normal.rsample`` makes them: vmap has no random numbers of its own for these. What comes
+    from a generator of the program's, the same at each run, is refused: vmap would take others for each draw.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

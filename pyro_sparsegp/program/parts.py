@@ -80,8 +80,8 @@ def moved_by_rows(
 
 
 def _chosen(num: int, given: Collection[Tensor], like: Tensor) -> Tensor:
-    """Some of the highest rows, none with a column's least or largest number: their mean, range, ranks and levels are
-    not those of all.
+    """Some of the highest rows, none with a column's least or largest number: their mean, range, ranks and levels
+    differ from all rows'.
     """
     parts = [part.reshape(num, -1).to(like).nan_to_num(0.0, 0.0, 0.0) for part in given if part.shape[:1] == (num,)]
     table = torch.cat([like.new_zeros(num, 1), *parts], 1)

@@ -27,8 +27,8 @@ Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 class Terms:
     """The log densities of a run, with all but GP values held: which of them belong to which value.
 
-    ``owners`` are the numbers of the values that terms depend on, −1 for none; ``rowwise`` the GP sites of which each
-    term stands in the row of its value. Those ``known`` of an earlier run may hold here.
+    ``owners`` are the numbers of the values that terms depend on, −1 for none. In the GP sites ``rowwise`` each term
+    stands in the row of its value. Those ``known`` of an earlier run may hold here.
     """
 
     def __init__(
@@ -125,7 +125,8 @@ class Reader:
     closed: Collection[str] = ()
 
     def expect(self, name: str, marginals: Mapping[str, Marginal]) -> Expectation:
-        """E[ℓ], E[ℓ'] and E[ℓ''] by a GP site's values over its marginals and those of the GP sites it meets.
+        """E[ℓ], E[ℓ'] and E[ℓ''] by a GP site's values, over its marginals and the marginals of the GP sites that it
+        meets.
 
         E[ℓ'] = ∂E[ℓ]/∂m and E[ℓ''] = 2∂E[ℓ]/∂v (Price, 1958) see kinks of ℓ, and need no second derivative of it.
         """

@@ -49,7 +49,7 @@ def free_values(trace: poutine.Trace) -> dict[str, Tensor]:
 
 
 def is_observation(site: Any) -> bool:
-    """Whether a site holds data, rather than a deterministic value, as those of ``poutine.reparam`` are, too."""
+    """Whether a site holds data, rather than a deterministic value, such as ``poutine.reparam`` makes."""
     if site["type"] != "sample" or not site["is_observed"] or site["infer"].get("_deterministic"):
         return False
     return not isinstance(getattr(site["fn"], "base_dist", None), Delta)
@@ -84,8 +84,8 @@ def piecewise_constant(trace: poutine.Trace) -> list[str]:
 
 
 def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bool = False) -> dict[str, Tensor]:
-    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole; of a
-    guide's latents those of their priors. ``by_entry`` takes apart dimensions that ``.to_event`` has added up.
+    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and sites masked as a whole; of a
+    guide's latents their priors' densities. ``by_entry`` takes apart dimensions that ``.to_event`` has added up.
     """
     found = {}
     for name, site in sample_sites(trace).items():
@@ -190,8 +190,8 @@ def bare(fn: Any) -> Any:
 def unmasked(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
     """Which of an observed site's values no mask leaves out, in their shape; ``None`` if it has no mask.
 
-    Masks are ``poutine.mask``'s, of whole rows, and those of the distribution under ``.to_event`` and ``.expand``, of
-    single values; where discrete latents are summed out, of the distribution given these.
+    Masks are ``poutine.mask``'s, of whole rows, and the distribution's under ``.to_event`` and ``.expand``, of single
+    values; where discrete latents are summed out, of the distribution given these.
     """
     fn = getattr(fn, "given_discrete", fn)
     masks, parts = [(mask, fn.event_shape)], []
