@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from pyro import poutine
@@ -66,6 +66,8 @@ class AutoSparseGP(SiteMessenger):
     :param start: hyperparameters start at their posterior mode ("mode", default) or at ``init_loc_fn`` (``None``).
     :raises ValueError: at once, or at the first call, naming the site, if a family does not fit it or its likelihood.
     """
+
+    objective: ClassVar[Any]  # TraceQuadrature_ELBO, which its own module sets
 
     def __init__(
         self,

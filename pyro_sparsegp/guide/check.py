@@ -9,25 +9,28 @@ A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and it
 as it raises the bound, says how far q's mean and width are from the best.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Optional
 
 import torch
 from pyro import poutine
 from torch import Tensor
+from torch.distributions import biject_to
 from tqdm.auto import tqdm
 
 from ..program.asking import Unsupported, attempt
 from ..program.traces import repeatable, whole_plates
-from .conditions import conditions_now
-from .field import anchor_of, index_of, slices
+from .dense import AtValues, ByHessian
+from .field import index_of, slices
 from .first_call import explain_nan
-from .known import KnownGuide
-from .nested import Optimum
-from .runs import Posteriors, Priors, Rows
+from .nested import Nested, Optimum
+from .runs import Priors
 from .start import ALL_ROWS, PATIENCE, Search, is_open
 
-_DRAWS = 128
+_DRAWS = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
+_OWN = 100  # draws of q
 _STARTS = 6  # of searches for other modes
 _WIDER = 1.3
 _WIDEST = 5.0  # times its own width that q's best may be
@@ -39,73 +42,111 @@ _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
 _NATS = 3.0  # between two modes, within which a lower one is told, and beyond which a fit tells of a higher one
 _APART = 3.0  # standard deviations between two modes
-_Moments = dict[str, tuple[Tensor, ...]]  # by name means and variances, the approximation's and q's
+_BOUNDS, _ERRORS = 64, 3.5  # bounds that are compared, by so many standard errors
+_EXACT = 150  # rows at which GP sites' values have no basis
+_JOINT = 2000  # rows whose values are drawn jointly
+_ROUNDED = 0.3  # of an entry of P⁻¹ that rounding may move
+_FULL = "SVGP", "SGPR", "Exact", "OrthogonalInducing", "CoupledCovariance"  # families of a full Gaussian
+_Moments = dict[str, tuple[Tensor, Tensor]]  # by name means and variances
 
 
-def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
-    """A line for each latent that has not converged, with what to do.
+def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
+    """A line for each latent and GP site whose posterior is wrong, with the cause and what to do.
 
     :param whole: whether weighted draws are asked too, and every other start; else Newton's step, and the best start.
     """
-    facts, able = guide.facts, guide.facts.able_to_couple
-    apart = ", ".join(repr(name) for name in able if name not in {*facts.coupled, *facts.field})
-    held = apart and f"q takes {apart} to be independent of f: intervals may be too narrow. "
-    names = ", ".join(map(repr, able))
-    beyond = [f"latents {names} can't be checked here. {held}Look at diagnostics.psis(tree), or compare with NUTS."]
-    if not is_open(guide):
-        return beyond if able else []
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         data = {name: site["value"] for name, site in run.data.items()}
-        is_more = any(value.numel() > facts.rows[name] for name, value in data.items())
+        is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
         if guide.relation(args, kwargs).others and not is_more:
             return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
         if not all(value.isfinite().all() for value in data.values()):
-            return [f"latents can't be checked here: {explain_nan(guide, args, kwargs)}."]
-        bar = tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False)
-        points = list(filter(guide.is_point, able))
-        with attempt() as asked:
-            compared = Compared(guide, Search(guide, run, (args, kwargs), points, bar.update))
-        if asked.error is not None:  # too many numbers, or a program that has no density there
-            return beyond
-        with bar:
-            return compared.lines(args, kwargs, whole)
+            return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
+        with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
+            bound = _of_bound(guide, args, kwargs) if whole else []
+            with attempt() as asked:
+                search = partial(Search, guide, run, (args, kwargs), [], bar.update)
+                compared = Compared(guide, search(), lambda: search(AtValues).nested())
+                return bound + compared.lines((args, kwargs), whole)
+            names = ", ".join(map(repr, (*guide.facts.latents, *guide.facts.gps)))
+            why = str(asked.error).splitlines()[0]
+            return [*bound, f"check has nothing to compare {names} with: {why}. Compare with NUTS."]
 
 
 class Compared:
     """q beside the approximation."""
 
-    def __init__(self, guide: KnownGuide, search: Search) -> None:
-        some, like = search.nested(), guide.like.new_zeros(0)
-        if some is None:
-            raise Unsupported("a likelihood has no linear predictors")
-        self.guide, self.search, self.nested = guide, search, search.at_rows(some, ALL_ROWS)
-        self.hyper, coupled = self.nested.hyper, guide.facts.coupled
+    def __init__(self, guide: Any, search: Search, exact: Optional[Callable[[], Optional[Nested]]] = None) -> None:
+        self.guide, self.search = guide, search
+        self.nested = self._nested(exact is not None)
+        self.hyper, facts, like = self.nested.hyper, guide.facts, guide.like.new_zeros(0)
+        self.apart = [name for name in self.search.priors if guide.is_point(name)]
         with torch.no_grad():  # a and R of q(θ)
             params = [guide._get_params(name, prior) for name, prior in self.hyper.priors.items()]
             self.loc, scale = (torch.cat([like, *(each[i].reshape(-1) for each in params)]) for i in range(2))
-            self.root, places = scale.diag(), index_of(self.hyper.rows, coupled, scale)
-            if coupled:
+            self.root, places = scale.diag(), index_of(self.hyper.rows, facts.coupled, scale)
+            if facts.coupled:
                 self.root[places[:, None], places] = guide.together.tril
         # Of more rows than are taken the gradient of F is that of all at the mean of q(θ), by tilt, and its curvature
         # that of some, which count for more; x̂ moves by shift.
-        self.nested.weight, self.shift = search.num / search.rows, guide.like.new_zeros(())
+        self.shift = guide.like.new_zeros(())
+        self.nested.weight = search.num / search.rows
         if search.rows < search.num:
-            few, every = self.nested.at(self.loc), search.at_rows(some, search.num).at(self.loc)
+            few, every = self.nested.at(self.loc), search.at_rows(self.nested, search.num).at(self.loc)
             self.nested.tilt, self.shift = every.slope - few.slope, every.x - few.x
         self.best = self.nested.at(self.loc)
+        self.left = self.best.left  # in nats, what bases leave out
+        if exact is not None and search.num <= _EXACT and any(self.left.values()):  # of all values nothing is
+            there = exact()
+            if there is not None and there.hyper.rows == self.hyper.rows:
+                self.nested, self.best = there, there.at(self.loc)
+        self.width = self.root.norm(dim=-1)  # of q(θ)
+        points = index_of(self.hyper.rows, [name for name in self.apart if name in self.hyper.rows], scale)
+        if len(points):  # q has no width
+            self.root[points] = self.root[:, points] = 0.0
+            width = self.nested.covariance(self.best)[points][:, points]
+            self.root[points[:, None], points] = torch.linalg.cholesky(width)
 
-    def lines(self, args: tuple, kwargs: dict[str, Any], whole: bool) -> list[str]:
+    def _nested(self, in_any_way: bool) -> Nested:
+        """F of a program, by linear predictors or of values in any way."""
+        search, guide = self.search, self.guide
+        nested = search.nested() if is_open(guide) else None
+        if nested is not None and self._is_linear(nested):
+            return search.at_rows(nested, ALL_ROWS)
+        if guide.facts.inner or not in_any_way:
+            raise Unsupported("a likelihood has no linear predictors")
+        members = [name for name in search.sites if name in {*guide.facts.gps, *search.normal}]
+        sizes = {name: search.sites[name]["value"].numel() for name in members}
+        return ByHessian(guide, sizes, search.hyper, search.run)
+
+    def _is_linear(self, nested: Nested) -> bool:
+        """Whether densities are those of the linear predictors where all members are moved at once."""
+        x = torch.randn(nested.layout.extended).to(self.guide.like)
+        theta = nested.hyper.of(self.search.held)
+        found, there = nested.predictors(theta)[0].detached(), nested.run(theta, x)[0]
+        return all(found.tells(name, there, found.moved(x)) for name in found.links)
+
+    def lines(self, call: Any, whole: bool) -> list[str]:
         """All that is told."""
-        self.at_draws(_DRAWS if whole else 2 * self.hyper.size + 8, whole)
+        self.call = call
+        num = min(_DRAWS[0] + _DRAWS[1] * self.hyper.size, _DRAWS[2])
+        self.at_draws(num if whole else 2 * self.hyper.size + 8, whole)
         if len(self.found) <= self.hyper.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
-        late = self.of_newton()
-        more = (self.of_draws(bool(late)) if whole else []) + self.of_a_second_start(whole)
-        return late + more + self.of_functions(args, kwargs) + self.of_inducing_points()
+        if float(self.best.precision.diagonal.max()) * torch.finfo(self.loc.dtype).eps > _ROUNDED:
+            names = ", ".join(map(repr, self.guide.facts.gps))
+            return [
+                f"{names}: the posterior is wrong, because {self.loc.dtype} rounds what data this precise say. Make a "
+                "new guide, and give it data in float64."
+            ]
+        small = self.of_inducing_points()
+        late = self.of_newton(small)
+        told = [*late.values(), *self.of_values(whole, late, small), *self.of_a_second_start(whole)]
+        return [*told, *small.values()]
 
     def at_draws(self, num: int, meets: bool) -> None:
-        """At draws of θ, a + Rε, with a density: ε, F, and moments of all values, the approximation's and q's."""
+        """At draws of θ, a + Rε, with a density: ε, F, and means and variances of all values."""
         noise = self.loc.new_zeros(1, 0)
         if self.hyper.size:
             # ε = 1.3 Φ⁻¹(u), of a Sobol sequence u
@@ -114,89 +155,96 @@ class Compared:
         tried = [self.nested.tried(self.loc + self.root @ eps) for eps in noise]
         self.found = [found for found in tried if found is not self.nested.none]
         self.noise = noise[[found is not self.nested.none for found in tried]]
-        self.seen = [self._moments(found, *self.nested.of_means(found)) for found in self.found if meets]
+        self.seen = [self._moments(found) for found in self.found if meets]
 
-    def _moments(self, at: Optimum, x: Tensor, precision: Any, apart: Mapping[str, Any] = {}) -> _Moments:
-        """Of all values at a θ means and variances, the approximation's and q's; ``apart`` are posteriors of GP sites
-        that are no part of the field.
-        """
-        layout, guide = self.nested.layout, self.guide
+    def _moments(self, at: Optimum) -> _Moments:
+        """Means and variances of all values at a θ, of latents in unconstrained space."""
+        (x, precision), layout = self.nested.of_means(at), self.nested.layout
         every = layout.extend(x + self.shift).requires_grad_()
-        sites, handler = self.nested.run(at.theta, every)
+        _, handler = self.nested.run(at.theta, every)
         values = {name: handler.values[name].reshape(-1)[:_ROWS] for name in layout.field}
         # Members are affine in x, residuals at its end; a prior's mean may be another member.
         slopes = _rows_of_jacobian(torch.cat(list(values.values())), every)
-        own = {name: sites[name]["value"].reshape(-1) for name in self.hyper.rows}
-        found: _Moments = {name: (value, 0 * value) * 2 for name, value in own.items()}
-        places = index_of(layout.rows, guide.facts.field, x)
-        if guide.facts.field:
-            q = guide.field(anchor_of(guide, handler.bases, handler.priors, sites)).q
-            move = torch.cat(q.loc, -1) - every[places]
-        for name, rows in slices({name: len(value) for name, value in values.items()}).items():
-            mean, by_x, left = values[name], slopes[rows, : layout.num], slopes[rows, layout.num :].square().sum(-1)
-            here = mean, precision.white(by_x).square().sum(0) + left
-            if name in guide.facts.field:
-                along = by_x[:, places]
-                change = q.moments(list(along.split(q.sizes, -1)))[1]
-                found[name] = (*here, mean + along @ move, along.square().sum(-1) + change + left)
-            elif name in apart:
-                some = self.search.chosen[:_ROWS]
-                found[name] = (*here, apart[name].mean[some], apart[name].variance[some])
-            elif name in self.search.normal and not guide.is_point(name):
-                loc, scale = guide._get_params(name, self.search.priors[name])
-                found[name] = (*here, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
-        return {name: tuple(part.detach() for part in parts) for name, parts in found.items()}
+        by_x, left = slopes[:, : layout.num], slopes[:, layout.num :].square().sum(-1)
+        variance = precision.white(by_x).square().sum(0) + left
+        rows = slices({name: len(value) for name, value in values.items()})
+        found = {name: (value.reshape(-1), 0 * value.reshape(-1)) for name, value in self.hyper.parts(at.theta).items()}
+        return found | {name: (values[name].detach(), variance[own]) for name, own in rows.items()}
 
-    def of_functions(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-        """Of GP sites that are no part of a field, at medians of the hyperparameters."""
-        guide = self.guide
-        if not (apart := [name for name in guide.facts.gps if name not in guide.facts.field]):
-            return []
-        new = Rows(same=False, inputs=False, new=True)
-        with torch.no_grad():
-            run = Posteriors(guide, conditions_now(guide, median=True), new, at_medians=True).perform(args, kwargs)
-        found = self._moments(self.best, self.best.x, self.best.precision, run.posteriors)
-        alone = self.loc.new_ones(1)
-        return self._beside_draws([{name: found[name] for name in apart}], (alone, alone), "the best", True)
+    def _of_q(self, num: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """As :func:`moments_of`, q's, by so many draws, or at the medians of hyperparameters."""
+        guide, search, each = self.guide, self.search, list[_Moments]()
+        asked = {"at_medians": True} if num == 1 else {"joint_up_to": 0}
+        for _ in range(num):
+            run = guide.run_at(*self.call, draws_data=False, **asked)
+            free = {n: biject_to(p.support).inv(run.values[n]).reshape(-1)[:_ROWS] for n, p in search.priors.items()}
+            some = {n: search.chosen if q.mean.shape[-1] == search.num else ... for n, q in run.posteriors.items()}
+            met = {n: (q.mean[..., some[n]], q.variance[..., some[n]]) for n, q in run.posteriors.items()}
+            each.append({n: (value, 0 * value) for n, value in free.items()})
+            each[-1] |= {n: tuple(part.detach().reshape(-1)[:_ROWS] for part in parts) for n, parts in met.items()}
+        sd = self.hyper.parts(self.width)
+        known = {n: (loc.reshape(-1), sd[n].reshape(-1)) for n, loc in self.hyper.parts(self.loc).items()}
+        return moments_of(each, self.loc.new_full((num,), 1 / num)) | known
 
-    def of_draws(self, late: bool) -> list[str]:
-        """Of latents and GP sites whose means or widths are not those of weighted draws; ``late`` says whether that of
-        a hyperparameter is told of by now.
+    def of_values(self, whole: bool, late: dict[str, str], small: dict[str, str]) -> list[str]:
+        """Of latents and GP sites whose means or widths are not those of weighted draws; or of GP sites at the medians
+        of hyperparameters.
         """
-        weights, num = self._weights(), len(self.found)
-        worth = float(1 / weights[0].square().sum())
-        if worth < min(_LEAST, num):
-            names = ", ".join(map(repr, self.hyper.rows))
-            return [
-                f"{names}: {num} weighted draws have effective size {worth:.1f}, so q is far from the posterior. "
-                + ("Train longer." if late else "Compare with NUTS.")
-            ]
-        best = f"that of {num} weighted draws (effective size {worth:.0f})"
-        return self._beside_draws(self.seen, weights, best, late)
-
-    def _beside_draws(self, seen: list[_Moments], weights: tuple[Tensor, ...], best: str, late: bool) -> list[str]:
+        weights = self._weights()[0]
+        if not whole:
+            right, own = moments_of([self._moments(self.best)], self.loc.new_ones(1)), self._of_q(1)
+            right = {name: right[name] for name in self.guide.facts.gps}
+        else:
+            least = min(_LEAST, len(weights))
+            if 1 / weights.square().sum() < least:  # q is far off: around the mode
+                kept, mode = (self.loc, self.root), self.nested.mode([self.nested.tried(self.loc)])
+                self.loc, self.root = mode.theta, torch.linalg.cholesky(self.nested.covariance(mode))
+                self.at_draws(len(weights), True)
+                (self.loc, self.root), weights = kept, self._weights()[0]
+            if (worth := float(1 / weights.square().sum())) < least:
+                names = ", ".join(map(repr, self.hyper.rows))
+                return [f"{names}: {len(weights)} weighted draws are worth {worth:.1f}. Compare with NUTS."]
+            right, own = moments_of(self.seen, weights), self._of_q(_OWN)
         lines = []
-        for name in seen[0]:
-            mean, sd, own, its = moments_of([values[name] for values in seen], *weights)
-            least = 10 * torch.finfo(mean.dtype).eps * mean.abs()
-            moves = (sd > least) | (its > least)  # as the first entry of an LKJCholesky matrix does not
-            away, ratio, is_off = _beside(((own - mean) / sd)[moves], (its / sd)[moves])
-            if is_off:
-                advice = self._advice(name, late)
-                lines.append(f"{name!r}: mean {away:.1f} sd off, sd {ratio:.2f} times {best}. {advice}")
+        for name, (mean, sd) in right.items():
+            at, wide = own[name]
+            noise = 10 * torch.finfo(mean.dtype).eps * mean.abs()
+            moves = (sd > noise) | (wide > noise)  # as the first entry of an LKJCholesky matrix does not
+            ratios = (sd if name in self.apart else wide) / sd
+            away, ratio, is_off = _beside(((at - mean) / sd)[moves], ratios[moves])
+            if is_off and name not in late:
+                lines.append(f"{name!r}: {_said(away, ratio)}, {self._cause(name, late, small)}")
         return lines
 
-    def _advice(self, name: str, late: bool) -> str:
-        facts, search = self.guide.facts, self.search
-        if name in search.priors.keys() - {*facts.coupled, *facts.field}:
-            if not self.guide.is_independent(name):
-                return f"Under this family {name!r} is independent of f: take SVGP or SGPR."
-            return ("Train longer, or drop" if late else "Drop") + " independent=, or this name from it."
-        apart = search.normal.keys() - facts.field.keys()
-        given = [name for name in search.priors if self.guide.is_point(name) or name in apart]
-        if given:
-            return f"Its q is given {', '.join(map(repr, given))}: drop point_estimates= or independent=, or that name."
-        return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."
+    def _cause(self, name: str, late: dict[str, str], small: dict[str, str]) -> str:
+        """Why a posterior is off, and what to do."""
+        facts, search, guide = self.guide.facts, self.search, self.guide
+        if given := self._cause_given(name):
+            return given
+        if small:
+            names = ", ".join(map(repr, small))
+            return f"because the basis of {names} is too small. Give its family more inducing points."
+        normal = [*search.normal, *facts.gps]
+        met = [n for n in normal if n not in {*facts.coupled, *facts.field}]
+        if isinstance(self.nested, ByHessian) or (met and len(normal) > 1):
+            names = ", ".join(map(repr, met if name in met and len(met) > 1 else {**search.priors, **facts.gps}))
+            return f"because the guide treats {names} as independent, which meet in densities. Compare with NUTS."
+        if late:
+            return f"because training has not brought {', '.join(map(repr, late))} to the optimum. Train longer."
+        family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
+        if family not in _FULL:
+            return f"because {family} has not the covariance of a full Gaussian. Take SVGP."
+        return "because the posterior is far from normal. Weigh draws by diagnostics.psis, or take NUTS."
+
+    def _cause_given(self, name: str) -> str:
+        """An argument of the guide that is the cause; "" if none is."""
+        guide, is_gp = self.guide, name in self.guide.facts.gps
+        if self.apart and (is_gp or name in {*guide.facts.field, *self.apart}):
+            return _of_argument("point_estimates", guide.point_estimates, self.apart, "known")
+        alone = [n for n in self.search.priors if guide.is_independent(n) and n not in self.apart]
+        if alone and (is_gp or name in alone):
+            return _of_argument("independent", guide.independent, alone if is_gp else [name], "independent")
+        return ""
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Those of the posterior, and of q: over the density of the draws, ∝ exp(−½|ε/1.3|²)."""
@@ -211,18 +259,19 @@ class Compared:
         found = torch.linalg.lstsq(rows, weights * torch.stack(values)).solution
         return found[0], found[1:]
 
-    def of_inducing_points(self) -> list[str]:
+    def of_inducing_points(self) -> dict[str, str]:
         """What bases leave out of GP sites, in nats of the bound, and the hyperparameters that this moves."""
-        lines = []
-        for name, nats in self.best.left.items():
+        lines = {}
+        for name, nats in self.left.items():
             # Their means without what is left out are elsewhere by S times its slope.
             _, slopes = self._regressed([found.left[name][None] for found in self.found])
             moved = self._beside_q(slopes[:, 0], torch.eye(len(slopes)).to(slopes))
+            num = sum(self.guide.modules_by_site()[name].basis.sizes)
             names = ", ".join(repr(other) for other, *_, is_off in moved if is_off)
             if nats > _LOST or names:
-                lines.append(
-                    f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, "
-                    f"which makes the learned function too smooth{names and f', and moves {names}'}. Give its family "
+                lines[name] = (
+                    f"{name!r}: its basis of {num} functions leaves out {nats:.1f} nats, which makes the learned "
+                    f"function too smooth{names and f', and moves {names}'}. Give its family "
                     "more inducing points."
                 )
         return lines
@@ -233,7 +282,7 @@ class Compared:
         step, wide = self.root @ moved / sd, (self.root @ widths).norm(dim=-1) / sd
         return [(name, *_beside(step[rows], wide[rows])) for name, rows in self.hyper.rows.items()]
 
-    def of_newton(self) -> list[str]:
+    def of_newton(self, small: dict[str, str]) -> dict[str, str]:
         """Of hyperparameters whose mean or width the bound would still move."""
         # Rᵀ∇F ≈ g − Hε: its best step is H⁻¹g, its best width H^(−½)
         first, slopes = self._regressed([self.root.mT @ found.slope for found in self.found])
@@ -250,17 +299,16 @@ class Compared:
         # has a slope out of proportion none does (test_a_step_that_gains_nothing_is_not_told).
         for part in _PARTS:
             moved, widths = part * whole, axes * values ** (-0.5 * part)
-            off = [found for found in self._beside_q(moved, widths) if found[-1]]
+            off = [found for found in self._beside_q(moved, widths) if found[-1] and found[0] not in self.apart]
             gain = moved @ first - 0.5 * (moved @ axes).square() @ values
             # T = AΛ^(−p/2): the entropy gains −½p log Λ, the trace ½(Λ − Λ^(1−p))
             gain = gain + 0.5 * (values - values ** (1 - part) - part * values.log()).sum()
             if not off or (left(moved + draws @ widths.mT) - left(draws)).mean() > -0.5 * gain:
-                return [
-                    f"{name!r} has not converged: the best mean is {away:.1f} sd away, and the best width {ratio:.2f} "
-                    f"times its own. {self._advice(name, True)}"
+                return {
+                    name: f"{name!r}: {_said(away, 1 / ratio)}, {self._cause(name, {name: ''}, small)}"
                     for name, away, ratio, _ in off
-                ]
-        return []
+                }
+        return {}
 
     def of_a_second_start(self, whole: bool) -> list[str]:
         """Whether searches from each of some draws of the prior, or from the best, end at another mode."""
@@ -268,12 +316,15 @@ class Compared:
         if not self.hyper.size:
             return []
         starts = [[draw] for draw in draws] if whole else [draws]
-        ends = [nested.mode(map(nested.tried, some)) for some in starts]
+        ends = [nested.mode(map(nested.tried, some), lambda theta: self._far(theta, self.loc) < 1.0) for some in starts]
+        ends.append(nested.across(self.best))
         if not nested.is_informed(self.best):  # q may be on a plateau, where all is noise
             ends.append(nested.beyond(self.best))
-        if not self._far(ends, self.loc) or (here := nested.mode([nested.tried(self.loc)])) is nested.none:
+        ends = [end for end in ends if end is not nested.none and self._far(end.theta, self.loc) > _APART]
+        if not ends or (here := nested.mode([nested.tried(self.loc)])) is nested.none:
             return []
-        there = max(self._far(ends, here.theta), key=lambda end: float(end.value), default=here)
+        others = [end for end in ends if self._far(end.theta, here.theta) > _APART]
+        there = max(others, key=lambda end: float(end.value), default=here)
         higher = float(there.value - here.value)
         if there is here or higher < (-_NATS if whole else _NATS):
             return []
@@ -287,26 +338,72 @@ class Compared:
             ]
         return [f"there is a second mode, {-higher:.1f} nats lower, at {place}. Intervals are about one of them."]
 
-    def _far(self, ends: list[Optimum], here: Tensor) -> list[Optimum]:
-        """Ends that are apart from here."""
-        # |R⁻¹(θ − here)|
-        far = [torch.linalg.solve_triangular(self.root, (end.theta - here)[:, None], upper=False) for end in ends]
-        return [end for end, move in zip(ends, far) if end is not self.nested.none and move.norm() > _APART]
+    def _far(self, theta: Tensor, here: Tensor) -> float:
+        """|R⁻¹(θ − here)|."""
+        return float(torch.linalg.solve_triangular(self.root, (theta - here)[:, None], upper=False).norm())
 
 
-def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:
-    """Means and standard deviations over weighted draws, the approximation's and q's."""
-    means, variances, own, its = map(torch.stack, zip(*values))
-    mean, q_mean = weights @ means, by_q @ own
-    # Var v = E Var[v | θ] + Var E[v | θ]
-    sd = (weights @ (variances + (means - mean).square())).sqrt()
-    return mean, sd, q_mean, (by_q @ (its + (own - q_mean).square())).sqrt()
+def moments_of(values: list[_Moments], weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name means and standard deviations over weighted draws of means and variances."""
+    found = {}
+    for name in values[0]:
+        means, variances = map(torch.stack, zip(*(each[name] for each in values)))
+        mean = weights @ means
+        # Var v = E Var[v | θ] + Var E[v | θ]
+        found[name] = mean, (weights @ (variances + (means - mean).square())).sqrt()
+    return found
 
 
 def _beside(moves: Tensor, ratios: Tensor) -> tuple[float, float, bool]:
     """A root mean square in standard deviations, a mean ratio of widths, and whether they are told."""
     away, ratio = float(moves.detach().square().mean().sqrt()), float(ratios.detach().mean())
     return away, ratio, away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]
+
+
+def _said(away: float, ratio: float) -> str:
+    """A distance of means and a ratio of widths in words."""
+    words = [f"the mean is {away:.1f} standard deviations off"] * (away > _AWAY)
+    if ratio > _WIDTHS[1]:
+        words.append(f"the interval is {ratio:.1f} times too wide")
+    elif ratio < _WIDTHS[0]:
+        words.append(f"the interval is {1 / max(ratio, 1e-3):.1f} times too narrow")
+    return ", and ".join(words)
+
+
+def _of_argument(argument: str, given: Any, names: list[str], how: str) -> str:
+    """A cause that the guide was given."""
+    which = ", ".join(map(repr, names))
+    remedy = f"{argument}=True" if given is True else f"{which} from {argument}="
+    return f"because the guide treats {which} as {how}. Remove {remedy}."
+
+
+def _of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """Whether the bound by joint draws of q is the objective's."""
+    facts, drawn = guide.facts, list[float]()
+    if guide.by_expectation or guide.corrected_modules() or max(facts.rows.values()) > _JOINT:
+        return []
+    objective, was = guide.objective(facts.num_nodes), guide.training
+    with torch.no_grad():
+        said = torch.tensor([-objective.loss(guide.model, guide, *args, **kwargs) for _ in range(_BOUNDS)])
+        try:
+            vars(guide)["training"] = False
+            for _ in range(_BOUNDS):
+                guide(*args, **kwargs)
+                model, its = guide.get_traces()
+                drawn.append(float(model.log_prob_sum() - its.log_prob_sum()))
+        finally:
+            vars(guide)["training"] = was
+    found = torch.tensor(drawn)
+    error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)
+    if abs(found.mean() - said.mean()) < _LOST + _ERRORS * error:
+        return []
+    names = ", ".join(map(repr, facts.field or facts.gps))
+    others = [name for name in facts.field if name not in facts.gps]
+    remedy = f"Give the guide independent={tuple(others)}" if others else "Compare with NUTS"
+    return [
+        f"{names}: the bound is {found.mean():.0f} nats by draws of the posterior, and the objective takes it for "
+        f"{said.mean():.0f}, because densities are not of the form that the guide found at its first call. {remedy}."
+    ]
 
 
 def _rows_of_jacobian(values: Tensor, x: Tensor) -> Tensor:

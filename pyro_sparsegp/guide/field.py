@@ -209,6 +209,11 @@ class Standardised(Messenger):
         self.priors[name] = fn
         msg["value"], msg["done"] = value, True
 
+    @staticmethod
+    def sizes_of(module: Any) -> list[int]:
+        """How many entries each block of a GP site's basis has, if it has any."""
+        return list(module.basis.sizes)
+
     def _of_process(self, name: str, process: Any) -> Tensor:
         """μ + φᵀw + Rt, with RRᵀ the residual's covariance; √ρ t of its variance where no term adds values up."""
         if name not in self.bases:

@@ -15,6 +15,7 @@ of q(x | θ) and W = −E[∇²ℓ].
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Optional, Union
@@ -23,7 +24,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints
 
 from ..numerics.arrow import Arrow, Dense
 from ..numerics.functions import jacobian
@@ -47,6 +48,7 @@ _GAIN = {torch.float64: 1e-5, torch.float32: 1e-3}
 _DIFFERENCE = {torch.float64: 0.005, torch.float32: 0.06}
 _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
 _FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
+_ACROSS = [(k + 0.5) / 24 for k in range(24)]  # of an interval
 _LEAST = 1e-6  # an eigenvalue of JᵀWJ, as of their mean, from which x follows θ
 _WIDEST = 5.0  # a standard deviation of a hyperparameter in its units, where F is flat
 
@@ -72,9 +74,16 @@ class Nested:
     """F of a program, which ``run`` runs under a handler, with some of its sites' values given."""
 
     def __init__(
-        self, guide: KnownGuide, layout: Layout, links: Links, hyper: Hyperparameters, run: Callable[..., poutine.Trace]
+        self,
+        guide: KnownGuide,
+        layout: Layout,
+        links: Links,
+        hyper: Hyperparameters,
+        run: Callable[..., poutine.Trace],
+        handler: Any = Standardised,
     ) -> None:
         self.guide, self.layout, self.links, self.hyper, self._run = guide, layout, links, hyper, run
+        self.handler = handler
         x, theta = (torch.zeros(num).to(guide.like) for num in (layout.num, hyper.size))
         # where the program has no density
         self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, layout.precision(layout.nothing(x)), {})
@@ -84,7 +93,7 @@ class Nested:
 
     def run(self, theta: Tensor, x: Tensor, given: Values = NO_VALUES) -> tuple[dict[str, Any], Standardised]:
         """The sites of a run at θ and x, ``(extended,)``, with some GP sites' values ``given``, and its handler."""
-        handler = Standardised(self.guide, *self.layout.parts(x), self.hyper.parts(theta))
+        handler = self.handler(self.guide, *self.layout.parts(x), self.hyper.parts(theta))
         sites: dict[str, Any] = dict(all_sites(self._run(handler, given)))
         # A whole program may be scaled, as by poutine.scale: all is over the field's scale, so that x ~ N(0, I).
         scale = sites[next(iter(self.layout.field))]["scale"]
@@ -95,6 +104,12 @@ class Nested:
                 weight = self.weight if name in self.guide.facts.rows else 1.0
                 site["scale"] = weight * site["scale"] * share_of(site) / scale
         return sites, handler
+
+    def of_data(self, sites: Mapping[str, Any]) -> Tensor:
+        """Log densities of data that have no linear predictor."""
+        data = [site for name, site in sites.items() if is_observation(site) and name not in self.links]
+        seen = [site for site in data if site["mask"] is not False]
+        return sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in seen)
 
     def predictors(self, theta: Tensor) -> tuple[Predictors, Standardised]:
         """The linear predictors at θ, and the handler of their run."""
@@ -107,10 +122,7 @@ class Nested:
         theta = theta.detach().requires_grad_()
         found, handler = self.predictors(theta)
         # log p(θ), and densities in which x has no part
-        total = handler.log_prior + self.tilt @ theta
-        for name, site in found.sites.items():
-            if is_observation(site) and name not in self.links and site["mask"] is not False:
-                total = total + scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]).sum()
+        total = handler.log_prior + self.tilt @ theta + self.of_data(found.sites)
         x, precision = self._newton(found)
         x = x.clone().requires_grad_()
         density, slope, curvature = self._local(found, x, precision)
@@ -187,8 +199,8 @@ class Nested:
             curvatures[one, other] = curvatures[other, one] = -part.detach() * (2 if one == other else 1)
         return total, dict(zip(eta, slopes)), curvatures
 
-    def mode(self, starts: Iterable[Optimum]) -> Optimum:
-        """F at θ̂, by L-BFGS from the best of some starts."""
+    def mode(self, starts: Iterable[Optimum], is_known: Callable[[Tensor], bool] = lambda theta: False) -> Optimum:
+        """F at θ̂, by L-BFGS from the best of some starts; ``none`` where that comes to a θ that is known."""
         best = max(starts, key=attrgetter("value"), default=self.none)
         if best is self.none:
             return best
@@ -208,11 +220,15 @@ class Nested:
             nonlocal best
             found = ahead.pop() if ahead else self.tried(self.hyper.units * t)
             best = max(best, found, key=attrgetter("value"))
+            if is_known(found.theta):
+                raise StopIteration
             t.grad = -found.slope * self.hyper.units
             return -found.value.nan_to_num(neginf=lowest)
 
-        optimiser.step(loss)
-        return best
+        with suppress(StopIteration):
+            optimiser.step(loss)
+            return best
+        return self.none
 
     def tried(self, theta: Tensor) -> Optimum:
         """As :meth:`at`; ``none``, whose F is −∞, where the program has no density."""
@@ -265,6 +281,20 @@ class Nested:
                 self.tried(self.hyper.of({**values, name: v})) for v in moved if priors[name].support.check(v).all()
             ]
         start = max(starts, key=lambda found: (self.is_informed(found), found.value))
+        return best if start is best else max(best, self.mode([start]), key=attrgetter("value"))
+
+    def across(self, best: Optimum) -> Optimum:
+        """The mode from θ with one hyperparameter of bounded support elsewhere in it, if F is higher there: that of a
+        change point has many (test_the_best_of_many_modes_is_the_start).
+        """
+        priors, starts = self.hyper.priors, [best]
+        values = {n: biject_to(priors[n].support)(part) for n, part in self.hyper.parts(best.theta).items()}
+        for name, value in values.items():
+            support: Any = priors[name].support
+            for part in _ACROSS if isinstance(support, constraints.interval) and value.numel() == 1 else ():
+                there = torch.as_tensor(support.lower_bound + part * (support.upper_bound - support.lower_bound))
+                starts.append(self.tried(self.hyper.of({**values, name: there.to(value).expand_as(value)})))
+        start = max(starts, key=attrgetter("value"))
         return best if start is best else max(best, self.mode([start]), key=attrgetter("value"))
 
     def covariance(self, mode: Optimum) -> Tensor:

@@ -100,7 +100,7 @@ def _find(search: Search) -> None:
     if search.guide.search and search.hyper.size:
         # From some rows first, where an evaluation is cheap: from there it is not far to the mode of all.
         best = nested.mode(map(nested.tried, [theta, *search.hyper.draws(_DRAWS)]))
-        best = best if nested.is_informed(best) else nested.beyond(best)
+        best = nested.across(best if nested.is_informed(best) else nested.beyond(best))
         some, nested = nested, search.at_rows(nested, search.most[1])
         best = best if nested is some else nested.mode([nested.tried(best.theta)])
     else:
@@ -118,12 +118,20 @@ class Search:
     :param first: a run that met all sites, with the arguments ``whole``.
     :param fixed: latents that stay where they are in that run, unless they are normal.
     :param tell: called at each run.
+    :param handler: what makes members of x.
     """
 
     def __init__(
-        self, guide: KnownGuide, first: Run, whole: _Call, fixed: Collection[str], tell: Callable[[], Any]
+        self,
+        guide: KnownGuide,
+        first: Run,
+        whole: _Call,
+        fixed: Collection[str],
+        tell: Callable[[], Any],
+        handler: Any = Standardised,
     ) -> None:
         self.guide, self.whole, self.gps, self.fixed, self.tell = guide, whole, guide.facts.gps, fixed, tell
+        self.handler = handler
         self.sites = sites = dict(all_sites(first.trace))
         self.inputs = {name: process.x for name, process in first.processes.items()}
         rows = next(iter(first.processes.values())).event_shape[0]
@@ -179,7 +187,7 @@ class Search:
         if not normal and self.rows == self.num:
             return normal  # a run of the program less: test_a_first_step_from_the_mode_has_met_the_data
         x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
-        handler = Standardised(guide, x, {name: guide.like.new_zeros(1) for name in self.gps})
+        handler = self.handler(guide, x, {name: guide.like.new_zeros(1) for name in self.gps})
         are_fewer = False
         with attempt() if self.rows < self.num else nullcontext():
             sites = sample_sites(self.run(handler, _without(self.held, normal)))
@@ -202,7 +210,8 @@ class Search:
         guide, facts, rows = self.guide, self.guide.facts, self.rows
         if not {*facts.row_effects} <= {*self.normal}:
             return None
-        sizes = {name: list(module.basis.sizes) or [rows] for name, module in guide.modules_by_site().items()}
+        modules = guide.modules_by_site().items()
+        sizes = {name: self.handler.sizes_of(module) or [rows] for name, module in modules}
         sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
         field = {name: sizes[name] for name in self.sites if name in sizes}
         eliminated = self._eliminated()
@@ -220,7 +229,7 @@ class Search:
             beside = {name: value + _BESIDE * torch.randn_like(value) for name, value in first.items()}
 
         def at(x: Tensor, given: Values = NO_VALUES) -> poutine.Trace:
-            return self.run(Standardised(guide, *layout.parts(x), beside), given)
+            return self.run(self.handler(guide, *layout.parts(x), beside), given)
 
         linked = find_links(at, layout, guide.like)
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
@@ -234,7 +243,7 @@ class Search:
             self._split(_without(self.normal, moved))
             return self.nested()
         layout = Layout(field, layout.residuals, owned, eliminated)
-        return None if bent else Nested(guide, layout, links, self.hyper, self.run)
+        return None if bent else Nested(guide, layout, links, self.hyper, self.run, self.handler)
 
     def _eliminated(self) -> str:
         """The latent with the most values, if it may be one of which each datum has one, and all are in the field."""
@@ -253,7 +262,7 @@ class Search:
     def _groups(self, nested: Nested) -> Tensor:
         """All rows, group by group of the eliminated latent's values: few rows of each say little of their variance."""
         self._take(self.num)
-        every = Nested(self.guide, nested.layout, nested.links, self.hyper, self.run)
+        every = Nested(self.guide, nested.layout, nested.links, self.hyper, self.run, self.handler)
         rows, _ = every.predictors(self.hyper.of(self.held))
         owner = next((one.owner for one in rows.rows.values() if len(one.owner) == self.num), self.chosen)
         rank = torch.randperm(int(owner.max()) + 1, generator=torch.Generator().manual_seed(0))

@@ -298,6 +298,9 @@ class TraceQuadrature_ELBO(ELBO):
         raise AssertionError("the last way returns or raises")
 
 
+AutoSparseGP.objective = TraceQuadrature_ELBO  # which a check compares with draws
+
+
 class ProjectedLikelihood(TraceQuadrature_ELBO):
     """An objective: log p(Sᵀy) instead of the evidence lower bound (Wenger et al., 2024, eq. 9 and lemma S2).
 

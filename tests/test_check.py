@@ -1,0 +1,123 @@
+"""``guide.check``: what it tells of posteriors that are wrong, and of right ones."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
+
+from .models import observed
+
+N = 24
+
+
+def _data():
+    x = torch.linspace(0, 1, N)[:, None]
+    return x, torch.sin(6 * x[:, 0]) + 0.3 * torch.randn(N, generator=torch.Generator().manual_seed(0))
+
+
+def _trained(model, family, *data, steps=30, **options):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, family, **options)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    for _ in range(steps):
+        svi.step(*data)
+    return guide
+
+
+def _plain(x, y=None):
+    variance, length = (pyro.sample(name, dist.LogNormal(0.0, 1.0)) for name in ("variance", "length"))
+    observed(dist.Normal(pyro.sample("f", GaussianProcess(variance * kernels.RBF(length), x)), 0.3), y)
+
+
+def test_widths_are_compared_where_q_is_normal():
+    """A variance's own posterior has a long tail, which no log-normal q has: its logarithm's is right."""
+    guide = _trained(_plain, families.SVGP(12), *_data(), steps=60)
+    assert guide.check() == []
+
+
+def test_the_objective_is_compared_with_draws(monkeypatch):
+    guide = _trained(_plain, families.SVGP(12), *_data())
+    loss = TraceQuadrature_ELBO.loss
+    monkeypatch.setattr(TraceQuadrature_ELBO, "loss", lambda *args: loss(*args) - 40.0)
+    line = guide.check()[0]
+    assert "'f': the bound is -" in line
+    assert "the objective takes it for" in line
+
+
+def _preferences(x, y=None):
+    s = pyro.sample("s", dist.LogNormal(0.5, 0.7))
+    f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.25), x))
+    gaps = f[..., 1:] - f[..., :-1]
+    observed(dist.Bernoulli(torch.special.ndtr(gaps).clamp(1e-9, 1 - 1e-9)), y)
+
+
+def _outputs(x, y=None):
+    s = pyro.sample("s", dist.LogNormal(0.0, 0.7))
+    f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.3), x).expand([2]).to_event(1))
+    observed(dist.Normal(f[..., 0, :] * x[:, 0] + f[..., 1, :], 0.3), y)
+
+
+def _correlated(x, y=None):
+    mu, f = pyro.sample("mu", dist.Normal(0.0, 3.0)), pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    pyro.sample("y", dist.MultivariateNormal(mu + f, 0.1 * torch.eye(N) + 0.1), obs=y)
+
+
+@pytest.mark.parametrize(("model", "names"), [(_preferences, "s"), (_outputs, "f"), (_correlated, "f mu")])
+def test_a_program_of_any_form_is_checked(model, names):
+    """No linear predictor, or several values of a site, in a density: q takes what it can't join to be independent."""
+    x, y = _data()
+    y = (y > 0).double()[1:] if model is _preferences else y
+    lines = _trained(model, families.SVGP(12), x, y, independent=True).check()
+    for name in names.split():
+        assert any(line.startswith(f"'{name}': ") and "times too narrow" in line for line in lines)
+    assert not any("Train longer" in line for line in lines)
+
+
+def test_missing_inducing_points_are_told_of_all_latents():
+    def model(x, y=None):
+        mu, noise = pyro.sample("mu", dist.Normal(0.0, 9.0)), pyro.sample("noise", dist.LogNormal(-1.0, 0.7))
+        observed(dist.Normal(mu + pyro.sample("f", GaussianProcess(kernels.RBF(0.1), x)), noise), y)
+
+    lines = _trained(model, families.SVGP(3, trainable=False), *_data(), steps=5).check()
+    told = {line.split("'")[1] for line in lines if "the basis of 'f' is too small" in line}
+    assert told >= {"f", "noise"}
+
+
+def test_what_float32_rounds_is_told():
+    x, y = (part.float() for part in _data())
+
+    def model(x, y=None):
+        observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.2), x)), 1e-3), y)
+
+    (line,) = _trained(model, families.SVGP(12), x, y, steps=3).check()
+    assert line.startswith("'f': ")
+    assert "float64" in line
+
+
+def test_what_has_no_reference_is_named():
+    def deep(x, y=None):
+        h = pyro.sample("h", GaussianProcess(kernels.RBF(0.3), x))
+        observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.3), h[:, None])), 0.3), y)
+
+    (line,) = _trained(deep, families.SVGP(6), *_data(), steps=1).check()
+    assert "'h', 'f'" in line
+
+
+def test_the_best_of_many_modes_is_the_start():
+    """Data between two values of a change point are told from neither side: F has a mode for each."""
+    x = torch.linspace(0, 10, 60)[:, None]
+    y = torch.where(x[:, 0] < 2.75, 1.2, -0.4) + 0.8 * torch.randn(60, generator=torch.Generator().manual_seed(1))
+
+    def model(x, y=None):
+        tau, noise = pyro.sample("tau", dist.Uniform(0.0, 10.0)), pyro.sample("noise", dist.HalfNormal(1.0))
+        s, length = pyro.sample("s", dist.HalfNormal(1.0)), pyro.sample("length", dist.InverseGamma(4.0, 8.0))
+        kernel, w = s**2 * kernels.RBF(length), torch.sigmoid((x[:, 0] - tau) / 0.1)
+        before, after = (pyro.sample(name, GaussianProcess(kernel, x)) for name in ("before", "after"))
+        observed(dist.Normal((1 - w) * before + w * after, noise), y)
+
+    guide = _trained(model, families.SVGP(8), x, y, steps=1)
+    assert guide.median()["tau"].item() == pytest.approx(2.75, abs=0.6)
