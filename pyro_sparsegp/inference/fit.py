@@ -129,8 +129,8 @@ def fit(
     require_choice(jit, "fit's jit", "auto", True, False)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
     total = (_STEPS if steps is None else steps) if epochs is None else epochs * len(batches)
-    jit = total >= _LONG if jit == "auto" else bool(jit)
-    method = _method(model, guide, optim, loss, method, group, jit)
+    ways: dict[Any, bool] = {"auto": total >= _LONG, True: True, False: False}
+    method = _method(model, guide, optim, loss, method, group, ways[jit])
     path = None if checkpoint is None else Path(checkpoint)
     settles = steps is None and epochs is None and stopping is None
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)

@@ -28,7 +28,6 @@ from .record import Recording, record
 _AFTER = 3  # steps of one kind, of which the last is recorded
 _MOST = 8  # recordings of a guide, those that were given up among them
 _REMEMBERED = 64  # kinds of steps
-_ROUGH = 0.3  # of a gradient's norm
 _PATIENCE = 8  # replays that end as plain steps, and are more than half of all, before a recording is given up
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
@@ -49,8 +48,8 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
 
     :param num_nodes: K, the number of quadrature nodes per axis.
     :param num_particles: the number of draws of other latents to average over.
-    :param compile: whether graphs are compiled by PyTorch's inductor. This takes a C++ compiler, and about a minute.
-        Losses are then equal up to rounding.
+    :param compile: whether graphs are compiled by PyTorch's inductor. On a CPU this takes a C++ compiler, and ten to
+        thirty seconds. Losses are then equal up to rounding.
     """
 
     def __init__(self, num_nodes: int = 20, num_particles: int = 1, *, compile: bool = False, **kwargs: Any) -> None:
@@ -148,10 +147,7 @@ class Recordings:
             return self._compared(step, recording, replay, state)
         if replay.failed:
             state.restore()
-            if recording.failures > max(_PATIENCE, recording.steps / 2):
-                self.found.pop(key)
-                self.seen[key] = -_PATIENCE * recording.steps
-            return self._plain(step)[0]
+            return self._left(step, recording, key)
         recording.take(replay)
         known.is_whole = is_whole
         # An optimiser is given the parameters that it sees.
@@ -161,6 +157,18 @@ class Recordings:
         with poutine.block():
             step.elbo._note(replay.loss, step.guide, step.wrapped, step.args, step.kwargs)
         return replay.loss
+
+    def _left(self, step: Step, recording: Recording, key: Any) -> float:
+        """A plain step where a replay failed; a recording of which most fail is given up."""
+        if recording.failures > max(_PATIENCE, recording.steps / 2):
+            self.found.pop(key)
+            self.seen[key] = -_PATIENCE * recording.steps
+        known = step.elbo._known[step.guide]
+        known.fails = True
+        try:
+            return self._plain(step)[0]
+        finally:
+            known.fails = False
 
     def _plain(self, step: Step) -> tuple[float, Mapping[str, Any]]:
         """A plain step, which shows the next one's way: its loss, and the sites of parameters."""
@@ -199,11 +207,9 @@ class Recordings:
             return loss
         pairs = list(zip(replay.state, (slot.value for slot in recording.moving)))
         pairs += [(new if old is None else old + new, p.grad) for new, old, p in zip(replay.grads, before, leaves)]
-        # Compiled code rounds in another order: through ill-conditioned factors gradients in float32 are hundredths
-        # apart, where losses have five digits.
         rounding = torch.finfo(step.guide.like.dtype).eps ** 0.5
         is_near = abs(replay.loss - loss) <= rounding * (1 + abs(loss))
-        alike = [_alike(*pair, _ROUGH if self.compile else rounding) for pair in pairs]
+        alike = [_alike(*pair, rounding) for pair in pairs]
         if after.has_moved or not (is_near and all(alike)):
             self._end(
                 f"a recorded step has the loss {replay.loss:.8g}, the plain one {loss:.8g}, or their gradients or "

@@ -48,6 +48,7 @@ class _Known:
     steps: int = 0  # that it has taken
     loss: float = math.inf  # of the last one
     is_whole: bool = False  # whether that was on all rows
+    fails: bool = False  # whether a replay has told that a factor of the next one fails
 
 
 class TraceQuadrature_ELBO(ELBO):
@@ -154,7 +155,7 @@ class TraceQuadrature_ELBO(ELBO):
         """The loss, as a tensor and as a number, and what natural steps are to know of it."""
         # The number is read together with the flags of factorisations. Where one failed, it is evaluated anew, from the
         # same state and with the same random numbers, and each flag is looked at, as it is in a first call.
-        if self._known[unwrapped].met:
+        if self._known[unwrapped].met and not self._known[unwrapped].fails:
             kept = [(sites, sites.memory) for sites in unwrapped.kept_sites.values()]
             state = RandomState(unwrapped.like)
             try:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import pyro
@@ -23,9 +24,12 @@ from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Natural, Tape, recording, steppers
 from ..guide import AutoSparseGP
 from ..numerics.decisions import Decisions, decided, deciding
-from ..numerics.graphs import captured, compiled, is_capturable, simplified
+from ..numerics.graphs import Graph, captured, compiled, is_capturable, simplified
 from ..numerics.linalg import flags_kept
+from ..program.traces import RandomState
 from .optimisers import FallingAdam, update_of
+
+_ROUGH = 0.01  # of a loss, by which float32 rounds at some hundred inducing points
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Recording:
     tapes: dict[Natural, Tape]
     limit: Tensor  # above which a loss is none of a step's
     graph: Any = None
+    exact: Any = None  # the graph that plain steps are compared with: compiled code rounds in another order
     update: Any = None  # of parameters, if the optimiser is within
     leaves: Any = ()  # the parameters that have gradients
     moving: Any = ()  # the slots that a step changes
@@ -123,7 +128,7 @@ class Recording:
         """What the step gives; whether it is to be taken, if it does not fail, an optimiser within is told."""
         self.update.begin(takes)
         self.limit.fill_(limit)
-        read, *found = self.graph(*self.inputs(tensors))
+        read, *found = (self.graph if takes else self.exact)(*self.inputs(tensors))
         loss, failed = read.tolist()
         self.steps += 1
         num = len(self.leaves)
@@ -206,19 +211,32 @@ def record(
     graph = simplified(graph, inputs)
     if versions != [value._version for value in read]:
         raise ValueError("the program writes to a tensor in place, as BatchNorm does")
-    run = compiled(graph, inputs) if compile else graph.forward
     found.update = update_of(optim, found.leaves, zero)
 
-    def taking(*inputs: Tensor) -> list[Tensor]:
+    def taking(run: Graph, *inputs: Tensor) -> list[Tensor]:
         read, *more = run(*inputs)
         found.update(more[: len(found.leaves)], read[1])
         return [read, *more]
 
     found.update.begin(False)
-    found.graph = taking
-    with suppress(RuntimeError):  # of an operation that no CUDA graph takes: replays go one by one
-        found.graph = captured(taking, inputs) if is_capturable(graph, inputs) else taking
+    found.graph = found.exact = partial(taking, graph.forward)
+    if compile:
+        found.graph = partial(taking, compiled(graph, inputs))
+        require_alike(found.exact, found.graph, inputs)
+    elif is_capturable(graph, inputs):
+        with suppress(RuntimeError):  # of an operation that no CUDA graph takes: replays go one by one
+            found.graph = found.exact = captured(found.graph, inputs)
     return found
+
+
+@torch.no_grad()
+def require_alike(exact: Graph, fast: Graph, inputs: list[Tensor]) -> None:
+    """Raise if compiled code has another loss than the graph, beyond its rounding."""
+    state = RandomState(inputs[-1])
+    loss = float(exact(*inputs)[0][0])
+    state.restore()
+    if not abs((other := float(fast(*inputs)[0][0])) - loss) <= _ROUGH * (1 + abs(loss)):
+        raise ValueError(f"compiled code has the loss {other:.8g}, and the graph {loss:.8g}")
 
 
 def _stand_in(site: Any, leaf: Tensor) -> Any:
