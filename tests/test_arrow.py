@@ -250,3 +250,26 @@ def test_effects_of_single_rows_join_the_field_as_those_of_a_plate_of_their_own(
     torch.testing.assert_close(again.posterior(x, None)["f"].variance, guide.posterior(x, None)["f"].variance)
     guide.integrate(num_points=40)
     assert predict(guide.model, guide, x, None, num_samples=3)["f"].shape == (3, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_steps_on_batches_are_those_of_a_dense_field(dtype, monkeypatch):
+    def model(x, group, y=None, size=None):
+        tau = pyro.sample("tau", dist.HalfNormal(x.new_tensor(1.0)))
+        mu = pyro.sample("mu", dist.Normal(x.new_tensor(1.0), 2.0))
+        with pyro.plate("groups", GROUPS):
+            a = pyro.sample("a", dist.Normal(x.new_tensor(0.0), tau))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        observed(dist.Poisson((mu + a[group] + f).exp()), y, x, size)
+
+    x, group, y = _data(True)
+    data, found = (x.to(dtype), group, y.to(dtype)), []
+    for least in (1000, 10):
+        monkeypatch.setattr(start, "_ELIMINATED", least)
+        guide, losses = _trained(model, data, 1)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+        for half in (slice(0, 48, 2), slice(1, 48, 2), slice(0, 24)):
+            losses.append(svi.step(*(part[half] for part in data), size=48))
+        found.append(torch.tensor(losses))
+    assert guide.facts.eliminated == "a"
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6 if dtype == torch.float64 else 1e-3, atol=0.0)
