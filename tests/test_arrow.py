@@ -138,7 +138,7 @@ def _scales(x, group, y=None):
     with pyro.plate("others", 5):
         b = pyro.sample("b", dist.Normal(0.0, 0.5))
     f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x, jitter=1e-8))
-    observed(dist.Normal(f + a[group] + b[torch.arange(len(x)) % 5], (0.3 * a[group] - 1).exp()), y)
+    observed(dist.Normal(f + a[group] + b[group % 5], (0.3 * a[group] - 1).exp()), y)
 
 
 def _games(x, group, y=None):

@@ -109,7 +109,9 @@ class Layout:
         """
         common, places = self.common(found), torch.arange(found.shape[-1], device=found.device)
         first, rest, others = found.tensor_split([len(common), len(common) + self.extended - self.num])
-        rows, owned = found.new_zeros(found.shape[-1], self.dense).index_copy(1, common, first.mT), []
+        rows, owned = first.mT, list[Tensor]()
+        if self.owned != [self.eliminated]:
+            rows = found.new_zeros(found.shape[-1], self.dense).index_copy(1, common, rows)
         for name, (slope, moved) in zip(self.owned, others.unflatten(0, (-1, 2))):
             # kj/j is which of the latent's values the datum has
             owner = torch.where(slope == 0, 0.0, moved / slope).detach().round().long().clamp(0, self.numbers[name] - 1)

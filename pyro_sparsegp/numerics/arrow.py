@@ -39,7 +39,7 @@ class OneEach:
         if x.dim() > 1:
             return (self @ x[:, 0])[:, None]
         common, own = x.split([self.common.shape[1], self.num])
-        return self.common @ common + self.entry * own[self.owner]
+        return self.common @ common + self.entry * own.index_select(0, self.owner)
 
     def __rmatmul__(self, v: Tensor) -> Tensor:
         """vᵀΦ of a vector."""
@@ -222,15 +222,15 @@ class Arrow:
         if isinstance(phi, Tensor):
             common, rest = phi.split([len(root), len(own)], -1)
             return torch.cat([self._white(common - rest @ along), (rest / own.sqrt()).mT])
-        left = phi.common - phi.entry[:, None] * along[phi.owner]
-        return torch.cat([self._white(left), (phi.entry / own[phi.owner].sqrt())[None]])
+        left = phi.common - phi.entry[:, None] * along.index_select(0, phi.owner)
+        return torch.cat([self._white(left), (phi.entry / own.index_select(0, phi.owner).sqrt())[None]])
 
     def covariances(self, phi: OneEach) -> Tensor:
         """ΦP⁻¹ where Φ has entries, ``(N, C + 1)``."""
         _, along, own = self.factor
-        rows = along[phi.owner]
+        rows = along.index_select(0, phi.owner)
         common = (phi.common - phi.entry[:, None] * rows) @ self.common_covariance
-        return torch.cat([common, (phi.entry / own[phi.owner] - (common * rows).sum(-1))[:, None]], 1)
+        return torch.cat([common, (phi.entry / own.index_select(0, phi.owner) - (common * rows).sum(-1))[:, None]], 1)
 
     def noise(self, shape: Sequence[int]) -> Tensor:
         """Draws of N(0, P⁻¹), ``(*shape, C + K)``."""
