@@ -163,7 +163,6 @@ def _group_model(x, y=None):
     return observed(dist.Normal(f + g[torch.arange(N) // 2], NOISE), y)
 
 
-@pytest.mark.filterwarnings("ignore:.*depends on which other rows")  # f.flip(0) does, and is told of
 @pytest.mark.filterwarnings("ignore:GP sites .* by their sum")
 @pytest.mark.parametrize(
     ("model", "steps"), [(_model(lambda f, g: f + g.flip(0)), 5), (_group_model, 80)], ids=["flipped", "groups"]

@@ -59,11 +59,15 @@ def scaled_data(x, y=None, size=None):
     observed(dist.Normal(gp(x), NOISE), y, x, size)
 
 
+def trend(x, y=None, size=None):
+    observed(dist.Normal(gp(x) + 0.1 * torch.arange(len(x)), NOISE), y, x, size)
+
+
 DEPENDENT = {
     "inputs": [standardised, ranks],
     "prior mean": [centred_mean],
     "kernel": [ranged],
-    "density of site 'y'": [basis, recoded, scaled_data],
+    "density of site 'y'": [basis, recoded, scaled_data, trend],
 }
 
 
@@ -130,7 +134,15 @@ def recursive(x, y=None):
     observed(dist.Normal(gp(x).cumsum(0), NOISE), y)
 
 
-@pytest.mark.parametrize("model", [independent, whole, noisy, recursive])
+def flipped(x, y=None):
+    observed(dist.Normal(gp(x) + gp_of_columns(x).flip(0), NOISE), y)
+
+
+def in_pairs(x, y=None):
+    observed(dist.Normal(gp(x)[torch.arange(len(x)) // 2] - x[:, 0], NOISE), y)
+
+
+@pytest.mark.parametrize("model", [independent, whole, noisy, recursive, flipped, in_pairs])
 @pytest.mark.parametrize("num", [4, 24])
 def test_what_has_rows_of_its_own_is_not_told(model, num):
     if num == 24 or model is not whole:
@@ -140,6 +152,20 @@ def test_what_has_rows_of_its_own_is_not_told(model, num):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*independent posteriors")
             AutoSparseGP(model, SVGP(4))(x, y)
+
+
+def test_tables_that_are_not_of_rows_may_have_as_many():
+    x, y = data()
+    table, place = torch.rand(24, 2), torch.arange(24) % 3
+
+    def model(x, y=None, table=table, place=place, centre=x):
+        with pyro.plate("places", len(table)):
+            level = pyro.sample("level", dist.Normal(table[:, 0], 1.0))
+        observed(dist.Normal(gp(x - centre.mean(0)) + table[place, 1] + level[place], NOISE), y)
+
+    AutoSparseGP(model, SVGP(8))(x, y, table, place, x)
+    with pytest.warns(UserWarning, match="^the inputs of GP site 'f': what the model"):
+        AutoSparseGP(lambda x, y, *rest: model(x - x.mean(0), y, *rest, torch.zeros(1, 1)), SVGP(8))(x, y, table, place)
 
 
 @pytest.mark.parametrize("family", [SVGP(6), SGPR(6), Exact()])

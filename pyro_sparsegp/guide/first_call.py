@@ -200,7 +200,7 @@ def _describe(run: Run) -> Structure:
 def _warn_of_other_rows(run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
     """Tell of what the program computes over all rows that it is given, which would be others' in a prediction."""
     guide, by_rows = run.guide, COUPLED not in run.guide.facts.dependence.values()
-    moved = moved_by_rows(guide.model, run.trace, list(run.processes), (args, kwargs), by_rows)
+    moved = moved_by_rows(guide.model, run.trace, run.processes, (args, kwargs), by_rows)
     if moved:
         warnings.warn(
             f"{', '.join(moved)}: what the model computes of a row depends on which other rows it is given, as with "

@@ -1,5 +1,6 @@
 """Whether what a program makes of a row depends on which other rows it is given, as standardised inputs do."""
 
+import itertools
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..process import GaussianProcess
 from .asking import asks_program, attempt
 from .data import map_tensors, tensors
 from .facts import kept_buffers
@@ -31,37 +33,56 @@ from .traces import (
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # relative, of what has the same rows
 _PART, _LEAST = 3, 5  # rows that are compared, of so many at least
+_TRIES = 60  # choices of arguments that may be no rows'
 _AWAY = 0.3  # in unconstrained space: a coefficient of 0 would hide what it multiplies
 
 
 @torch.no_grad()
 def moved_by_rows(
-    model: Any, trace: poutine.Trace, names: Collection[str], call: tuple[tuple, dict[str, Any]], by_rows: bool
+    model: Any,
+    trace: poutine.Trace,
+    processes: Mapping[str, GaussianProcess],
+    call: tuple[tuple, dict[str, Any]],
+    by_rows: bool,
 ) -> list[str]:
     """What a program makes otherwise of some rows, under the same values, when it is not given the others, in words;
     nothing where it does not run on them alone, or draws random numbers.
 
-    :param trace: a run of it, and ``names`` its GP sites.
+    :param trace: a run of it, and ``processes`` its GP sites' priors.
     :param by_rows: whether densities are of single function values, so that they are compared, too.
     """
-    sites, x = sample_sites(trace), tensors(trace.nodes[next(iter(names))]["value"])[0]
-    num = x.shape[-1]
+    sites, x, args = sample_sites(trace), next(iter(processes.values())).x, tensors(call)
+    num = x.shape[-2]
     if num < _LEAST:
         return []
     drawn = {n: s for n, s in all_sites(trace) if is_free(s) and site_is_subsample(s) and s["fn"].subsample_size == num}
-    chosen = _chosen(num, [s["value"] for s in drawn.values()] or tensors(call), x)
-
-    def cut(value: Tensor, dim: int = 0) -> Tensor:
-        return value.index_select(dim, chosen) if value.dim() and value.shape[dim] == num else value
-
     values = {name: site["value"] for name, site in drawn.items()}
-    part: dict[str, Tensor] = {name: cut(value) for name, value in values.items()}
+    chosen = _chosen(num, [*values.values()] or args, x)
+    # The dimensions of rows: of arguments by number, and of values by name.
+    of_rows: dict[Any, list[int]] = {i: [0] for i, arg in enumerate(args) if not drawn and arg.shape[:1] == (num,)}
+    of_rows |= {name: [0] for name in drawn}
     for name, site in sites.items():
         if is_free(site):
-            values[name] = part[name] = site["value"] if name in names else _moved(site)
+            value = site["value"] if name in processes else _moved(site)
             frames = [frame.dim - site["fn"].event_dim for frame in site["cond_indep_stack"]]
-            for dim in [-1] if name in names else frames:
-                part[name] = cut(part[name], dim)
+            of_rows[name] = [dim for dim in ([-1] if name in processes else frames) if value.shape[dim] == num]
+            for dim in of_rows[name]:  # the same in all rows: what takes another row's, as g.flip(0), shows nothing
+                value = value.narrow(dim, -1, 1).expand_as(value)
+            values[name] = value
+
+    def shown(cuts: Mapping[Any, list[int]]) -> dict[tuple[str, str], Tensor]:
+        def cut(key: Any, value: Tensor) -> Tensor:
+            for dim in cuts.get(key, ()):
+                value = value.index_select(dim, chosen.to(value.device))
+            return value
+
+        number = itertools.count()
+        given = map_tensors(lambda arg: cut(next(number), arg), call)
+        with asks_program():
+            run = held_trace(model, {name: cut(name, value) for name, value in values.items()}, *given)
+            return dict(_shown(sample_sites(run), processes, by_rows))
+
+    moved: list[tuple[str, str]] = []
     # A program that is one of all rows may raise anything.
     with (
         attempt(),
@@ -71,12 +92,17 @@ def moved_by_rows(
         pyro.validation_enabled(False),
         warnings.catch_warnings(action="ignore"),
     ):
-        state, given = RandomState(x), call if drawn else map_tensors(cut, call)
-        with asks_program():
-            here, there = (sample_sites(held_trace(model, v, *c)) for v, c in ((values, call), (part, given)))
-        if not state.has_moved:
-            return list(_compared(here, there, names, chosen, by_rows))
-    return []
+        state, here, there = RandomState(x), shown({}), shown(of_rows)
+        moved = [] if state.has_moved else [key for key in here if _differ(here[key], there[key], chosen)]
+        # What has as many rows by chance, such as a table of stations, is no rows': if whole, it moves nothing.
+        others = [key for key in of_rows if moved and key not in processes]
+        for whole in itertools.islice((w for k in (1, 2) for w in itertools.combinations(others, k)), _TRIES):
+            with attempt():
+                again = shown({key: dims for key, dims in of_rows.items() if key not in whole})
+                if all(again[key].shape == part.shape for key, part in there.items() if key[0] not in whole):
+                    moved = [key for key in moved if _differ(here[key], again[key], chosen)]
+    # Inputs that move, move means and kernels.
+    return [f"the {what} {name!r}" for name, what in dict(reversed(moved)).items()]
 
 
 def _chosen(num: int, given: Collection[Tensor], like: Tensor) -> Tensor:
@@ -103,29 +129,17 @@ def _moved(site: Any) -> Tensor:
     return value
 
 
-def _compared(here: Mapping[str, Any], there: Mapping[str, Any], names: Any, chosen: Tensor, by_rows: bool) -> Iterator:
-    one: Any
-    other: Any
-    for name, site in here.items():
-        if name in names:
-            one, other = (as_process(sites[name]["fn"])[0] for sites in (here, there))
-            if _differ(one.x, other.x, chosen, -2):
-                yield f"the inputs of GP site {name!r}"
-                continue
-            if _differ(one.mean, other.mean, chosen, -1):
-                yield f"the prior mean of GP site {name!r}"
-            # At few rows, and without a diagonal term, which may be relative to those given.
-            some, first = other.x, other.x[..., :1, :]
-            with asks_program():
-                parts = [process.kernel(some, first) for process in (one, other)]
-            if _differ(*parts, torch.arange(_PART), -2):
-                yield f"the kernel of GP site {name!r}"
+def _shown(sites: Mapping[str, Any], priors: Mapping[str, GaussianProcess], by_rows: bool) -> Iterator[Any]:
+    """What a run makes of rows, by site and what it is."""
+    for name, site in sites.items():
+        if name in priors:
+            process: Any = as_process(site["fn"])[0]
+            yield (name, "inputs of GP site"), process.x
+            yield (name, "prior mean of GP site"), process.mean
+            # Without a diagonal term, which may be relative to the rows given.
+            yield (name, "kernel of GP site"), process.kernel(process.x, priors[name].x[..., :2, :])
         elif by_rows and is_observation(site):
-            with asks_program():
-                one, other = _density(site), _density(there[name])
-            dims = [dim for dim, sizes in enumerate(zip(one.shape, other.shape)) if len({*sizes}) > 1]
-            if len(dims) == 1 and _differ(one, other, chosen, dims[0]):
-                yield f"the density of site {name!r}"
+            yield (name, "density of site"), _density(site)
 
 
 def _density(site: Any) -> Tensor:
@@ -138,7 +152,10 @@ def _density(site: Any) -> Tensor:
     return torch.where(seen.flatten(-fn.event_dim).all(-1) if fn.event_dim else seen, found, 0.0)
 
 
-def _differ(here: Tensor, there: Tensor, chosen: Tensor, dim: int) -> bool:
-    here = here.index_select(dim, chosen.to(here.device))
+def _differ(here: Tensor, there: Tensor, chosen: Tensor) -> bool:
+    dims = [dim for dim, sizes in enumerate(zip(here.shape, there.shape)) if len({*sizes}) > 1]
+    if len(dims) != 1 or here.dim() != there.dim():
+        return False
+    here = here.index_select(dims[0], chosen.to(here.device))
     size = here.abs() + here.abs().mean()
     return here.shape == there.shape and not bool(((here - there).abs() <= _TOLERANCE[here.dtype] * size).all())
