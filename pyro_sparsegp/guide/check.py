@@ -9,11 +9,11 @@ A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and it
 as it raises the bound, says how far q's mean and width are from the best.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Optional
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
@@ -21,10 +21,12 @@ from torch.distributions import biject_to
 from tqdm.auto import tqdm
 
 from ..program.asking import Unsupported, attempt
-from ..program.traces import repeatable, whole_plates
+from ..program.traces import bare, repeatable, whole_plates
+from .bounds import of_bound
 from .dense import AtValues, ByHessian
 from .field import index_of, slices
 from .first_call import explain_nan
+from .latents import FieldLatent
 from .nested import Nested, Optimum
 from .runs import Priors
 from .start import ALL_ROWS, PATIENCE, Search, is_open
@@ -42,9 +44,8 @@ _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
 _NATS = 3.0  # between two modes, within which a lower one is told, and beyond which a fit tells of a higher one
 _APART = 3.0  # standard deviations between two modes
-_BOUNDS, _ERRORS = 64, 3.5  # bounds that are compared, by so many standard errors
+_FEW = 50  # of a latent's values whose covariance is asked for
 _EXACT = 150  # rows at which GP sites' values have no basis
-_JOINT = 2000  # rows whose values are drawn jointly
 _ROUNDED = 0.3  # of an entry of P⁻¹ that rounding may move
 _FULL = "SVGP", "SGPR", "Exact", "OrthogonalInducing", "CoupledCovariance"  # families of a full Gaussian
 _Moments = dict[str, tuple[Tensor, Tensor]]  # by name means and variances
@@ -64,7 +65,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
         if not all(value.isfinite().all() for value in data.values()):
             return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
-            bound = _of_bound(guide, args, kwargs) if whole else []
+            bound = of_bound(guide, args, kwargs) if whole else []
             with attempt() as asked:
                 search = partial(Search, guide, run, (args, kwargs), [], bar.update)
                 compared = Compared(guide, search(), lambda: search(AtValues).nested())
@@ -180,11 +181,24 @@ class Compared:
             free = {n: biject_to(p.support).inv(run.values[n]).reshape(-1)[:_ROWS] for n, p in search.priors.items()}
             some = {n: search.chosen if q.mean.shape[-1] == search.num else ... for n, q in run.posteriors.items()}
             met = {n: (q.mean[..., some[n]], q.variance[..., some[n]]) for n, q in run.posteriors.items()}
-            each.append({n: (value, 0 * value) for n, value in free.items()})
+            each.append({n: (value, 0 * value) for n, value in free.items()} | self._given(run))
             each[-1] |= {n: tuple(part.detach().reshape(-1)[:_ROWS] for part in parts) for n, parts in met.items()}
         sd = self.hyper.parts(self.width)
         known = {n: (loc.reshape(-1), sd[n].reshape(-1)) for n, loc in self.hyper.parts(self.loc).items()}
         return moments_of(each, self.loc.new_full((num,), 1 / num)) | known
+
+    def _given(self, run: Any) -> _Moments:
+        """Means and variances given the hyperparameters, of few normal latents whose prior mean is none of the others,
+        of which a draw says less.
+        """
+        found = {}
+        for name, prior in self.search.normal.items():
+            q, fn = run.sites[name]["fn"], bare(run.sites[name]["infer"]["prior"].prior)
+            is_own = isinstance(q, FieldLatent) and type(fn) is dist.Normal and torch.equal(fn.loc, bare(prior).loc)
+            if is_own and prior.shape().numel() <= _FEW:
+                wide = fn.scale.expand(prior.shape()).reshape(-1).square() * q.share.covariance_matrix.diagonal()
+                found[name] = q.mean.detach().reshape(-1), wide.detach()
+        return found
 
     def of_values(self, whole: bool, late: dict[str, str], small: dict[str, str]) -> list[str]:
         """Of latents and GP sites whose means or widths are not those of weighted draws; or of GP sites at the medians
@@ -375,35 +389,6 @@ def _of_argument(argument: str, given: Any, names: list[str], how: str) -> str:
     which = ", ".join(map(repr, names))
     remedy = f"{argument}=True" if given is True else f"{which} from {argument}="
     return f"because the guide treats {which} as {how}. Remove {remedy}."
-
-
-def _of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """Whether the bound by joint draws of q is the objective's."""
-    facts, drawn = guide.facts, list[float]()
-    if guide.by_expectation or guide.corrected_modules() or max(facts.rows.values()) > _JOINT:
-        return []
-    objective, was = guide.objective(facts.num_nodes), guide.training
-    with torch.no_grad():
-        said = torch.tensor([-objective.loss(guide.model, guide, *args, **kwargs) for _ in range(_BOUNDS)])
-        try:
-            vars(guide)["training"] = False
-            for _ in range(_BOUNDS):
-                guide(*args, **kwargs)
-                model, its = guide.get_traces()
-                drawn.append(float(model.log_prob_sum() - its.log_prob_sum()))
-        finally:
-            vars(guide)["training"] = was
-    found = torch.tensor(drawn)
-    error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)
-    if abs(found.mean() - said.mean()) < _LOST + _ERRORS * error:
-        return []
-    names = ", ".join(map(repr, facts.field or facts.gps))
-    others = [name for name in facts.field if name not in facts.gps]
-    remedy = f"Give the guide independent={tuple(others)}" if others else "Compare with NUTS"
-    return [
-        f"{names}: the bound is {found.mean():.0f} nats by draws of the posterior, and the objective takes it for "
-        f"{said.mean():.0f}, because densities are not of the form that the guide found at its first call. {remedy}."
-    ]
 
 
 def _rows_of_jacobian(values: Tensor, x: Tensor) -> Tensor:

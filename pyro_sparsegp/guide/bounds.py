@@ -1,0 +1,39 @@
+"""The objective beside draws of q: an objective may take densities for others than a program has."""
+
+import math
+from typing import Any
+
+import torch
+
+_BOUNDS, _ERRORS = 64, 3.5  # bounds that are compared, by so many standard errors
+_JOINT = 2000  # rows whose values are drawn jointly
+_NATS = 1.0  # that are not told of
+
+
+def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """Whether the bound by joint draws of q is the objective's."""
+    facts, drawn = guide.facts, list[float]()
+    if guide.by_expectation or guide.corrected_modules() or max(facts.rows.values()) > _JOINT:
+        return []
+    objective, was = guide.objective(facts.num_nodes), guide.training
+    with torch.no_grad():
+        said = torch.tensor([-objective.loss(guide.model, guide, *args, **kwargs) for _ in range(_BOUNDS)])
+        try:
+            vars(guide)["training"] = False
+            for _ in range(_BOUNDS):
+                guide(*args, **kwargs)
+                model, its = guide.get_traces()
+                drawn.append(float(model.log_prob_sum() - its.log_prob_sum()))
+        finally:
+            vars(guide)["training"] = was
+    found = torch.tensor(drawn)
+    error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)
+    if abs(found.mean() - said.mean()) < _NATS + _ERRORS * error:
+        return []
+    names = ", ".join(map(repr, facts.field or facts.gps))
+    others = [name for name in facts.field if name not in facts.gps]
+    remedy = f"Give the guide independent={tuple(others)}" if others else "Compare with NUTS"
+    return [
+        f"{names}: the bound is {found.mean():.0f} nats by draws of the posterior, and the objective takes it for "
+        f"{said.mean():.0f}, because densities are not of the form that the guide found at its first call. {remedy}."
+    ]
