@@ -89,3 +89,28 @@ def test_another_likelihood_is_refused_where_latents_are_joint():
     svi.step(x, y.round().abs(), True)
     with pytest.raises(ValueError, match="site 'y' has a Normal, and had a Poisson"):
         svi.step(x, y, False)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "other", "why"),
+    [
+        (program(lambda f, g, *_: dist.Normal(f, 0.1)), program(summed), "GP sites 'f' and 'g' meet"),
+        (
+            program(lambda f, g, *_: dist.Poisson(f.exp()), beside=True),
+            program(lambda f, g, *_: dist.Normal(f, 0.1), beside=True),
+            "site 'y' has a Normal, and had a Poisson",
+        ),
+    ],
+    ids=["meet", "kinds"],
+)
+def test_a_state_of_another_program_is_refused_by_name(saved, other, why, learns):
+    x, y = data()
+    first, second = (AutoSparseGP(model, families.SVGP(8)) for model in (saved, other))
+    first(x, y.round().abs())
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=why), torch.set_grad_enabled(learns):
+        second(x, y.round().abs())
+    again = AutoSparseGP(saved, families.SVGP(8))
+    again.load_state_dict(first.state_dict())
+    again.posterior(x)

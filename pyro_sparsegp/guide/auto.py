@@ -150,8 +150,9 @@ class AutoSparseGP(SiteMessenger):
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
             with torch.enable_grad(), traces.repeatable(self.like):
                 check_parameters(self, args, kwargs)
-        core.loaded = False
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        is_step = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        was_loaded, core.loaded = core.loaded, False
+        if is_step or was_loaded:
             watch(self, args, kwargs)
 
     def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:

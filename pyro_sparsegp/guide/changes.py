@@ -19,19 +19,20 @@ _ORDER = (NONE, ELEMENTWISE, DATAWISE, COUPLED)
 
 
 def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> None:
-    """At a step of training, raise where densities depend on GP sites as they did not at the guide's first call.
+    """At a step of training, or the first call after a state was loaded, raise where densities depend on GP sites as
+    they did not at the guide's first call.
 
     A batch may show less than the first call did; more is what q does not know.
     """
     core, switches = guide.core, switches_of(guide.model, args, kwargs)
-    is_new = bool(core.met) and switches not in core.met and len(core.met) < _MOST
-    core.met |= {switches} if len(core.met) < _MOST else set()
+    is_new = switches not in core.met and len(core.met) < _MOST
+    core.met |= {switches} if is_new else set()
     core.steps += 1
     if (is_new or core.steps - 1 in _STEPS) and (why := _changes(guide, args, kwargs)):
         given = ", ".join(f"{'.'.join(map(str, path))}={value!r}" for path, value in switches)
         raise ValueError(
-            f"the model is not the one of the guide's first call: {why}, which q does not know. Make a new guide, and "
-            f"call it first with arguments that show all of the model{given and f', as {given} may'}."
+            f"the model is not the one of the guide's first call, or saved state: {why}, which q does not know. Make a "
+            f"new guide, and call it first with arguments that show all of the model{given and f', as {given} may'}."
         )
 
 

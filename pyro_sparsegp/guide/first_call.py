@@ -25,7 +25,7 @@ from ..numerics.linalg import default_jitter
 from ..posterior.drawing import ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks, traces
-from ..program.data import TrainingData, tensors
+from ..program.data import TrainingData, switches_of, tensors
 from ..program.explore import explore
 from ..program.facts import COUPLED, ClosedForms, Structure, stacked_runs
 from ..program.handlers import Rerun, held_runs
@@ -80,7 +80,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
 
 def _learn(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
     """Learn of a first run what the program is."""
-    guide.core = Core(_describe(run), kinds=kinds_of(run))
+    guide.core = Core(_describe(run), kinds=kinds_of(run), met={switches_of(guide.model, args, kwargs)})
     if guide.corrected_modules() and checks.holds_part(run.trace):
         # Plates with a subsample_size leave rows out, on which kernels' diagonals depend.
         with torch.enable_grad(), poutine.block(), traces.whole_plates():

@@ -294,7 +294,7 @@ class SiteMessenger(KnownGuide):
         """The program's facts in plain Python, parameters' name in Pyro's store, and data that predictions need."""
         if self.structure is None:
             return {}
-        state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.structure)}
+        state: dict[str, Any] = {"name": self._pyro_name, "kinds": self.core.kinds, **asdict(self.structure)}
         data = self.core.data
         if data is not None and self.is_about_rows and is_plain([data.args, data.kwargs]):
             state["data"] = {"args": data.args, "kwargs": data.kwargs}
@@ -316,7 +316,7 @@ class SiteMessenger(KnownGuide):
                 self.forget()
                 self.core = Core(facts)
                 _make_parameters(self, facts, tensors)
-            core = self.core = Core(facts, loaded=True)
+            core = self.core = Core(facts, loaded=True, kinds=saved.get("kinds", {}))
             if "points" in saved:
                 core.points = map_tensors(lambda t: t.to(self.like), Points(**saved["points"]))
             for key in [key for key in tensors if key.startswith("field.rows_")]:
