@@ -153,6 +153,7 @@ def test_states_of_before_keep_their_jitter():
         assert new.gps.f.basis.jitter == default_jitter(dtype)
 
 
+@pytest.mark.filterwarnings("ignore:.*not far above the jitter and rounding")
 def test_natural_steps_on_precise_data():
     """Where float32 rounds all variances to their floor, natural steps still see how precise the data are."""
     x = torch.linspace(0, 1, 200)[:, None].float()
@@ -184,6 +185,7 @@ def test_rounding_of_a_precision_moves_no_mean():
     assert squares[1] == pytest.approx(squares[0], rel=0.03)  # 0.08 above where r is kept in the place of m
 
 
+@pytest.mark.filterwarnings("ignore:.*not far above the jitter and rounding")
 @pytest.mark.filterwarnings("ignore::pyro_sparsegp.numerics.linalg.NumericalWarning")  # which says: take float64
 @pytest.mark.parametrize("family", [MeanFieldAdditive(22), CoupledPrecision(22)])
 def test_low_rank_steps_on_precise_data(family):
