@@ -268,9 +268,11 @@ class Predictors:
                     mean, variance = mean + across * nodes[:, :1], above_rounding(variance - across.square(), variance)
                 at[place] = mean + variance.sqrt() * nodes[:, axis : axis + 1] if axis < nodes.shape[1] else mean
             if not is_closed:
-                return torch.tensordot(weights, self.log_prob(name, at), 1)
-            fn = self.distribution(name, at)
-            variance = variance.reshape(bare(site["fn"]).batch_shape).expand(fn.batch_shape)
-            return torch.tensordot(weights, traces.expectation(fn, site["value"], variance), 1)
+                each = self.log_prob(name, at)
+            else:
+                fn = self.distribution(name, at)
+                variance = variance.reshape(bare(site["fn"]).batch_shape).expand(fn.batch_shape)
+                each = traces.expectation(fn, site["value"], variance)
+            return torch.tensordot(weights.to(each), each, 1)  # priors of Python numbers have the default dtype
 
         return self.summed(of_site)
