@@ -159,7 +159,7 @@ class Recordings:
         return replay.loss
 
     def _left(self, step: Step, recording: Recording, key: Any) -> float:
-        """A plain step where a replay failed; a recording of which most fail is given up."""
+        """A plain step where a replay failed; if most of a recording's replays fail, it is given up."""
         if recording.failures > max(_PATIENCE, recording.steps / 2):
             self.found.pop(key)
             self.seen[key] = -_PATIENCE * recording.steps
