@@ -6,10 +6,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.bases import additive as additive_basis
-from pyro_sparsegp.families import AdditiveSGPR, CoupledCovariance, CoupledPrecision
+from pyro_sparsegp.families import AdditiveSGPR, CoupledCovariance, CoupledPrecision, MeanFieldAdditive
 from pyro_sparsegp.gaussians import low_rank
 
 from .models import gaussian, observed, one_function, prepared, refused, restored
@@ -238,3 +239,29 @@ def test_terms_of_one_structure_are_evaluated_together(monkeypatch, family, dtyp
     close = {"atol": 1e-8, "rtol": 1e-8} if dtype == torch.float64 else {"atol": 2e-3, "rtol": 2e-3}
     for one, other in zip(*found):
         torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("natural", [True, False])
+@pytest.mark.parametrize("counts", [4, (60, 50)])  # beyond 96 coefficients natural steps keep blocks
+@pytest.mark.parametrize("outputs", [(), (2,)])
+@pytest.mark.parametrize("family", [MeanFieldAdditive, CoupledPrecision, CoupledCovariance])
+def test_states_of_additive_families_load(family, outputs, counts, natural, dtype):
+    x, y = torch.rand(70, 1, dtype=dtype), torch.randn(70, *outputs, dtype=dtype)
+
+    def model(x, y=None):
+        prior = GaussianProcess(kernels.RBF(0.1) + kernels.Matern12(0.3), x)
+        f = pyro.sample("f", prior.expand(outputs).to_event(len(outputs)))
+        with pyro.plate("data", 70):
+            pyro.sample("y", dist.Normal(f.mT if outputs else f, 0.3).to_event(len(outputs)), obs=y)
+
+    guide, fresh = (AutoSparseGP(model, family(counts, natural=natural)) for _ in range(2))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    guide.prepare(x, y)
+    for steps in (0, 2):
+        for _ in range(steps):
+            svi.step(x, y)
+        fresh.load_state_dict(guide.state_dict())
+        ours, theirs = guide.posterior(x)["f"], fresh.posterior(x)["f"]
+        torch.testing.assert_close(theirs.mean, ours.mean)
+        torch.testing.assert_close(theirs.covariance_matrix, ours.covariance_matrix)

@@ -256,7 +256,7 @@ class NaturalLowRank(NaturalGaussian):
             parts = [value] * len(self.sizes)
             if name == "loc":
                 parts = list(value.split(self.sizes, -1))
-            elif value.numel():
+            elif value.dim() > 2:  # else the seat of blocks about w, of which there is none
                 parts = self._stack.blocks(value, square=name != "low_rank")
             destination.update((f"{prefix}{name}_{b}", part.contiguous()) for b, part in enumerate(parts))
 
