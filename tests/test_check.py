@@ -77,6 +77,15 @@ def test_a_program_of_any_form_is_checked(model, names):
     assert not any("Train longer" in line for line in lines)
 
 
+def test_independent_normal_latents_are_compared():
+    def model(x, y=None):
+        mu = pyro.sample("mu", dist.Normal(0.0, 9.0))
+        observed(dist.Normal(mu + pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x)), 0.3), y)
+
+    lines = _trained(model, families.SVGP(12), *_data(), independent=["mu"]).check()
+    assert any(line.startswith("'mu': ") and "Remove 'mu' from independent=" in line for line in lines)
+
+
 def test_missing_inducing_points_are_told_of_all_latents():
     def model(x, y=None):
         mu, noise = pyro.sample("mu", dist.Normal(0.0, 9.0)), pyro.sample("noise", dist.LogNormal(-1.0, 0.7))

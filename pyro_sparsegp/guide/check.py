@@ -193,9 +193,10 @@ class Compared:
         """
         found = {}
         for name, prior in self.search.normal.items():
-            q, fn = run.sites[name]["fn"], bare(run.sites[name]["infer"]["prior"].prior)
-            is_own = isinstance(q, FieldLatent) and type(fn) is dist.Normal and torch.equal(fn.loc, bare(prior).loc)
-            if is_own and prior.shape().numel() <= _FEW:
+            if not isinstance(q := run.sites[name]["fn"], FieldLatent) or prior.shape().numel() > _FEW:
+                continue
+            fn = bare(q.prior)
+            if type(fn) is dist.Normal and torch.equal(fn.loc, bare(prior).loc):
                 wide = fn.scale.expand(prior.shape()).reshape(-1).square() * q.share.covariance_matrix.diagonal()
                 found[name] = q.mean.detach().reshape(-1), wide.detach()
         return found
