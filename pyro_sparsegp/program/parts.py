@@ -93,14 +93,14 @@ def moved_by_rows(
         warnings.catch_warnings(action="ignore"),
     ):
         state, here, there = RandomState(x), shown({}), shown(of_rows)
-        moved = [] if state.has_moved else [key for key in here if _differ(here[key], there[key], chosen)]
+        moved = [] if state.has_moved else [key for key in here if _differ(here[key], there[key], num, chosen)]
         # What has as many rows by chance, such as a table of stations, is no rows': if whole, it moves nothing.
         others = [key for key in of_rows if moved and key not in processes]
         for whole in itertools.islice((w for k in (1, 2) for w in itertools.combinations(others, k)), _TRIES):
             with attempt():
                 again = shown({key: dims for key, dims in of_rows.items() if key not in whole})
                 if all(again[key].shape == part.shape for key, part in there.items() if key[0] not in whole):
-                    moved = [key for key in moved if _differ(here[key], again[key], chosen)]
+                    moved = [key for key in moved if _differ(here[key], again[key], num, chosen)]
     # Inputs that move, move means and kernels.
     return [f"the {what} {name!r}" for name, what in dict(reversed(moved)).items()]
 
@@ -152,10 +152,11 @@ def _density(site: Any) -> Tensor:
     return torch.where(seen.flatten(-fn.event_dim).all(-1) if fn.event_dim else seen, found, 0.0)
 
 
-def _differ(here: Tensor, there: Tensor, chosen: Tensor) -> bool:
-    dims = [dim for dim, sizes in enumerate(zip(here.shape, there.shape)) if len({*sizes}) > 1]
-    if len(dims) != 1 or here.dim() != there.dim():
+def _differ(here: Tensor, there: Tensor, num: int, chosen: Tensor) -> bool:
+    """Whether the rows chosen of so many are others where they are alone; what has none of these is not compared."""
+    dims = [dim for dim, sizes in enumerate(zip(here.shape, there.shape)) if sizes == (num, _PART)]
+    here = here.index_select(dims[0], chosen.to(here.device)) if dims else here
+    if not dims or here.shape != there.shape:
         return False
-    here = here.index_select(dims[0], chosen.to(here.device))
     size = here.abs() + here.abs().mean()
-    return here.shape == there.shape and not bool(((here - there).abs() <= _TOLERANCE[here.dtype] * size).all())
+    return not bool(((here - there).abs() <= _TOLERANCE[here.dtype] * size).all())
