@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import tomllib
 import urllib.request
 from pathlib import Path
 
@@ -35,12 +36,25 @@ templates_path: list[str] = []
 # Pages are MyST Markdown; notebooks are shown as they were executed and committed.
 nb_execution_mode = "off"
 nb_code_prompt_show = "Show imports and options"
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "substitution"]
+# Where the repository and its issues are, once set_address.py has written that.
+urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+links = {"Repository": urls.get("Homepage"), "Issues": urls.get("Issues")}
+myst_substitutions = {"repository": "".join(f"[{name}]({address}) · " for name, address in links.items() if address)}
 myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 html_theme = "furo"
 html_math_renderer = "mathml"  # browsers show it by themselves: no script, no network
+# Fonts that systems have: pages look the same without a network.
+html_theme_options = {
+    "light_css_variables": {
+        "font-stack--monospace": "ui-monospace, SFMono-Regular, Menlo, Consolas, 'Liberation Mono', "
+        "'DejaVu Sans Mono', 'Noto Sans Mono', monospace"
+    }
+}
+if urls:
+    html_theme_options |= {"source_repository": urls["Homepage"], "source_branch": "main", "source_directory": "docs/"}
 html_title = f"pyro_sparsegp {release}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]

@@ -151,7 +151,7 @@ names = ["scale", "length", "noise"]
 arviz_stats.summary(trees["SGPR 15"], var_names=names, kind="stats", ci_prob=0.95)
 
 # %% [markdown]
-# NUTS runs the same model exactly, for 50 rows. Its tree has the same groups.
+# NUTS draws from the same model's posterior without a guide, for 50 rows. Its tree has the same groups.
 
 # %%
 pyro.set_rng_seed(0)
