@@ -241,19 +241,26 @@ class Nested:
         return self.none
 
     def follow(
-        self, best: Optimum, theta: Tensor, found: Predictors
+        self, best: Optimum, theta: Tensor, found: Predictors, turn: Optional[Tensor]
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """By θ, ``(D, num)``, ∂(Jᵀ∇ℓ) where J and x stay; and by hyperparameter the moves m of x, ``(V, num)``, that do
-        the same as its value does, and as θ: (P − I)m = −∂(Jᵀ∇ℓ).
+        """By θ, ``(D, num)``, how ∇(ℓ − ½|x|²) moves at x̂ beside what ``turn`` does; and by hyperparameter the moves m
+        of x, ``(V, num)``, that do the same as its value does, and as θ: (P − I)m is minus that.
 
-        :param found: the linear predictors at ``theta``, with their graph.
+        :param found: the linear predictors at ``theta``, with their graph, as the turn T of coefficients is; without
+            one J stays.
         """
-        still, slopes = found.detached(), dict[str, tuple[Tensor, Tensor]]()
-        still.eta = found.eta
-        _, slope, _ = self._local(still, best.x, best.precision)
-        pull = jacobian(still.back(slope) + 0 * theta.sum(), theta).detach()
+        gram, slopes = best.precision.gram, dict[str, tuple[Tensor, Tensor]]()
+        # ∂x̂ = P⁻¹ ∂∇ℓ, and of sites that turn with T, whose sums are TᵀGT and Tᵀr, ∂m = P⁻¹(∂Tᵀx̂ − G ∂T x̂).
+        if turn is None:
+            still = found.detached()
+            still.eta = found.eta
+            pull = still.back(self._local(still, best.x, best.precision)[1])
+        else:
+            pull = found.back(self._local(found, best.x, best.precision)[1])
+            pull = pull - (turn.mT @ best.x - gram @ (turn @ best.x))
+        pull = jacobian(pull + 0 * theta.sum(), theta).detach()
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
-        if isinstance(gram := best.precision.gram, Arrow):
+        if isinstance(gram, Arrow):
             moves = -gram.plus(float(_LEAST * gram.diagonal.abs().mean())).solve(pull.mT).mT
         else:
             values, axes = torch.linalg.eigh(gram)

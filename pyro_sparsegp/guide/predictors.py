@@ -43,30 +43,33 @@ def find_links(
 
     :param run: the program with a field at x, ``(extended,)``, and some of its sites' values given.
     """
-    # It is affine if densities are those of predictors that move from x = 0 with each member as their slopes at a draw
-    # of x say: products have other slopes there, kinks other values, and comparisons no slope that tells:
-    # test_what_bends_at_a_kink_is_no_predictor.
-    x = torch.randn(layout.extended, generator=torch.Generator().manual_seed(0)).to(like).requires_grad_()
-    members, zero = [name for name in layout.field for _ in _MOVED], torch.zeros_like(x)
-    moves = x.new_zeros(len(members), layout.extended)
-    for move, name, factor in zip(moves, members, cycle(_MOVED)):
-        move[layout.rows[name]] = factor * x.detach()[layout.rows[name]]
+    # It is affine if densities are those of predictors that move from one draw of x, with each member and with all, as
+    # their slopes at another draw say: products have other slopes there, kinks other values, and comparisons no slope
+    # that tells: test_what_bends_at_a_kink_is_no_predictor. At x = 0 a product of two members would stand still:
+    # test_a_product_is_no_predictor.
+    x, base = torch.randn(2, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)
+    x, base, members = x.requires_grad_(), 0.5 * base, [name for name in layout.field for _ in _MOVED]
+    places = base.repeat(len(members) + 1, 1)
+    for place, name, factor in zip(places, members, cycle(_MOVED)):
+        place[layout.rows[name]] = factor * x.detach()[layout.rows[name]]
+    places[-1] = -x.detach()
     here = traces.sample_sites(run(x))
     with torch.no_grad():
-        start, *ends = (traces.sample_sites(run(place)) for place in (zero, *moves))
+        start, *ends = (traces.sample_sites(run(place)) for place in (base, *places))
 
     def found(name: str, of_site: dict[str, str]) -> tuple[list[str], dict[str, str], list[Tensor]]:
         """The members in which predictors are not affine, their links, and their slopes."""
         its = Predictors(here, {name: of_site}, x, layout, lambda given: run(x, given).nodes).detached()
-        its.sites, its.again = start, lambda given: run(zero, given).nodes
+        its.sites, its.again = start, lambda given: run(base, given).nodes
         its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
-        off = [n for n, move, sites in zip(members, moves, ends) if not its.tells(name, sites, its.moved(move))]
-        return off, of_site, list(its.rows.values())
+        tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
+        off = [member for member, is_told in zip(members, tells) if not is_told] or members * (not tells[-1])
+        return list(dict.fromkeys(off)), of_site, list(its.rows.values())
 
     links, bent, slopes, total = dict[str, dict[str, str]](), list[str](), list[Tensor](), 0.0 * x.sum()
     for name, site in here.items():
         fn = bare(site["fn"])
-        density = fn.log_prob(site["value"]) if traces.is_observation(site) else zero
+        density = fn.log_prob(site["value"]) if traces.is_observation(site) else base
         if not depends(density, x):
             continue
         total = total + scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]).sum()
@@ -84,8 +87,8 @@ def find_links(
             values = [here[gp]["value"] for gp in layout.residuals]
             by_value = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
             met = [(gp, by) for gp, by in zip(layout.residuals, by_value) if by is not None]
-            if len(met) == 1 and layout.residuals[met[0][0]] == 1 and met[0][1].shape == density.shape:
-                tried.append(found(name, {met[0][0]: VALUE}))
+            values = [gp for gp, by in met if layout.residuals[gp] == 1 and by.shape == density.shape]
+            tried += [found(name, {gp: VALUE}) for gp in values[:1]]
         if not tried:
             return None
         off, links[name], rows = min(tried, key=lambda each: len(each[0]))

@@ -284,9 +284,12 @@ class _Mode:
         guide, facts, hyper, layout = self.guide, self.facts, self.search.hyper, self.layout
         free = {n for n in facts.latents if not guide.is_point(n) and not guide.is_independent(n)}
         facts.coupled = joint = [name for name in hyper.rows if name in free]
-        intercepts = self._intercepts()
         field = [name for name in layout.field if name in {*facts.gps, *free}]
-        field = field if self._wants_field(field, intercepts) else []
+        self._make_field(field)
+        intercepts = self._intercepts()
+        if not self._wants_field(field, intercepts):
+            del guide.field
+            field, facts.field, facts.factors, facts.eliminated = [], {}, {}, ""
         left = [name for name in self.search.normal if name in free.difference(field)]
         if left and self.search.is_exact and self.search.rows < self.search.num:
             warnings.warn(
@@ -299,7 +302,6 @@ class _Mode:
             index = index_of(hyper.rows, joint, self.theta)
             couple(guide, self.best.theta[index], torch.linalg.cholesky(self.covariance[index][:, index]))
         if field:
-            facts.factors = self._factors()
             self._start_field(field, intercepts)
             return
         for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
@@ -321,22 +323,27 @@ class _Mode:
             mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], alone[name].sqrt()))
             self.guide.set_latent(name, mean, latent["event_dim"], scale.to(mean))
 
-    def _start_field(self, field: list[str], intercepts: Mapping[str, Tensor]) -> None:
-        """Make q(x | θ)."""
-        guide, facts, handler, inputs = self.guide, self.facts, self.handler, self.search.inputs
+    def _make_field(self, field: list[str]) -> None:
+        """Make q(x | θ), of the prior."""
+        guide, facts, inputs = self.guide, self.facts, self.search.inputs
         facts.field, facts.eliminated = {name: self.layout.field[name] for name in field}, self.layout.eliminated
-        facts.links = {name: dict(links) for name, links in self.nested.links.items()}
-        facts.owned = list(self.layout.owned)
-        for name, module in guide.modules_by_site().items():
-            if isinstance(module, ExactGP):  # whose values at all rows are coefficients of a basis
-                module.basis = InducingPoints([inputs[name]], trainable=False)
-                facts.gps[name] = module.spec()
+        facts.factors = self._factors()
         make_field(guide, facts.field)
         for i, name in enumerate(field):
             if name in facts.gps:  # its inputs at which q(x) is about its values
                 x = inputs[name].detach()
                 num = min(len(x), max(_ROWS, _EACH * sum(facts.field[name])))
                 guide.field.register_buffer(f"rows_{i}", x[torch.linspace(0, len(x) - 1, num, device=x.device).long()])
+
+    def _start_field(self, field: list[str], intercepts: Mapping[str, Tensor]) -> None:
+        """Put q(x | θ) to the mode."""
+        guide, facts, handler = self.guide, self.facts, self.handler
+        facts.links = {name: dict(links) for name, links in self.nested.links.items()}
+        facts.owned = list(self.layout.owned)
+        for name, module in guide.modules_by_site().items():
+            if isinstance(module, ExactGP):  # whose values at all rows are coefficients of a basis
+                module.basis = InducingPoints([self.search.inputs[name]], trainable=False)
+                facts.gps[name] = module.spec()
         drop_latents(guide, [name for name in field if name not in facts.gps])
         anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
         if intercepts:
@@ -388,13 +395,13 @@ class _Mode:
         return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
 
     def _intercepts(self) -> dict[str, Tensor]:
-        """By hyperparameters that f follows where kernels stay, as an intercept, the moves of x, ``(num, V)``, that
-        do to Jᵀ∇ℓ what their values do, or θ.
+        """By hyperparameters that q(x | θ) is to follow beside what its sites are about, such as an intercept, the
+        moves of x, ``(num, V)``, that do to ∇ℓ what their values do, or θ.
         """
         nested, best, facts, moves = self.nested, self.best, self.facts, dict[str, Tensor]()
         if not facts.coupled:
             return moves
-        pull, here = nested.follow(best, self.theta, self.found)
+        pull, here = self._followed(best, self.theta)
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
         shifts = (self.covariance @ pull * best.precision.solve(pull.mT).mT).sum(-1)
         for name in facts.coupled:
@@ -405,11 +412,21 @@ class _Mode:
             away[rows] += self.covariance.diagonal().sqrt()[rows]
             other, there = nested.tried(away.requires_grad_()), here
             if other is not nested.none:
-                _, there = nested.follow(other, away, nested.predictors(away)[0])
+                _, there = self._followed(other, away)
             by_value, by_theta = ((a - b).norm() / a.norm() for a, b in zip(here[name], there[name]))
             facts.unconstrained += [name] * bool(by_theta < by_value)
             moves[name] = here[name][int(by_theta < by_value)].mT
         return moves
+
+    def _followed(self, best: Optimum, theta: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """As :meth:`Nested.follow`, of the sites that the field has now."""
+        found, handler = self.nested.predictors(theta)
+        if self.layout.eliminated:  # of which no dense T is made
+            return self.nested.follow(best, theta, found, None)
+        index = index_of(self.layout.rows, self.facts.field, theta)
+        turn = torch.eye(self.layout.num).to(theta)
+        turn[index[:, None], index] = anchor_of(self.guide, handler.bases, handler.priors, found.sites).turn()
+        return self.nested.follow(best, theta, found, turn)
 
 
 def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
