@@ -225,10 +225,11 @@ def measure(size, name, dtype, options):
     times = bench.interleaved(steps, options.rounds, warm=4, repeats=2, device=options.device)
     medians = [f"{statistics.median(each):.1f}" for each in times.values()]
     # c + n t' = n t after n steps: S = n t
-    overtakes = (began["compiled"] - began["natural"]) / max(1 - bench.ratio(times, "compiled", "natural"), 1e-9)
+    saved = 1 - bench.ratio(times, "compiled", "natural")
+    overtakes = f"{(began['compiled'] - began['natural']) / saved:.0f}" if saved > 0 else "never"
     times["floor + plain"] = [a + b for a, b in zip(times["Pyro's floor"], times["plain torch"])]
     ratios = [f"{bench.ratio(times, *pair):.2f}" for pair in RATIOS]
-    return [f"{m}, {num}", name, dtype, *medians, *ratios, f"{overtakes:.0f}"]
+    return [f"{m}, {num}", name, dtype, *medians, *ratios, overtakes]
 
 
 def timed(step, device, num=6):
