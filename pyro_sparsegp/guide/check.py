@@ -1,7 +1,8 @@
 """Whether q has converged: q(θ, x) beside the nested Laplace approximation of p(θ, x | y), at quasi-random θ.
 
-With F(θ) ≈ log p(θ, y) and θ = a + Rε, ε ~ N(0, 1.3² I), wider than q(θ) = N(a, RRᵀ), weights of the draws give moments
-of the posterior, w ∝ exp(F(θ) + ½|ε/1.3|²), and those of q, w ∝ exp(−½|ε|² + ½|ε/1.3|²). Where q(θ) is the best normal,
+With F(θ) ≈ log p(θ, y) and θ = a + Rε, ε ~ N(0, 1.3² I), wider than q(θ) = N(a, RRᵀ), weights of the draws give
+moments: the posterior's by w ∝ exp(F(θ) + ½|ε/1.3|²), and q's by w ∝ exp(−½|ε|² + ½|ε/1.3|²). Where q(θ) is the best
+normal,
 
     E_q[Rᵀ∇F] = 0  and  −E_q[Rᵀ∇F εᵀ] = I.
 
@@ -54,7 +55,7 @@ _Moments = dict[str, tuple[Tensor, Tensor]]  # by name means and variances
 def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
     """A line for each latent and GP site whose posterior is wrong, with the cause and what to do.
 
-    :param whole: whether weighted draws are asked too, and every other start; else Newton's step, and the best start.
+    :param whole: whether to take weighted draws too, and every other start; else Newton's step, and the best start.
     """
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
@@ -122,7 +123,7 @@ class Compared:
         return ByHessian(guide, sizes, search.hyper, search.run)
 
     def _is_linear(self, nested: Nested) -> bool:
-        """Whether densities are those of the linear predictors where all members are moved at once."""
+        """Whether densities follow from the linear predictors where all members are moved at once."""
         x = torch.randn(nested.layout.extended).to(self.guide.like)
         theta = nested.hyper.of(self.search.held)
         found, there = nested.predictors(theta)[0].detached(), nested.run(theta, x)[0]
@@ -188,8 +189,8 @@ class Compared:
         return moments_of(each, self.loc.new_full((num,), 1 / num)) | known
 
     def _given(self, run: Any) -> _Moments:
-        """Means and variances given the hyperparameters, of few normal latents whose prior mean is none of the others,
-        of which a draw says less.
+        """Means and variances given the hyperparameters, of a few normal latents whose prior mean is no other latent:
+        a draw says less of them.
         """
         found = {}
         for name, prior in self.search.normal.items():
@@ -202,8 +203,8 @@ class Compared:
         return found
 
     def of_values(self, whole: bool, late: dict[str, str], small: dict[str, str]) -> list[str]:
-        """Of latents and GP sites whose means or widths are not those of weighted draws; or of GP sites at the medians
-        of hyperparameters.
+        """Lines for latents and GP sites whose means or widths differ from weighted draws'; or for GP sites at the
+        medians of hyperparameters.
         """
         weights = self._weights()[0]
         if not whole:

@@ -160,7 +160,7 @@ class Search:
             raise Unsupported(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
 
     def _take(self, most: int, order: Optional[Tensor] = None) -> None:
-        """Take so many rows at most, by a plate's numbers, or those of tensors with as many as a GP site's inputs: the
+        """Take so many rows at most, by a plate's numbers, or from tensors with as many rows as a GP site's inputs: the
         first in some order, or some at random.
         """
         self.rows = min(self.num, most)
@@ -181,7 +181,9 @@ class Search:
         self.run = run
 
     def _normal(self) -> dict[str, Any]:
-        """The latents with normal priors of which no kernel, scale or prior is made: these are hyperparameters."""
+        """The latents with normal priors, except those that a kernel, scale or prior is made of: these are
+        hyperparameters.
+        """
         guide = self.guide
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
         if not normal and self.rows == self.num:
@@ -246,7 +248,7 @@ class Search:
         return None if bent else Nested(guide, layout, links, self.hyper, self.run, self.handler)
 
     def _eliminated(self) -> str:
-        """The latent with the most values, if it may be one of which each datum has one, and all are in the field."""
+        """The latent with the most values, if each datum may have one of them, and all are in the field."""
         free = {n: p.shape().numel() for n, p in self.normal.items() if type(bare(p)) is dist.Normal}
         most = max(free, key=lambda name: free[name], default="")
         stays = most in self.kept or any(map(self.guide.is_independent, self.normal)) or {*self.fixed} & {*self.normal}
@@ -270,7 +272,7 @@ class Search:
 
 
 class _Mode:
-    """A program at the mode of F, of which q starts."""
+    """A program at the mode of F, where q starts."""
 
     def __init__(self, search: Search, nested: Nested, best: Optimum) -> None:
         self.search, self.nested, self.best, self.layout = search, nested, best, nested.layout
