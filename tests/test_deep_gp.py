@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels, predict
 from pyro_sparsegp.approximations.free import along_inputs
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SVGP, OrthogonalInducing
@@ -143,3 +143,15 @@ def test_outputs_of_an_inner_layer_start_at_components_of_their_own():
         torch.testing.assert_close(part.square().mean().sqrt(), torch.tensor(2.0))
     assert (one * two).mean().abs() < 1e-6
     assert torch.linalg.matrix_rank(values - values.mean(-1, keepdim=True)) == 5
+
+
+def test_fit_says_that_seeds_matter_where_there_are_inner_layers():
+    x, y = data(num=12)
+    notes = {}
+    for layers in (1, 3):
+        model = deep(layers)
+        guide = AutoSparseGP(model, SVGP(4))
+        notes[layers] = [note for note in fit(model, guide, (x, y), steps=2).notes if "seeds" in note]
+    assert notes[1] == []
+    (note,) = notes[3]
+    assert "(f1, f2)" in note

@@ -52,7 +52,7 @@ class FitResult:
     :param reason: why it stopped.
     :param losses: the loss of each step, ``(steps,)``, in nats: minus the bound, or −log Z of expectation propagation.
     :param seconds: the time of the loop.
-    :param notes: whether the loss still fell, and what ``guide.check`` finds; a line each.
+    :param notes: whether the loss still fell, what ``guide.check`` finds, and whether seeds matter; a line each.
     """
 
     steps: int
@@ -329,12 +329,17 @@ class _Loop:
                 self.total = math.ceil(step / HELD)
 
     def notes(self) -> list[str]:
-        """What still moves, a line each."""
+        """What still moves, and what other seeds may end at, a line each."""
         last, found = self.total // 10, list[str]()
         if len(self.losses) >= 2 * last > 2:
             found += fell(np.array(self.losses[-2 * last :]).reshape(2, last), self.size or 0)
         if self.batches.whole and self.workers.num == 1 and self.total >= _CHECKED:
             found += check(self.guide, *self.call(self.batch or self._first()), whole=False)
+        if inner := self.guide.facts.inner:
+            found.append(
+                f"inner layers ({', '.join(inner)}) have several modes: fits from other seeds end at other losses. Fit "
+                "from some, and keep the one with the highest bound."
+            )
         return found
 
     def _stream(self) -> Iterator[Batch]:
