@@ -162,6 +162,92 @@ def other_latents(page, figure):
     axis.legend()
 
 
+def survival(page, figure):
+    left, right = figure.subplots(1, 2)
+    age = line(-1.5, 1.5, 100)
+    zeros = torch.zeros(100).long()
+    band(left, age, page["guide"].posterior(age, zeros, zeros.bool(), zeros.double())["f"], label="f ± 2 sd")
+    truth = torch.sin(2 * age)
+    left.plot(age, truth - truth.mean(), "k--", lw=0.8, label="true, centred")
+    left.set(title="log hazard", xlabel="age")
+    left.legend(fontsize=7)
+    draws, times = predict(page["model"], page["guide"], *page["data"], num_samples=300), line(0, 4, 60)[:, 0]
+    for treated, label in enumerate(("untreated", "treated")):
+        risk = draws["base"].flatten() + treated * draws["b"].flatten()
+        alive = (-risk.exp()[:, None] * times ** draws["shape"].reshape(-1, 1)).exp()
+        low, mid, high = alive.quantile(torch.tensor([0.05, 0.5, 0.95]).to(alive), 0)
+        right.plot(times, mid, color=f"C{treated}", label=label)
+        right.fill_between(times, low, high, color=f"C{treated}", alpha=0.2, lw=0)
+    right.set(title="survival where f = 0, 90 % band", xlabel="time")
+    right.legend(fontsize=7)
+
+
+def areas(page, figure):
+    axes = figure.subplots(1, 2)
+    found = page["guide"].posterior(*page["data"])["f"].mean
+    for axis, value, title in zip(axes, (found, page["effect"]), ("effects of areas, mean", "true effects")):
+        shown = axis.imshow(value.view(page["side"], -1), vmin=-0.7, vmax=0.7)
+        figure.colorbar(shown, ax=axis)
+        axis.set(title=title, xticks=[], yticks=[])
+
+
+def state_space(page, figure):
+    axis, T = figure.subplots(), page["T"]
+    t = line(0, T + 19, T + 20)
+    base = page["guide"].median()["base"]
+    axis.plot(page["t"], page["y"], ".", color="0.6", ms=3)
+    q = page["guide"].posterior(t)["f"]
+    for colour, part, label in (("C1", q.components["trend"], "trend"), ("C0", q, "trend + AR(1)")):
+        mean, sd = part.mean, part.stddev
+        axis.plot(t, (base + mean).exp(), color=colour, lw=1.2, label=label)
+        axis.fill_between(t[:, 0], (base + mean - 2 * sd).exp(), (base + mean + 2 * sd).exp(), color=colour, alpha=0.2)
+    axis.axvline(T, color="0.8", lw=0.8)
+    axis.set(xlabel="week", title="mean count, ± 2 sd")
+    axis.legend()
+
+
+def row_effects(page, figure):
+    left, right = figure.subplots(1, 2)
+    grid = line(0, 1)
+    base = page["guide"].median()["base"]
+    q = page["guide"].posterior(grid)["f"]
+    band(left, grid, torch.distributions.Normal(q.mean + base, q.stddev), label="base + f, ± 2 sd")
+    left.plot(grid, 1 + torch.sin(7 * grid), "k--", lw=0.8, label="true")
+    left.legend(fontsize=7)
+    low, mid, high = page["guide"].quantiles([0.05, 0.5, 0.95], page["x"])["e"]
+    order = mid.argsort()
+    where = range(len(order))
+    right.errorbar(where, mid[order], torch.stack([mid - low, high - mid])[:, order], fmt=".", ms=2, lw=0.6)
+    right.set(title="effects of rows, sorted, 90 % intervals", xticks=[])
+
+
+def preferences(page, figure):
+    left, right = figure.subplots(1, 2)
+    draws = page["draws"] - page["draws"].mean(1, keepdim=True)
+    x, taste = page["x"], 2 * (page["taste"] - page["taste"].mean())
+    band(left, x, torch.distributions.Normal(draws.mean(0), draws.std(0)), label="found, ± 2 sd")
+    left.plot(x, taste, "k--", lw=0.8, label="true")
+    left.set(title="f less its mean", xlabel="sugar")
+    left.legend(fontsize=7)
+    right.bar(x[:, 0], page["best"], 0.02)
+    right.set(title="probability that an amount is the best", xlabel="sugar")
+
+
+def dose_response(page, figure):
+    left, right = figure.subplots(1, 2)
+    grid, level = line(0, 1), page["guide"].median()["level"]
+    q = page["guide"].posterior(grid, torch.ones(len(grid)).double())["f"]
+    band(left, grid, torch.distributions.Normal(q.mean + level, q.stddev), label="level + f, ± 2 sd")
+    left.plot(grid, 0.8 * torch.sin(5 * grid), "k--", lw=0.8, label="true")
+    left.set(title="log dose of half effect", xlabel="age")
+    left.legend(fontsize=7)
+    t = page["t"]
+    band(right, t, page["guide_growth"].posterior(t)["r"], label="r, ± 2 sd")
+    right.plot(t, page["rate"].log(), "k--", lw=0.8, label="true")
+    right.set(title="log growth rate", xlabel="time")
+    right.legend(fontsize=7)
+
+
 # ---- Family pages: a panel for each guide of the page's program.
 
 
