@@ -45,6 +45,18 @@ class Mutant:
 
 
 FAULTS = """
+other-rows-values-are-told-of: test_rows.py::test_what_has_rows_of_its_own_is_not_told
+- value = value.narrow(dim, -1, 1).expand_as(value)
++ value = value.expand_as(value)
+all-tables-are-of-rows: test_rows.py::test_tables_that_are_not_of_rows_may_have_as_many
+- others = [key for key in of_rows if moved and key not in processes]
++ others = list[str]()
+names-of-modules-are-taken: test_guide.py::test_sites_may_have_names_of_what_modules_have
+- return ".".join(part + "_" * bool({part, part.rstrip("_")} & _TAKEN) for part in name.split("."))
++ return name
+an-empty-part-is-saved-whole: test_additive.py::test_states_of_additive_families_load
+- elif value.dim() > 2:  # else the seat of blocks about w, of which there is none
++ elif value.numel():
 half-a-factor-is-taken: test_low_rank.py::test_a_step_without_a_factor_is_left_out
 - fine = (0 * moved.sum(-1) == failed) & (rate > 0)
 + fine = (0 * moved.sum(-1) == 0 * failed) & (rate > 0)
