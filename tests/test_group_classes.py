@@ -259,8 +259,10 @@ def test_predictions_have_the_classes_of_known_groups():
     train(levels, guide, x, GROUP, y, steps=3, lr=0.05, loss=TraceQuadrature_ELBO(2))
     guide.eval()
     exact = [class_probabilities(levels, guide(x, GROUP, y), x, GROUP, y)["z"] for _ in range(100)]
-    for one in (guide, restored(guide, levels, SVGP(8))):
-        found = predict(levels, one, *rows, num_samples=num)["z"].mean(0)
+    here = (*rows, torch.tensor([9.0, -9.0, 9.0])), (x, GROUP, y)  # new data, and those of training
+    more = ((guide, given, 100) for given in here)
+    for one, given, num in ((guide, rows, 400), (restored(guide, levels, SVGP(8)), rows, 400), *more):
+        found = predict(levels, one, *given, num_samples=num)["z"].mean(0)
         assert ((found - sum(exact)[:, 1] / 100).abs() < 5 * (0.25 / num) ** 0.5).all()
     guide.forget_data()
     refused("holds no training data, .* the posterior of site 'whole' needs these", guide.draw, *rows)
