@@ -22,7 +22,8 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
 from pyro_sparsegp.inference.batches import as_batches
-from pyro_sparsegp.inference.fit import fall_of, fell, read, write
+from pyro_sparsegp.inference.fit import read, write
+from pyro_sparsegp.inference.losses import fall_of, fell
 from pyro_sparsegp.inference.optimisers import FallingAdam, falling
 
 from . import fit_worker

@@ -29,11 +29,10 @@ from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .checkpoints import read, write
 from .expectation import ExpectationPropagation
 from .jit import JitTraceQuadrature_ELBO
+from .losses import fall_of, fell
 from .optimisers import HELD, FallingAdam, agree, falling, follow_rates, share_rates, shared_step
 from .quadrature import TraceQuadrature_ELBO, own_guide
 
-# Nats that are told: of one parameter that was its sd away, and a row's, in the third digit of scores.
-_FELL, _FELL_A_ROW = 0.5, 1e-3
 _STANDS = 0.1  # nats by which the loss still falls from a quarter of the steps to the next
 _LOOK = 100  # steps after which that is asked
 _STEPS = 2000  # at most, where none are given
@@ -381,21 +380,6 @@ class _Loop:
             plateau = self.optim.pt_scheduler_constructor is torch.optim.lr_scheduler.ReduceLROnPlateau
             self.optim.step(*([value] if plateau else []))
         return value
-
-
-def fell(losses: np.ndarray, rows: int) -> list[str]:
-    """A line if losses fell from one half, ``(2, steps)``, to the next, by more than chance and more than matters."""
-    fall = fall_of(losses)
-    if fall <= max(_FELL, _FELL_A_ROW * rows):
-        return []
-    return [f"the loss fell by {fall:.1f} nats in the last tenth of the steps. Train longer."]
-
-
-def fall_of(losses: np.ndarray) -> float:
-    """By how much losses fell from one half, ``(2, steps)``, to the next; 0 where that may be chance."""
-    (first, end), steps = losses, losses.shape[1]
-    fall, error = float(first.mean() - end.mean()), math.hypot(first.std(), end.std()) / math.sqrt(steps)
-    return fall if fall > 2 * error else 0.0
 
 
 @contextmanager
