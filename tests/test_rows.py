@@ -142,11 +142,19 @@ def in_pairs(x, y=None):
     observed(dist.Normal(gp(x)[torch.arange(len(x)) // 2] - x[:, 0], NOISE), y)
 
 
+def by_mask(x, y=None):
+    f = gp(x)
+    with pyro.plate("data", len(x)), pyro.poutine.mask(mask=torch.arange(len(x)) != 2):
+        pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+
 def first_rows(x, y=None):
     observed(dist.Normal(gp(x) + gp_of_columns(x[:4])[x[:, 0].long() % 3], NOISE), y)
 
 
-@pytest.mark.parametrize("model", [independent, whole, noisy, recursive, flipped, in_pairs, first_rows])
+@pytest.mark.parametrize(
+    "model", [independent, whole, noisy, recursive, flipped, in_pairs, first_rows, masked_by_place]
+)
 @pytest.mark.parametrize("num", [4, 24])
 def test_what_has_rows_of_its_own_is_not_told(model, num):
     if num == 24 or model is not whole:
