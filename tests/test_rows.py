@@ -152,9 +152,7 @@ def first_rows(x, y=None):
     observed(dist.Normal(gp(x) + gp_of_columns(x[:4])[x[:, 0].long() % 3], NOISE), y)
 
 
-@pytest.mark.parametrize(
-    "model", [independent, whole, noisy, recursive, flipped, in_pairs, first_rows, masked_by_place]
-)
+@pytest.mark.parametrize("model", [independent, whole, noisy, recursive, flipped, in_pairs, first_rows, by_mask])
 @pytest.mark.parametrize("num", [4, 24])
 def test_what_has_rows_of_its_own_is_not_told(model, num):
     if num == 24 or model is not whole:
