@@ -32,7 +32,7 @@ def _on_a_grid(grid, log_joint):
     return mean, (weights @ (grid - mean).square()).sqrt(), (log_joint.logsumexp(0) + (grid[1] - grid[0]).log())
 
 
-def _draws(guide, name, data, num=1000):
+def _draws(guide, name, data, num=400):
     with torch.no_grad():
         return torch.stack([guide.draw(*data)[name] for _ in range(num)])
 
@@ -90,3 +90,95 @@ def test_training_keeps_the_width_of_a_weight_of_f():
     assert guide.facts.intercepts == ["rho"]
     assert rho.mean().item() == pytest.approx(mean.item(), abs=0.3 * sd.item())
     assert rho.std().item() == pytest.approx(sd.item(), rel=0.25)
+
+
+FEW = torch.tensor([[0.0], [0.3], [0.7], [1.0]], dtype=torch.float64)
+FIRST, SECOND = torch.tensor([0, 0, 1, 2, 3, 3, 1]), torch.tensor([1, 2, 2, 3, 0, 1, 3])
+WON = torch.tensor([1, 1, 0, 1, 0, 1, 1]).double()
+TIMES, COUNTS = torch.tensor([0.5, 1.2, 2.0, 0.8], dtype=torch.float64), torch.tensor([2, 1, 4]).double()
+
+
+def _preferences(mu, f):
+    """Between pairs of f's values, which a clamp bends."""
+    gap = torch.special.ndtr(f[..., FIRST] - f[..., SECOND]).clamp(1e-9, 1 - 1e-9)
+    pyro.sample("won", dist.Bernoulli(gap).to_event(1), obs=WON)
+    pyro.sample("level", dist.Normal(mu + f[..., 0], 0.5), obs=torch.tensor(0.7))
+
+
+def _survival(mu, f):
+    with pyro.plate("data", 4):
+        pyro.sample("alive", dist.Bernoulli(probs=(-TIMES * (mu + f).exp()).exp()), obs=torch.tensor([1.0, 0, 1, 1]))
+
+
+def _sums(mu, f):
+    rate = (mu[..., None] + f).exp()
+    with pyro.plate("data", 3):
+        pyro.sample("y", dist.Poisson(rate[..., 1:] + 0.5 * rate[..., :-1]), obs=COUNTS)
+
+
+def _factor(mu, f):
+    pyro.factor("y", -2 * ((mu + f[..., 1] - 0.5) ** 2) - f[..., 0].exp() - 0.1 * f[..., 3] ** 4)
+
+
+def _recursion(mu, f):
+    states = [mu.exp()]
+    for step in range(1, 4):
+        states.append((0.5 * states[-1] + 0.3) * (0.7 * f[..., step]).exp())
+    with pyro.plate("data", 3):
+        pyro.sample("y", dist.Poisson(torch.stack(states[1:], -1)), obs=COUNTS)
+
+
+FORMS = [_preferences, _survival, _sums, _factor, _recursion]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__[1:])
+def test_latents_and_f_are_joint_in_whatever_form_a_density_is_written(form):
+    """Against prior draws that are weighted by the likelihood."""
+
+    def model(x):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        form(mu, pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x)))
+
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(400_000, 5, generator=generator)
+    root = torch.linalg.cholesky(kernels.RBF(0.4)(FEW) + 1e-8 * torch.eye(4))
+    prior = {"mu": noise[:, 0], "f": noise[:, 1:] @ root.mT}
+
+    def log_likelihood(mu, f):
+        with pyro.validation_enabled(False):
+            nodes = pyro.poutine.trace(form).get_trace(mu, f).nodes.values()
+            return sum(site["fn"].log_prob(site["value"]).sum() for site in nodes if site["type"] == "sample")
+
+    logs = torch.cat([torch.vmap(log_likelihood)(*part) for part in zip(*(v.split(50_000) for v in prior.values()))])
+    weights = logs.softmax(0)
+    guide, loss = _trained(model, SVGP(FEW.clone(), trainable=False), (FEW,), 60)
+    assert {*guide.facts.field} == {"mu", "f"}
+    # The best Gaussian's bound is below the evidence by what of the posterior is none.
+    assert loss == pytest.approx(-(logs.logsumexp(0) - torch.tensor(400_000.0).log()).item(), abs=0.1)
+    draws = {name: _draws(guide, name, (FEW,)).reshape(400, -1) for name in prior}
+    for name, values in prior.items():
+        values = values.reshape(len(values), -1)
+        mean = weights @ values
+        sd = (weights @ (values - mean).square()).sqrt()
+        assert ((draws[name].mean(0) - mean).abs() < 0.25 * sd).all()
+        assert ((draws[name].std(0) / sd - 1).abs() < 0.25).all()
+
+
+def test_correlated_noise_beside_an_intercept():
+    """The first step is at the evidence: a density that is quadratic in all has its expectation over the points."""
+    x, generator = _inputs(), torch.Generator().manual_seed(0)
+    cover = 0.01 * torch.eye(N) + 0.02 * kernels.Matern12(0.1)(x)
+    y = 2 + torch.sin(6 * x[:, 0]) + 0.1 * torch.randn(N, generator=generator)
+
+    def model(x, y=None):
+        mu, f = pyro.sample("mu", dist.Normal(0.0, 3.0)), pyro.sample("f", GaussianProcess(KERNEL, x))
+        return pyro.sample("y", dist.MultivariateNormal(mu + f, cover), obs=y)
+
+    guide, loss = _trained(model, SVGP(N, trainable=False), (x, y), 1)
+    whole, ones = KERNEL(x) + 9 + cover, torch.full((N,), 9.0)
+    gain = torch.linalg.solve(whole, ones)
+    mu = _draws(guide, "mu", (x,))
+    evidence = dist.MultivariateNormal(torch.zeros(N), whole).log_prob(y)
+    assert loss == pytest.approx(-evidence.item(), abs=0.01)
+    assert mu.mean().item() == pytest.approx((gain @ y).item(), abs=0.1)
+    assert mu.std().item() == pytest.approx((9 - gain @ ones).sqrt().item(), rel=0.1)

@@ -72,6 +72,11 @@ class Product(Gaussian):
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return self._split([factor.loc + factor.noise(shape) for factor in self.factors])
 
+    def at(self, noise: Tensor) -> Tensor:
+        """m + Rε of standard normal numbers, ``(S, M)``, of one factor."""
+        (factor,) = self.factors
+        return factor.loc + noise @ factor.root.mT
+
     def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
         return total(f.log_ratio(part) for f, part in zip(self.factors, self._join(w)))
 
@@ -137,9 +142,17 @@ class Recorded(Product):
         return value
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
-        w = self.taken.keep(side_by_side(super().rsample(shape)).clone())
+        return list(self._noted(side_by_side(super().rsample(shape))).split(self.sizes, -1))
+
+    def at(self, noise: Tensor) -> Tensor:
+        # of a design that has all second moments one draw's curvature is no guess
+        self.taken.has_design = len(noise) >= 2 * noise.shape[-1]
+        return self._noted(super().at(noise))
+
+    def _noted(self, draws: Tensor) -> Tensor:
+        w = self.taken.keep(draws.clone())
         self.taken.draws.append(((w - side_by_side(self.loc)).detach(), w))
-        return list(w.split(self.sizes, -1))
+        return w
 
 
 class Continued(Product):

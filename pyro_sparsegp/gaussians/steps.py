@@ -59,6 +59,7 @@ class Pass:
     crosses: list[tuple[Row, Row, Tensor]] = field(default_factory=list)  # and the covariances of two rows' functions
     draws: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # w − m, or what stands for it, and w, (..., M)
     by_draws: bool = False  # whether marginals were drawn from: gradients by variances are those of single draws
+    has_design: bool = False  # whether its draws are so many, and such, that curvatures by them are no guesses
 
     def keep(self, value: Tensor) -> Tensor:
         """A tensor whose gradient is retained."""
@@ -95,8 +96,9 @@ class Pass:
         cuts = [phi.mT @ (phi * (-h).clamp(min=0)[..., None]) for phi, h, _, is_signed in found if is_signed]
         if self.draws:
             # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
-            pairs = [(g[..., None], precision() @ v[..., None]) for v, w in self.draws if (g := w.grad) is not None]
-            each = [(grad * centred.mT).reshape(-1, *like.shape).sum(0) for grad, centred in pairs]
+            shape = (-1, *like.shape[:-1])
+            pairs = [(g, (precision() @ v[..., None])[..., 0]) for v, w in self.draws if (g := w.grad) is not None]
+            each = [torch.einsum("s...i,s...j->...ij", g.reshape(shape), c.reshape(shape)) for g, c in pairs]
             drawn = [0.25 * (one + one.mT) for one in each]
             grams, cuts = grams + drawn, cuts + [lift_to(one.nan_to_num(), 0.0) for one in drawn]
         return sum(grams, torch.zeros_like(like)), sum(cuts[1:], cuts[0]) if cuts else None
@@ -267,7 +269,8 @@ class Natural(Coefficients):
         # One draw shows a curvature with all its noise, which has to be averaged out:
         # test_single_draws_of_an_inner_layer_do_not_throw_it_away
         of_draws = max(0.02, 1 / (10 + self.steps / 8))
-        limits = [of_draws if one.draws else _BY_MARGINALS for one in passes if one.draws or one.by_draws]
+        limits = [of_draws for one in passes if one.draws and not one.has_design]
+        limits += [_BY_MARGINALS for one in passes if one.by_draws]
         return min([self.next_rate(share), *limits])
 
     def take(self, passes: list[Pass], share: float) -> None:
@@ -276,7 +279,10 @@ class Natural(Coefficients):
             return
         rate = self.last_rate = self.rate_of(passes, share) if self.tape is None else self.tape.rate
         if self.tape is not None:
-            self.tape.passes = [Pass(None, None, draws=one.draws and [()], by_draws=one.by_draws) for one in passes]  # type: ignore
+            self.tape.passes = [
+                Pass(None, None, draws=one.draws and [()], by_draws=one.by_draws, has_design=one.has_design)  # type: ignore
+                for one in passes
+            ]
         # c of each pass; the objective is their sum
         weights = joined(*map(methodcaller("weight", self.batch_shape), passes))
         total = sum(weights[1:], weights[0])

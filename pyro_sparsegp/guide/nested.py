@@ -14,11 +14,11 @@ of q(x | θ) and W = −E[∇²ℓ].
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from pyro import poutine
@@ -35,9 +35,20 @@ from ..program.traces import all_sites, is_observation, share_of
 from .field import Layout, Standardised, index_of, slices
 from .known import KnownGuide
 from .latents import Hyperparameters
-from .predictors import Links, Place, Predictors
+from .predictors import Densities, Links, Place, Predictors
 
 Slopes = dict[Any, Tensor]  # by places, or pairs of them
+
+
+class Local(NamedTuple):
+    """Densities around some x, or their expectations."""
+
+    density: Tensor  # ℓ
+    slope: Tensor  # ∇ℓ by x
+    weights: Slopes  # W, −∇²ℓ by pairs of a datum's predictors
+    matrix: Optional[Tensor]  # −∇²ℓ by x of densities without predictors, if there are such
+    of_residuals: Tensor  # and by each residual
+
 
 _NEWTON = 50  # steps of x, at most
 _NEAR = 1e-10  # nats that a step of x may still gain; an error of x̂ is one of F in its first order
@@ -81,13 +92,16 @@ class Nested:
         hyper: Hyperparameters,
         run: Callable[..., poutine.Trace],
         handler: Any = Standardised,
+        drawn: Collection[str] = (),
     ) -> None:
         self.guide, self.layout, self.links, self.hyper, self._run = guide, layout, links, hyper, run
-        self.handler = handler
+        self.handler, self.drawn = handler, drawn
         x, theta = (torch.zeros(num).to(guide.like) for num in (layout.num, hyper.size))
         # where the program has no density
         self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, layout.precision(layout.nothing(x)), {})
-        self.last = x, self.none.precision  # x̂ and P of the last θ
+        # x̂ and P of the last θ; products stand still at 0
+        noise = torch.randn(layout.num, generator=torch.Generator().manual_seed(0)).to(x)
+        self.start = self.last = 0.3 * noise * bool(drawn), self.none.precision
         self.weight, self.tilt = 1.0, theta  # of rows that stand for more; and of θ
         self.is_smooth: Optional[bool] = None  # whether densities have curvatures
 
@@ -107,7 +121,7 @@ class Nested:
 
     def of_data(self, sites: Mapping[str, Any]) -> Tensor:
         """Log densities of data that have no linear predictor."""
-        data = [site for name, site in sites.items() if is_observation(site) and name not in self.links]
+        data = [site for name, site in sites.items() if is_observation(site) and name not in {*self.links, *self.drawn}]
         seen = [site for site in data if site["mask"] is not False]
         return sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in seen)
 
@@ -117,38 +131,42 @@ class Nested:
         sites, handler = self.run(theta, zero)
         return Predictors(sites, self.links, zero, self.layout, lambda f: self.run(theta, zero, f)[0]), handler
 
+    def densities(self, theta: Tensor) -> Densities:
+        """Those of sites without linear predictors, at θ."""
+        return Densities(lambda at: self.run(theta, at)[0], self.drawn, self.layout)
+
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
         theta = theta.detach().requires_grad_()
         found, handler = self.predictors(theta)
         # log p(θ), and densities in which x has no part
         total = handler.log_prior + self.tilt @ theta + self.of_data(found.sites)
-        x, precision = self._newton(found)
+        x, precision = self._newton(found, theta.detach())
         x = x.clone().requires_grad_()
-        density, slope, curvature = self._local(found, x, precision)
+        here = self._local(found, theta, x, precision)
         # x̂ is given: what F makes of x's own move by θ is added to the gradient below.
-        moved = _by_precision(found, curvature, precision)
-        parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in curvature.items()]
-        each = 0.5 * sum(parts, x.new_zeros(self.layout.extended - self.layout.num))
+        moved = _by_precision(found, here, precision)
+        parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in here.weights.items()]
+        each = 0.5 * sum(parts, here.of_residuals)
         left = {name: each[own].sum() for name, own in slices(self.layout.residuals).items()}
-        total = total + density - 0.5 * x.square().sum() - sum(left.values())
+        total = total + here.density - 0.5 * x.square().sum() - sum(left.values())
         total = total - precision.half_log_det - (moved - moved.detach())
         if not self.is_smooth:  # E[ℓ] has ½ tr SJᵀWJ + ½ Σ ρW by now; left are their derivatives
             total = total + 0.5 * (len(x) - precision.variances.sum()) + sum(part.detach() for part in left.values())
         # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
         (by_x,) = torch.autograd.grad(total, x, retain_graph=True)
         along = precision.solve(by_x).detach()
-        (by_theta,) = torch.autograd.grad(total + along @ (found.back(slope) - x), theta)
+        (by_theta,) = torch.autograd.grad(total + along @ (here.slope - x), theta)
         left = {name: part.detach() for name, part in left.items()}
         return Optimum(theta.detach(), total.detach().to(x), by_theta, x.detach(), precision, left)
 
-    def _newton(self, found: Predictors) -> tuple[Tensor, Any]:
+    def _newton(self, found: Predictors, theta: Tensor) -> tuple[Tensor, Any]:
         """x̂ and P there."""
         found = found.detached()
         (x, root), step, best, held = self.last, None, -torch.inf, self.guide.like
         for _ in range(_NEWTON):
-            density, slope, curvature = self._local(found, x, root)
-            value = float(density.detach() - 0.5 * x.square().sum())
+            here = self._local(found, theta, x, root)
+            value = float(here.density.detach() - 0.5 * x.square().sum())
             if not self.is_smooth:  # the divergence of q(x) by its width
                 value -= float(root.half_log_det + 0.5 * root.variances.sum())
             near = max(_NEAR, torch.finfo(x.dtype).eps * abs(value))
@@ -157,14 +175,16 @@ class Nested:
                 step = 0.5 * step
                 x = x - step
                 continue
-            if not torch.equal(held, now := torch.cat(list(curvature.values()))):  # of normal densities it stays
-                (root, is_mode), held = _root(found, curvature), now
-            (step, still), gain, best = _ascent(found, slope, root, x), value - best, value
+            # of normal densities it stays
+            others = [] if here.matrix is None else [here.matrix.detach().diagonal()]
+            if not torch.equal(held, now := torch.cat([*here.weights.values(), *others])):
+                (root, is_mode), held = _root(found, here), now
+            (step, still), gain, best = _ascent(here.slope, root, x), value - best, value
             if is_mode and still < near and (self.is_smooth or gain < near):
                 break
             x = x + step
         else:  # P's own, where steps ended at another's
-            root = found.layout.precision(_gram(found, self._local(found, x, root)[-1]))
+            root = found.layout.precision(_gram(found, self._local(found, theta, x, root)))
         self.last = x, root
         return x, root
 
@@ -173,19 +193,27 @@ class Nested:
         2024).
         """
         found = self.predictors(best.theta)[0].detached()
-        _, slope, curvature = self._by_expectation(found, found.at(best.x), best.precision)
-        root, _ = _root(found, curvature)
-        return best.x + _ascent(found, slope, root, best.x)[0], root
+        density, slopes, weights = self._by_expectation(found, found.at(best.x), best.precision)
+        slope, matrix = found.back(slopes), None
+        if self.drawn:
+            more, matrix = self.densities(best.theta).local_mean(best.x, best.precision.root)
+            slope = slope + more
+        root, _ = _root(found, Local(density, slope, weights, matrix, slope[:0]))
+        return best.x + _ascent(slope, root, best.x)[0], root
 
-    def _local(self, found: Predictors, x: Tensor, root: Any) -> tuple[Tensor, Slopes, Slopes]:
-        """ℓ at x, its slopes by predictors, and minus its curvatures by each datum's predictors. For a density with
-        kinks these are expectations under N(x, P⁻¹).
-        """
+    def _local(self, found: Predictors, theta: Tensor, x: Tensor, root: Any) -> Local:
+        """Densities at x; those of predictors that have kinks by their expectations under N(x, P⁻¹)."""
         eta = found.at(x)
         if self.is_smooth is None:
             curvatures = _by_derivatives(found, eta)[-1]
             self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
-        return _by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
+        parts = _by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
+        here = Local(parts[0], found.back(parts[1]), parts[2], None, x.new_zeros(self.layout.extended - len(x)))
+        if not self.drawn:
+            return here
+        density, slope, matrix = self.densities(theta).local(x)
+        own, rest = matrix[: len(x), : len(x)], matrix.diagonal()[len(x) :]
+        return Local(here.density + density, here.slope + slope, here.weights, own, rest)
 
     def _by_expectation(
         self, found: Predictors, eta: Mapping[Place, Tensor], root: Any
@@ -193,11 +221,11 @@ class Nested:
         """E[ℓ] and, by theorems of Bonnet and Price, E[∇ℓ] = ∂E[ℓ]/∂η and E[∇²ℓ] = 2 ∂E[ℓ]/∂C with symmetric C."""
         spread = {pair: part.requires_grad_() for pair, part in found.covariances(root).items()}
         total = found.expected(eta, spread, self.guide.facts.num_nodes)
-        slopes = torch.autograd.grad(total, [*eta.values(), *spread.values()], create_graph=True)
-        curvatures: Slopes = {}
-        for (one, other), part in zip(spread, slopes[len(eta) :]):
-            curvatures[one, other] = curvatures[other, one] = -part.detach() * (2 if one == other else 1)
-        return total, dict(zip(eta, slopes)), curvatures
+        slopes, curvatures = _grads(total, {**eta, **spread}), Slopes()
+        for one, other in spread:
+            part = -slopes.pop((one, other)).detach() * (2 if one == other else 1)
+            curvatures[one, other] = curvatures[other, one] = part
+        return total, slopes, curvatures
 
     def mode(self, starts: Iterable[Optimum], is_known: Callable[[Tensor], bool] = lambda theta: False) -> Optimum:
         """F at θ̂, by L-BFGS from the best of some starts; ``none`` where that comes to a θ that is known."""
@@ -237,7 +265,7 @@ class Nested:
                 found = self.at(theta)
                 return found if found.value.isfinite() and found.slope.isfinite().all() else self.none
             # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
-            self.last = self.none.x, self.none.precision
+            self.last = self.start
         return self.none
 
     def follow(
@@ -252,12 +280,10 @@ class Nested:
         gram, slopes = best.precision.gram, dict[str, tuple[Tensor, Tensor]]()
         # ∂x̂ = P⁻¹ ∂∇ℓ, and of sites that turn with T, whose sums are TᵀGT and Tᵀr, ∂m = P⁻¹(∂Tᵀx̂ − G ∂T x̂).
         if turn is None:
-            still = found.detached()
-            still.eta = found.eta
-            pull = still.back(self._local(still, best.x, best.precision)[1])
-        else:
-            pull = found.back(self._local(found, best.x, best.precision)[1])
-            pull = pull - (turn.mT @ best.x - gram @ (turn @ best.x))
+            eta, found = found.eta, found.detached()
+            found.eta = eta
+        pull = self._local(found, theta, best.x, best.precision).slope
+        pull = pull if turn is None else pull - (turn.mT @ best.x - gram @ (turn @ best.x))
         pull = jacobian(pull + 0 * theta.sum(), theta).detach()
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
         if isinstance(gram, Arrow):
@@ -316,13 +342,14 @@ class Nested:
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
 
 
-def _root(found: Predictors, curvature: Slopes) -> tuple[Any, bool]:
+def _root(found: Predictors, here: Local) -> tuple[Any, bool]:
     """P, or what takes its place, and whether it is P itself."""
-    gram = _gram(found, curvature)
+    gram = _gram(found, here)
     if isinstance(gram, Arrow):
         whole = gram.plus(1.0)
-        by_size = {pair: part.abs() for pair, part in curvature.items() if pair[0] == pair[1]}
-        return (whole, True) if whole.is_positive else (_gram(found, by_size).plus(1.0), False)  # type: ignore[union-attr]
+        by_size = {pair: part.abs() for pair, part in here.weights.items() if pair[0] == pair[1]}
+        other = here._replace(weights=by_size)
+        return (whole, True) if whole.is_positive else (_gram(found, other).plus(1.0), False)  # type: ignore[union-attr]
     precision = plus_one(gram)
     root, info = torch.linalg.cholesky_ex(precision)
     if not info:
@@ -333,16 +360,21 @@ def _root(found: Predictors, curvature: Slopes) -> tuple[Any, bool]:
     return Dense(torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT)), False
 
 
-def _ascent(found: Predictors, slope: Slopes, root: Any, x: Tensor) -> tuple[Tensor, float]:
+def _ascent(slope: Tensor, root: Any, x: Tensor) -> tuple[Tensor, float]:
     """Newton's step of x, and twice what it gains."""
-    up = found.back(slope).detach() - x
+    up = slope.detach() - x
     step = root.solve(up)
     return step, float(up @ step)
 
 
+def _grads(value: Tensor, by: Slopes) -> Slopes:
+    # without predictors, of sites that have none, there is nothing to ask for
+    return dict(zip(by, torch.autograd.grad(value, [*by.values()], create_graph=True))) if by else {}
+
+
 def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:
     density = found.summed(lambda name: found.log_prob(name, eta))
-    slopes = dict(zip(eta, torch.autograd.grad(density, list(eta.values()), create_graph=True)))
+    slopes = _grads(density, eta)
     curvatures: Slopes = {}
     for one, slope in slopes.items():
         own = [place for place in eta if place[0] == one[0]]
@@ -352,9 +384,11 @@ def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Ten
     return density, slopes, curvatures
 
 
-def _by_precision(found: Predictors, curvature: Slopes, precision: Union[Dense, Arrow]) -> Tensor:
+def _by_precision(found: Predictors, here: Local, precision: Union[Dense, Arrow]) -> Tensor:
     """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
     along, total, common = dict[Place, Tensor](), found.x.new_zeros(()), found.layout.common(found.x)
+    if here.matrix is not None:
+        total = 0.5 * (precision.covariance * here.matrix).sum()  # type: ignore[union-attr]
     for place in found.rows:  # JC, where J has entries
         if isinstance(precision, Arrow):
             along[place] = precision.covariances(found.rows[place].detach())
@@ -362,23 +396,24 @@ def _by_precision(found: Predictors, curvature: Slopes, precision: Union[Dense, 
         dense, owned = found.columns(place)
         covariance = precision.covariance
         along[place] = sum((entry * covariance[own] for own, entry in owned), dense @ covariance[common])
-    for (one, other), weight in curvature.items():
+    for (one, other), weight in here.weights.items():
         # W is symmetric, so that tr(C ∂(JᵀWJ)) = 2 tr(CJᵀW ∂J) + tr(JCJᵀ ∂W)
         each = (along[one] * getattr(found.rows[other], "compact", found.rows[other])).sum(-1)
         total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
     return total
 
 
-def _gram(found: Predictors, curvature: Slopes) -> Union[Tensor, Arrow]:
-    """G = JᵀWJ = P − I without its graph."""
+def _gram(found: Predictors, here: Local) -> Union[Tensor, Arrow]:
+    """G = JᵀWJ = P − I, and what other densities add to it, without its graph."""
     like, num, common = found.x.detach(), found.layout.num, found.layout.common(found.x)
     total = found.layout.nothing(like)
     if isinstance(total, Arrow):
         rows = {place: found.rows[place].detach() for place in found.rows}
-        each = (rows[one].gram(weight.detach(), rows[other]) for (one, other), weight in curvature.items())
+        each = (rows[one].gram(weight.detach(), rows[other]) for (one, other), weight in here.weights.items())
         return sum(each, total)
+    total = total if here.matrix is None else here.matrix.detach().clone()
     parts = {place: found.columns(place) for place in found.rows}
-    for (one, other), weight in curvature.items():
+    for (one, other), weight in here.weights.items():
         (first, owned), (second, others) = parts[one], parts[other]
         # J = [columns of all | of owned latents, an entry a row]: of products the columns of all first
         right = weight.detach()[:, None] * second

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from itertools import combinations_with_replacement, cycle, product
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
@@ -20,7 +21,7 @@ from ..program.asking import asks_program, attempt
 from ..program.facts import Values
 from ..program.handlers import mapped
 from ..program.reader import normal_nodes
-from ..program.traces import LINKS, bare
+from ..program.traces import LINKS, bare, repeatable
 from .field import Layout
 
 Place = tuple[str, str]  # a site, and its parameter
@@ -32,14 +33,22 @@ Again = Callable[[Values], Mapping[str, Any]]  # the sites of the same run with 
 VALUE = "value"
 _AWAY = 0.37, -0.71  # of a value, from where it may be at a top of its density
 _MOVED = -1.5, 3.0  # times a draw of a member, to see kinks: through its prior's mean, and out
+_MOST_POINTS = 600  # that stand for N(0, I)
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-2}  # of a log density, and of a nat
 
 
-def find_links(
-    run: Callable[..., poutine.Trace], layout: Layout, like: Tensor
-) -> Optional[tuple[dict[str, dict[str, str]], list[str], list[str]]]:
-    """By observed site and parameter, the link under which it is affine in x, the latents that are owned, and the
-    members in which one is affine under no link, or whose prior is flat; ``None`` if a density is not known.
+class Linked(NamedTuple):
+    """How observed sites depend on a field."""
+
+    links: dict[str, dict[str, str]]  # by site and parameter, the link under which it is affine in x
+    owned: list[str]  # latents of which each datum has one value
+    bent: dict[str, list[str]]  # by site, the members in which it is affine under no link
+    flat: list[str]  # members whose prior is flat where data are
+    jumps: list[str]  # sites that move without a slope
+
+
+def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) -> Linked:
+    """How the observed sites of a program depend on a field.
 
     :param run: the program with a field at x, ``(extended,)``, and some of its sites' values given.
     """
@@ -66,7 +75,7 @@ def find_links(
         off = [member for member, is_told in zip(members, tells) if not is_told] or members * (not tells[-1])
         return list(dict.fromkeys(off)), of_site, list(its.rows.values())
 
-    links, bent, slopes, total = dict[str, dict[str, str]](), list[str](), list[Tensor](), 0.0 * x.sum()
+    linked, slopes, total = Linked({}, [], {}, [], []), list[Tensor](), 0.0 * x.sum()
     for name, site in here.items():
         fn = bare(site["fn"])
         density = fn.log_prob(site["value"]) if traces.is_observation(site) else base
@@ -82,6 +91,7 @@ def find_links(
         # What moves without a slope jumps, as by a comparison.
         still = [(key, sites[name]["fn"]) for key in made_of if key not in moving for sites in ends]
         jumps = any(not torch.equal(traces.parameters(there)[key], made_of[key]) for key, there in still)
+        linked.jumps.extend([name] * (jumps or getattr(fn, "piecewise_constant", False)))
         # Links come first, as in mu + k f without k; then the values of f, if each datum has one.
         if not jumps and all(not layout.residuals.keys().isdisjoint(off) for off, *_ in tried):
             values = [here[gp]["value"] for gp in layout.residuals]
@@ -89,17 +99,20 @@ def find_links(
             met = [(gp, by) for gp, by in zip(layout.residuals, by_value) if by is not None]
             values = [gp for gp, by in met if layout.residuals[gp] == 1 and by.shape == density.shape]
             tried += [found(name, {gp: VALUE}) for gp in values[:1]]
-        if not tried:
-            return None
-        off, links[name], rows = min(tried, key=lambda each: len(each[0]))
-        bent, slopes = bent + off, slopes + rows
+        # Where no parameter is to be asked, densities move with these members all the same.
+        (by_x,) = torch.autograd.grad(density.sum(), x, retain_graph=True)
+        tried.append(([member for member, own in layout.rows.items() if by_x[own].any()], {}, []))
+        off, links, rows = min(tried, key=lambda each: len(each[0]))
+        linked.links.update({name: links} if links and not off else {})
+        linked.bent.update({name: off} if off else {})
+        slopes += rows
     (pull,) = torch.autograd.grad(total, x)
-    bent += [name for name, own in layout.rows.items() if _is_flat(here[name], pull[own])]
+    linked.flat.extend(name for name, own in layout.rows.items() if _is_flat(here[name], pull[own]))
     several = [n for n, num in layout.numbers.items() if n not in {*layout.residuals, layout.eliminated} and num > 1]
     dense = [getattr(J, "common", J) for J in slopes]
-    owned = [n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in dense)]
-    owned += [layout.eliminated] * bool(layout.eliminated)
-    return links, owned, list(dict.fromkeys(bent))
+    linked.owned.extend(n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in dense))
+    linked.owned.extend([layout.eliminated] * bool(layout.eliminated))
+    return linked
 
 
 def _is_flat(site: Any, pull: Tensor) -> bool:
@@ -128,6 +141,60 @@ def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
     with attempt(), asks_program():
         return is_single and torch.equal(traces.rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
     return False
+
+
+def design(num: int, like: Tensor) -> Tensor:
+    """Points that stand for N(0, I), ``(S, num)``: ±√num eₖ in axes that are turned at random, so that what is of third
+    degree has its expectation over them; at most as many as :data:`_MOST_POINTS`.
+    """
+    axes = torch.linalg.qr(torch.randn(num, num, dtype=like.dtype, device=like.device))[0][: _MOST_POINTS // 2]
+    return math.sqrt(num) * torch.cat([axes, -axes])
+
+
+class Densities:
+    """The log densities of some sites as functions of all x and residuals, whatever the program makes of these.
+
+    :param run: the program's sites at values of both, ``(extended,)``.
+    """
+
+    def __init__(self, run: Callable[[Tensor], Mapping[str, Any]], names: Collection[str], layout: Layout) -> None:
+        self.run, self.names, self.layout = run, names, layout
+
+    def total(self, at: Tensor) -> Tensor:
+        """Their sum, as sites scale and mask them."""
+        sites = self.run(at) if self.names else {}
+        with asks_program():
+            parts = [(sites[name]["fn"].log_prob(sites[name]["value"]), sites[name]) for name in self.names]
+        return sum((scale_and_mask(p, s["scale"], s["mask"]).sum() for p, s in parts), at.new_zeros(()))
+
+    def local(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Their sum ℓ at x, ``(num,)``, ∇ℓ, and −∇²ℓ by x and residuals."""
+        at = self.layout.extend(x)
+        if not self.names:
+            return x.new_zeros(()), x.new_zeros(len(x)), x.new_zeros(1, 1).expand(len(at), len(at))
+        at = at if at.requires_grad else at.requires_grad_()
+        total = self.total(at)
+        with asks_program():  # whose functions may have no second derivative
+            (slope,) = torch.autograd.grad(total, at, create_graph=True)
+            return total, slope[: len(x)], -jacobian(slope, at)
+
+    def expected(self, at: Tensor) -> Tensor:
+        """The mean of ℓ over points, ``(S, extended)``."""
+        return mapped(lambda point: (self.total(point),), at)[0].mean()
+
+    def local_mean(self, x: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+        """E ∇ℓ and −E ∇²ℓ by x ~ N(x, P⁻¹), P of the Cholesky factor ``root``."""
+        if not self.names:
+            return torch.zeros_like(x), torch.zeros_like(root)
+        with repeatable(x):
+            noise = design(self.layout.extended, x)
+        own, rest = noise.tensor_split([len(x)], -1)
+        moved = torch.linalg.solve_triangular(root.mT, own.mT, upper=True).mT
+        at = torch.cat([x + moved, rest], -1).detach().requires_grad_()
+        (slopes,) = torch.autograd.grad(self.expected(at), at)
+        # E ∇²ℓ = E ∇ℓ (x − m)ᵀP (Stein), which of ∇ℓ that is affine has no noise
+        curvature = slopes[:, : len(x)].mT @ own @ root.mT
+        return slopes[:, : len(x)].sum(0), -0.5 * (curvature + curvature.mT)
 
 
 class Predictors:
@@ -227,7 +294,7 @@ class Predictors:
 
     def back(self, slopes: Mapping[Place, Tensor]) -> Tensor:
         """Σ Jᵀv, ``(num,)``, of numbers v by place."""
-        return sum(slope @ self.rows[place] for place, slope in slopes.items())  # type: ignore[return-value]
+        return sum((slope @ self.rows[place] for place, slope in slopes.items()), self.x.new_zeros(self.layout.num))
 
     def columns(self, place: Place) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """J without its graph, as what products take of it: the columns that are no owned latent's, ``(N, C)``, and of

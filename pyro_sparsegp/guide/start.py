@@ -40,6 +40,7 @@ _BESIDE = 0.3  # in unconstrained space
 _ELIMINATED = 100  # values of a latent, from which it is no part of a dense covariance
 ALL_ROWS = 20_000  # up to which all are taken in the end
 _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
+_MOST_BENT = 16  # numbers of latents that predictors are not affine in, and may be given them
 _MOST_SLOPES = 50_000_000  # of predictors by the field
 _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
@@ -235,17 +236,24 @@ class Search:
 
         linked = find_links(at, layout, guide.like)
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
-        if linked is None or not {*facts.downstream} - {*self.normal} <= linked[0].keys():
-            return None
-        links, owned, bent = linked
-        if eliminated in bent:  # a datum may have several of its values
+        seen = {*linked.links, *linked.bent} - {*linked.jumps}
+        if eliminated and linked.bent:  # a datum may have several of its values
             self.kept.append(eliminated)
             return self.nested()
-        if moved := {*bent} & self.normal.keys():  # latents in which predictors are not affine are hyperparameters
-            self._split(_without(self.normal, moved))
-            return self.nested()
-        layout = Layout(field, layout.residuals, owned, eliminated)
-        return None if bent else Nested(guide, layout, links, self.hyper, self.run, self.handler)
+        # Given a few latents in which predictors are not affine, they may be affine in all else: these are
+        # hyperparameters. Else densities are taken as they are.
+        bent, normal = {name for names in linked.bent.values() for name in names} & self.normal.keys(), self.normal
+        few = bent if sum(normal[name].shape().numel() for name in bent) <= _MOST_BENT else set[str]()
+        if moved := few | {*linked.flat} & normal.keys():
+            self._split(_without(normal, moved))
+            nested = self.nested()
+            if (nested is not None and not nested.drawn) or {*linked.flat} & moved:
+                return nested
+            self._split(normal)
+        if not {*facts.downstream} - {*self.normal} <= seen or linked.flat:
+            return None
+        layout = Layout(field, layout.residuals, linked.owned * (not linked.bent), eliminated)
+        return Nested(guide, layout, linked.links, self.hyper, self.run, self.handler, list(linked.bent))
 
     def _eliminated(self) -> str:
         """The latent with the most values, if each datum may have one of them, and all are in the field."""
@@ -341,6 +349,7 @@ class _Mode:
         """Put q(x | θ) to the mode."""
         guide, facts, handler = self.guide, self.facts, self.handler
         facts.links = {name: dict(links) for name, links in self.nested.links.items()}
+        facts.drawn = list(self.nested.drawn)
         facts.owned = list(self.layout.owned)
         for name, module in guide.modules_by_site().items():
             if isinstance(module, ExactGP):  # whose values at all rows are coefficients of a basis
@@ -362,8 +371,8 @@ class _Mode:
         """
         found = dict[str, dict[str, list[float]]]()
         # b = ∂ log(|J| / |Φ|) / ∂θ: predictors exp(bᵀθ)Φw have so many times the features for their slopes J
-        squares = torch.stack([rows.square().sum(0) for rows in self.found.rows.values()]).sum(0)
-        for name, own in self.layout.rows.items():
+        squares: Any = sum(rows.square().sum(0) for rows in self.found.rows.values())
+        for name, own in self.layout.rows.items() if self.found.rows else ():
             size: Any = sum(part.square().sum() for part in self.handler.features[name])
             gain = 0.5 * (squares[own].sum() / size).log() + 0 * self.theta.sum()
             (slope,) = torch.autograd.grad(gain, self.theta, retain_graph=True, materialize_grads=True)
@@ -392,7 +401,8 @@ class _Mode:
         # test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         stays = not (search.is_exact and (search.rows < search.num or search.is_part or moves))
         # an intercept of another prior, which f follows by itself on sites
-        follows = bool(intercepts) and all(type(module) is SparseGP for module in modules)
+        follows = bool(intercepts or (self.nested.drawn and self.facts.coupled))
+        follows = follows and all(type(module) is SparseGP for module in modules)
         meets = len(field) > len(modules) or bool(self.facts.interactions or self.guide.together_by_name)
         return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP
 from ..guide.field import Layout, Standardised, run_standardised
-from ..guide.predictors import Pair, Place, Predictors
+from ..guide.predictors import Densities, Pair, Place, Predictors, design
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
 from ..program.traces import free_values, is_observation, repeatable
@@ -44,8 +44,9 @@ def bound_of_field(
             return run_standardised(guide, args, kwargs, handler, {**held, **given}, model_trace).nodes
 
         sites = run()
-        data = [name for name in facts.links if name in sites and is_observation(sites[name])]
-        links = {name: facts.links[name] for name in data if sites[name]["mask"] is not False}
+        data = [name for name in (*facts.links, *facts.drawn) if name in sites and is_observation(sites[name])]
+        seen = [name for name in data if sites[name]["mask"] is not False]
+        links = {name: facts.links[name] for name in seen if name in facts.links}
         found = Predictors(sites, links, x, layout, run)
         guide.core.looks += torch.is_grad_enabled()
         if torch.is_grad_enabled() and guide.core.looks in _LOOKS:
@@ -66,8 +67,13 @@ def bound_of_field(
                     stacklevel=7,
                 )
         eta, covariance = _moments(whole.q, layout, found)
+    drawn = Densities(lambda at: run({}, at), [name for name in seen if name in facts.drawn], layout)
     first = guide_trace.nodes[next(iter(facts.field))]
     total = found.expected(eta, covariance, num_nodes) - weighted_sum(whole.q.kl(), {**first, "mask": None})
+    if drawn.names:
+        # E ℓ over points of q, of which natural steps have E ∇ℓ and E ∇²ℓ
+        own, rest = design(layout.extended, loc).tensor_split([layout.num], -1)
+        total = total + drawn.expected(torch.cat([whole.q.at(own), rest], -1))  # type: ignore[attr-defined]
     # Of latents below f, E log p(c | f) takes log p(c | f)'s place.
     below = [name for name in data if name in guide_trace.nodes]
     total = total - sum(weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below)

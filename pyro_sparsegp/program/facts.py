@@ -217,6 +217,7 @@ class Structure:
     field: dict[str, list[int]] = _field(default_factory=dict)  # its members, in order: sizes of blocks of coefficients
     # Of each likelihood of a field, by parameter, the link under which it is affine in it.
     links: dict[str, dict[str, str]] = _field(default_factory=dict)
+    drawn: list[str] = _field(default_factory=list)  # likelihoods of a field that are affine in it under no link
     # Of members of a field whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
     factors: dict[str, dict[str, list[float]]] = _field(default_factory=dict)
     # Hyperparameters that the field follows, beside its kernels, such as an intercept: by their values, or in
