@@ -202,7 +202,7 @@ class Nested:
         return best.x + _ascent(slope, root, best.x)[0], root
 
     def _local(self, found: Predictors, theta: Tensor, x: Tensor, root: Any) -> Local:
-        """Densities at x; those of predictors that have kinks by their expectations under N(x, P⁻¹)."""
+        """Densities at x; where predictors have kinks, their densities' expectations under N(x, P⁻¹)."""
         eta = found.at(x)
         if self.is_smooth is None:
             curvatures = _by_derivatives(found, eta)[-1]
