@@ -94,17 +94,15 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         linked.jumps.extend([name] * (jumps or getattr(fn, "piecewise_constant", False)))
         # Links come first, as in mu + k f without k; then the values of f, if each datum has one.
         if not jumps and all(not layout.residuals.keys().isdisjoint(off) for off, *_ in tried):
-            values = [here[gp]["value"] for gp in layout.residuals]
-            by_value = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
-            met = [(gp, by) for gp, by in zip(layout.residuals, by_value) if by is not None]
-            values = [gp for gp, by in met if layout.residuals[gp] == 1 and by.shape == density.shape]
-            tried += [found(name, {gp: VALUE}) for gp in values[:1]]
+            tried += [found(name, {gp: VALUE}) for gp in _one_each(here, density, layout)[:1]]
         # Where no parameter is to be asked, densities move with these members all the same.
         (by_x,) = torch.autograd.grad(density.sum(), x, retain_graph=True)
         tried.append(([member for member, own in layout.rows.items() if by_x[own].any()], {}, []))
         off, links, rows = min(tried, key=lambda each: len(each[0]))
-        linked.links.update({name: links} if links and not off else {})
-        linked.bent.update({name: off} if off else {})
+        if off:
+            linked.bent[name] = off
+        elif links:
+            linked.links[name] = links
         slopes += rows
     (pull,) = torch.autograd.grad(total, x)
     linked.flat.extend(name for name, own in layout.rows.items() if _is_flat(here[name], pull[own]))
@@ -113,6 +111,14 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
     linked.owned.extend(n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in dense))
     linked.owned.extend([layout.eliminated] * bool(layout.eliminated))
     return linked
+
+
+def _one_each(sites: Mapping[str, Any], density: Tensor, layout: Layout) -> list[str]:
+    """The GP sites of which each datum of a density may have one value."""
+    gps = [gp for gp, num in layout.residuals.items() if num == 1]
+    values = [sites[gp]["value"] for gp in gps] + [density]
+    slopes = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
+    return [gp for gp, by in zip(gps, slopes) if by is not None and by.shape == density.shape]
 
 
 def _is_flat(site: Any, pull: Tensor) -> bool:
