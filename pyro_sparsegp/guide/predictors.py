@@ -114,7 +114,7 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
 
 
 def _one_each(sites: Mapping[str, Any], density: Tensor, layout: Layout) -> list[str]:
-    """The GP sites of which each datum of a density may have one value."""
+    """The GP sites that may give each datum of a density one value."""
     gps = [gp for gp, num in layout.residuals.items() if num == 1]
     values = [sites[gp]["value"] for gp in gps] + [density]
     slopes = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
