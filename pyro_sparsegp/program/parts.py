@@ -93,14 +93,15 @@ def moved_by_rows(
         warnings.catch_warnings(action="ignore"),
     ):
         state, here, there = RandomState(x), shown({}), shown(of_rows)
-        moved = [] if state.has_moved else [key for key in here if _differ(here[key], there[key], num, chosen)]
+        moved = [] if state.has_moved else [k for k in here if k in there and _differ(here[k], there[k], num, chosen)]
+        shapes = {k: part.shape for k, part in there.items()}.items()
         # What has as many rows by chance, such as a table of stations, is no rows': if whole, it moves nothing.
         others = [key for key in of_rows if moved and key not in processes]
         for whole in itertools.islice((w for k in (1, 2) for w in itertools.combinations(others, k)), _TRIES):
             with attempt():
                 again = shown({key: dims for key, dims in of_rows.items() if key not in whole})
-                if all(again[key].shape == part.shape for key, part in there.items() if key[0] not in whole):
-                    moved = [key for key in moved if _differ(here[key], again[key], num, chosen)]
+                if {k: p.shape for k, p in again.items() if k[0] not in whole}.items() <= shapes:
+                    moved = [k for k in moved if k not in again or _differ(here[k], again[k], num, chosen)]
     # Inputs that move, move means and kernels.
     return [f"the {what} {name!r}" for name, what in dict(reversed(moved)).items()]
 
