@@ -51,7 +51,7 @@ def moved_by_rows(
     :param trace: a run of it, and ``processes`` its GP sites' priors.
     :param by_rows: whether densities are of single function values, so that they are compared, too.
     """
-    sites, x, args = sample_sites(trace), next(iter(processes.values())).x, tensors(call)
+    x, args = next(iter(processes.values())).x, tensors(call)
     num = x.shape[-2]
     if num < _LEAST:
         return []
@@ -61,14 +61,9 @@ def moved_by_rows(
     # The dimensions of rows: of arguments by number, and of values by name.
     of_rows: dict[Any, list[int]] = {i: [0] for i, arg in enumerate(args) if not drawn and arg.shape[:1] == (num,)}
     of_rows |= {name: [0] for name in drawn}
-    for name, site in sites.items():
+    for name, site in sample_sites(trace).items():
         if is_free(site):
-            value = site["value"] if name in processes else _moved(site)
-            frames = [frame.dim - site["fn"].event_dim for frame in site["cond_indep_stack"]]
-            of_rows[name] = [dim for dim in ([-1] if name in processes else frames) if value.shape[dim] == num]
-            for dim in of_rows[name]:  # the same in all rows: what takes another row's, as g.flip(0), shows nothing
-                value = value.narrow(dim, -1, 1).expand_as(value)
-            values[name] = value
+            values[name], of_rows[name] = _as_one_row(site, name in processes, num)
 
     def shown(cuts: Mapping[Any, list[int]]) -> dict[tuple[str, str], Tensor]:
         def cut(key: Any, value: Tensor) -> Tensor:
@@ -115,6 +110,16 @@ def _chosen(num: int, given: Collection[Tensor], like: Tensor) -> Tensor:
     height = ((table - table.mean(0)) / table.std(0).clamp(min=1e-6)).sum(1)
     ends = torch.cat([table[:, 1:].argmin(0), table[:, 1:].argmax(0)])
     return height.index_fill(0, ends, -torch.inf).argsort()[-_PART:].sort().values
+
+
+def _as_one_row(site: Any, is_gp: bool, num: int) -> tuple[Tensor, list[int]]:
+    """A latent's value, the same in all rows, and its dimensions of rows."""
+    value = site["value"] if is_gp else _moved(site)
+    frames = [frame.dim - site["fn"].event_dim for frame in site["cond_indep_stack"]]
+    of_rows = [dim for dim in ([-1] if is_gp else frames) if value.shape[dim] == num]
+    for dim in of_rows:  # so that what takes another row's, as g.flip(0), shows nothing
+        value = value.narrow(dim, -1, 1).expand_as(value)
+    return value, of_rows
 
 
 def _moved(site: Any) -> Tensor:
