@@ -209,12 +209,12 @@ def state_space(page, figure):
 def row_effects(page, figure):
     left, right = figure.subplots(1, 2)
     grid = line(0, 1)
-    base = page["guide"].median()["base"]
-    q = page["guide"].posterior(grid)["f"]
-    band(left, grid, torch.distributions.Normal(q.mean + base, q.stddev), label="base + f, ± 2 sd")
+    draws = predict(page["model"], page["guide"], grid, num_samples=500)
+    rate = draws["base"].reshape(-1, 1) + draws["f"]
+    band(left, grid, torch.distributions.Normal(rate.mean(0), rate.std(0)), label="base + f, ± 2 sd")
     left.plot(grid, 1 + torch.sin(7 * grid), "k--", lw=0.8, label="true")
     left.legend(fontsize=7)
-    low, mid, high = page["guide"].quantiles([0.05, 0.5, 0.95], page["x"])["e"]
+    low, mid, high = page["guide"].quantiles([0.05, 0.5, 0.95])["e"]
     order = mid.argsort()
     where = range(len(order))
     right.errorbar(where, mid[order], torch.stack([mid - low, high - mid])[:, order], fmt=".", ms=2, lw=0.6)
