@@ -67,7 +67,7 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     asked = (facts.able_to_couple or facts.interactions) and guide.independent is not True
     if not (asked or guide.together_by_name) or not is_open(guide):
         return
-    bar = tqdm(desc="the mode of latents", unit=" evaluations", delay=PATIENCE, leave=False)
+    bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
     with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
         _find(Search(guide, run, (args, kwargs), [], bar.update))
     if sought.error is not None and facts.latents and not facts.row_effects:
