@@ -9,6 +9,9 @@ from pyro_sparsegp.warned import Warned, warn_once
 
 # Some words of each text, and its end.
 WARNINGS = {
+    "which is few: intervals of the hyperparameters": "some 8 are as many as it is for.",
+    "depends on which other rows": "for BatchNorm take LayerNorm, or network.eval().",
+    "All further steps are plain ones": "All further steps are plain ones.",
     "changes by": "or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
     "did not converge": "Absorb fewer rows at a time.",
     "dropped sites of negative precision": "lower damping (0.1) and power (0.5) help.",
