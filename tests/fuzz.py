@@ -934,6 +934,8 @@ def copies(fitted):
 def other_dtype(fitted):
     """The guide in float32 is about the guide in float64."""
     c = fitted.c
+    if c.family.on_sites and not all(status["converged"] for status in fitted.guide.site_status.values()):
+        return  # where updates stop, rounding decides where: a warning tells
     if c.dtype == torch.float64 and "FromPyro" not in c.kernel.kinds() and c.is_plain and not c.jitter:
         with torch.no_grad():
             found = copy.deepcopy(fitted.guide).float().posterior(c.inputs(c.num_new, 1, torch.float32))

@@ -27,6 +27,7 @@ from pyro_sparsegp.families import (
 )
 from pyro_sparsegp.gaussians.sites import Sites, update, within_reach
 from pyro_sparsegp.guide.conditions import conditions_now
+from pyro_sparsegp.numerics.linalg import NumericalWarning
 from pyro_sparsegp.program.reader import Reader
 
 from .models import (
@@ -517,6 +518,24 @@ def test_sites_of_projections_settle_where_some_are_kept_within_reach():
     status = guide.site_status["f"]
     assert status["truncated"] > 0
     assert status["converged"]
+
+
+@pytest.mark.parametrize(("actions", "num"), [("random", 3), ("random", 5)])
+def test_updates_that_go_to_and_fro_slow_down_until_sites_settle(actions, num):
+    pyro.set_rng_seed(1)
+    model, x, y = outliers(CUT["student"], 10)
+    guide = prepared(model, ComputationAware(num, actions, rate=1.0), x, y, independent=True)
+    assert guide.site_status["f"]["converged"]
+
+
+def test_sites_that_do_not_settle_are_warned_of_once():
+    pyro.set_rng_seed(1)
+    model, x, y = outliers(CUT["student"], 10)
+    guide = prepared(model, ComputationAware(1, "cg", rate=1.0), x, y, independent=True)
+    with pytest.warns(NumericalWarning, match="sites of GP site 'f' did not settle"):
+        guide.posterior(x)
+    guide.posterior(x)  # a second warning would be an error
+    assert not guide.site_status["f"]["converged"]
 
 
 @pytest.mark.parametrize("rate", [0.4, 1.0])

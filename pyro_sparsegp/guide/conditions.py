@@ -14,19 +14,21 @@ from torch import Tensor
 from ..approximations.on_sites import ProjectedGP, SiteGP
 from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..numerics.decisions import decided
-from ..numerics.linalg import MAPPED
+from ..numerics.linalg import MAPPED, NumericalWarning
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks, handlers, traces
 from ..program.data import TrainingData
 from ..program.explore import explore
 from ..program.reader import Expectation, Marginal, Reader, total_after
+from ..warned import warn_once
 from .known import KnownGuide
 from .runs import Conditions, Priors, Rows, require_rows
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
 _LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
+_UNSETTLED = 0.1  # a move that is warned of
 _LARGE = 0.5  # a move, in standard deviations, that may overshoot
 _ATTEMPTS, _SLOWEST = 8, 1 / 256  # of a search, and the least share of a rate: test_kinks
 _MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
@@ -134,6 +136,18 @@ def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, row
                 most, tolerance = max(most, 5), 0.05
         others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
         Readings(reader, left, others).settle(most, tolerance)
+        for reading in left if not learns else ():  # the others' bound guards them
+            if isinstance(reading.module, ProjectedGP) and decided(reading.change > _UNSETTLED):
+                warn_once(
+                    guide.warned,
+                    "unsettled",
+                    reading.name,
+                    f"the Gaussian sites of GP site {reading.name!r} did not settle: one more update would move a "
+                    f"marginal by {float(reading.change):.2g} standard deviations, see guide.site_status. The "
+                    "posterior depends on where updates stopped: take a family of free q, such as SVGP.",
+                    NumericalWarning,
+                    stacklevel=2,
+                )
     for reading in readings.values():
         # To look at a guide does not change how it trains.
         reading.end(learns or reading.module.sites.empty or (reading.direct and run.at_medians))
@@ -172,6 +186,7 @@ class SiteReading:
         self.sites = Sites.none(process.x, process.batch_shape) if self.unread else known
         self.truncated = kept.truncated  # negative curvatures, cut to 0
         self.change: Any = math.inf  # that the last update would have made of a marginal, in standard deviations
+        self.moves: Any = None  # of that update, each row's
         # A share of the rate; updates that were cut since they lowered the bound.
         self.pace, self.halved = torch.ones_like(kept.progress["pace"]), 0
         # Of passes over all rows: what gives posteriors of sites, and the last one, if it was made, with its marginals.
@@ -285,16 +300,18 @@ class Readings:
             reading.change = 0.0
             return found, target
         with torch.no_grad():
-            # The larger of |Δg|√v and |Δλ|v, of each row alone, with g = λ(z − m)
+            # Δg √v and Δλ v, of each row alone, with g = λ(z − m)
             pull = (target.linear - target.precision * away) - (old.linear - old.precision * away)
-            tighter = (target.precision - old.precision).abs() * variance
-            moves = torch.maximum(pull.abs() * variance.clamp(min=0).sqrt(), tighter)
-            reading.change = moves.nan_to_num(math.inf).max()
+            tighter = (target.precision - old.precision) * variance
+            reading.moves = torch.stack([pull * variance.clamp(min=0).sqrt(), tighter])
+            reading.change = reading.moves.abs().nan_to_num(math.inf).max()
         return found, target
 
     def _update(self, reading: SiteReading, least: float) -> None:
         """Update one GP site's sites, unless they move less than ``least`` standard deviations."""
-        found, target = self._target(reading)
+        before, (found, target) = reading.moves, self._target(reading)
+        if least >= 0 and before is not None:  # outside of training: an update that takes back the last one overshot
+            reading.pace = torch.where((reading.moves * before).sum() < 0, reading.pace / 2, reading.pace)
         # Negative curvatures, beyond rounding, of which sites cut to 0 are made.
         reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
         if reading.direct:
