@@ -148,12 +148,18 @@ def test_a_state_and_a_copy_hold_the_points_and_a_step_ends_them():
     assert other.core.points is None
 
 
-def test_hyperparameters_beside_f_alone():
+@pytest.mark.parametrize("family", [families.SVGP(15, trainable=False), families.Exact()], ids=["free", "on sites"])
+def test_hyperparameters_beside_f_alone(family):
     pyro.set_rng_seed(0)
-    guide = prepared(_alone, families.SVGP(15, trainable=False), X, _data(0.0))
+    guide = prepared(_alone, family, X, _data(0.0))
     assert not guide.facts.field
     train(_alone, guide, X, _data(0.0), steps=30)
+    with torch.no_grad():
+        before = TraceQuadrature_ELBO(num_particles=20).loss(_alone, guide, X, _data(0.0))
     points = guide.integrate()
+    with torch.no_grad():  # a loss takes the normal q(θ)
+        after = TraceQuadrature_ELBO(num_particles=20).loss(_alone, guide, X, _data(0.0))
+    assert after == pytest.approx(before, abs=1.0)
 
     def prior(s, length):
         return s**2 * kernels.RBF(length)(X)

@@ -82,6 +82,8 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     # Not under vmap, by which predict draws: it has no torch.autograd.grad.
     reads = [] if MAPPED.get() else list(filter(core.facts.is_alone, modules))
     run = _UnderLatents(guide, at_medians=median, reads=reads)
+    if run.takes_points:  # asked before the gradients that reading takes, which are no step's
+        run.drawn = core.points.chosen(median)  # type: ignore[union-attr]
     with handlers.unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
         run.perform(args, kwargs)
     if same and core.data is not None and guide.takes_batches and checks.holds_part(run.trace):
