@@ -13,6 +13,7 @@ WARNINGS = {
     "depends on which other rows": "for BatchNorm take LayerNorm, or network.eval().",
     "All further steps are plain ones": "All further steps are plain ones.",
     "changes by": "or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
+    "did not settle": "take a family of free q, such as SVGP.",
     "did not converge": "Absorb fewer rows at a time.",
     "dropped sites of negative precision": "lower damping (0.1) and power (0.5) help.",
     "enter densities by their sum": "or give sites of one output one posterior, {({}): SVGP(64)}.",

@@ -20,11 +20,14 @@ from ..gaussians.product import from_natural, sums_of
 from ..gaussians.seats import seen_from
 from ..gaussians.sites import KeptSites, Sites
 from ..modules import AbstractModule, size_buffers
+from ..numerics.decisions import decided
 from ..numerics.functions import is_long
-from ..numerics.linalg import eye_like, over_lower, sum_blocks
+from ..numerics.linalg import NumericalWarning, eye_like, over_lower, sum_blocks
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
+from ..warned import Warned, warn_once
 
+_UNSETTLED = 0.1  # a move, in standard deviations, that is warned of
 Kind = type[SparsePosterior]
 
 
@@ -232,6 +235,20 @@ class ProjectedGP(SiteGP):
         values = (lambda f: actions.left(f[..., None])[..., 0]) if here else None
         q = ProjectedGaussian(actions.target, features.factor, actions.noise, features.covariance, values)
         return kind(process, features, q, name, sites, features.of(products) if here else None)
+
+    def require_settled(self, change: Tensor, name: str, warned: Warned) -> None:
+        """Warn where another update of sites moves a marginal by so many standard deviations: no bound guards them."""
+        if decided(change > _UNSETTLED):
+            warn_once(
+                warned,
+                "unsettled",
+                name,
+                f"the Gaussian sites of GP site {name!r} did not settle: one more update would move a marginal by "
+                f"{float(change):.2g} standard deviations, see guide.site_status. The posterior depends on where "
+                "updates stopped: take a family of free q, such as SVGP.",
+                NumericalWarning,
+                stacklevel=3,
+            )
 
     @property
     def num_rows(self) -> Optional[int]:  # type: ignore[override]

@@ -14,21 +14,19 @@ from torch import Tensor
 from ..approximations.on_sites import ProjectedGP, SiteGP
 from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..numerics.decisions import decided
-from ..numerics.linalg import MAPPED, NumericalWarning
+from ..numerics.linalg import MAPPED
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks, handlers, traces
 from ..program.data import TrainingData
 from ..program.explore import explore
 from ..program.reader import Expectation, Marginal, Reader, total_after
-from ..warned import warn_once
 from .known import KnownGuide
 from .runs import Conditions, Priors, Rows, require_rows
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
 _LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
-_UNSETTLED = 0.1  # a move that is warned of
 _LARGE = 0.5  # a move, in standard deviations, that may overshoot
 _ATTEMPTS, _SLOWEST = 8, 1 / 256  # of a search, and the least share of a rate: test_kinks
 _MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
@@ -138,18 +136,9 @@ def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, row
                 most, tolerance = max(most, 5), 0.05
         others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
         Readings(reader, left, others).settle(most, tolerance)
-        for reading in left if not learns else ():  # the others' bound guards them
-            if isinstance(reading.module, ProjectedGP) and decided(reading.change > _UNSETTLED):
-                warn_once(
-                    guide.warned,
-                    "unsettled",
-                    reading.name,
-                    f"the Gaussian sites of GP site {reading.name!r} did not settle: one more update would move a "
-                    f"marginal by {float(reading.change):.2g} standard deviations, see guide.site_status. The "
-                    "posterior depends on where updates stopped: take a family of free q, such as SVGP.",
-                    NumericalWarning,
-                    stacklevel=2,
-                )
+        projected = [reading for reading in left if isinstance(reading.module, ProjectedGP) and not learns]
+        for reading in projected:  # of others the bound is a guard
+            reading.module.require_settled(reading.change, reading.name, guide.warned)
     for reading in readings.values():
         # To look at a guide does not change how it trains.
         reading.end(learns or reading.module.sites.empty or (reading.direct and run.at_medians))
