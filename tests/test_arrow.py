@@ -12,7 +12,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, f
 from pyro_sparsegp.gaussians import AtRows, NaturalGaussian
 from pyro_sparsegp.gaussians.natural_arrow import NaturalArrow
 from pyro_sparsegp.gaussians.steps import recording
-from pyro_sparsegp.guide import start
+from pyro_sparsegp.guide import search, start
 from pyro_sparsegp.numerics.arrow import Dense, OneEach
 
 from .models import observed, restored
@@ -170,7 +170,7 @@ def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
     data = _data(model is _counts)
     whole, losses = _trained(model, data)
     assert not whole.facts.eliminated
-    monkeypatch.setattr(start, "_ELIMINATED", 10)
+    monkeypatch.setattr(search, "_ELIMINATED", 10)
     guide, found = _trained(model, data)
     assert guide.facts.eliminated == "a"
     assert isinstance(guide.field.coefficients, NaturalArrow)
@@ -191,11 +191,11 @@ def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
 
 def test_groups_of_which_a_datum_has_two_values_stay_dense(monkeypatch):
     data = _data(False)
-    monkeypatch.setattr(start, "_ELIMINATED", 10)
+    monkeypatch.setattr(search, "_ELIMINATED", 10)
     guide, losses = _trained(_games, data, 2)
     assert not guide.facts.eliminated
     assert set(guide.facts.field) == {"a", "f"}
-    monkeypatch.setattr(start, "_ELIMINATED", 10_000)
+    monkeypatch.setattr(search, "_ELIMINATED", 10_000)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(_trained(_games, data, 2)[1]))
 
 
@@ -206,7 +206,7 @@ def test_a_start_on_some_rows_takes_whole_groups(monkeypatch):
         start._Mode, "__init__", lambda self, search, *args: taken.append(search) or made(self, search, *args)
     )
     for name, value in {"_ELIMINATED": 10, "_MOST_ROWS": 12, "ALL_ROWS": 24}.items():
-        monkeypatch.setattr(start, name, value)
+        monkeypatch.setattr(search, name, value)
     x, group, y = _data(True)
     guide, losses = _trained(_counts, (x, group, y), 2)
     chosen = taken[0].chosen
@@ -233,7 +233,7 @@ def _effects(apart):
 
 @pytest.mark.parametrize("least", [10, 1000])
 def test_effects_of_single_rows_join_the_field_as_those_of_a_plate_of_their_own(least, monkeypatch):
-    monkeypatch.setattr(start, "_ELIMINATED", least)
+    monkeypatch.setattr(search, "_ELIMINATED", least)
     data = _data(True)
     whole, losses = _trained(_effects(True), data)
     guide, found = _trained(_effects(False), data)
@@ -265,7 +265,7 @@ def test_steps_on_batches_are_those_of_a_dense_field(dtype, monkeypatch):
     x, group, y = _data(True)
     data, found = (x.to(dtype), group, y.to(dtype)), []
     for least in (1000, 10):
-        monkeypatch.setattr(start, "_ELIMINATED", least)
+        monkeypatch.setattr(search, "_ELIMINATED", least)
         guide, losses = _trained(model, data, 1)
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
         for half in (slice(0, 48, 2), slice(1, 48, 2), slice(0, 24)):

@@ -29,7 +29,7 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.gaussians.drawn import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
-from pyro_sparsegp.guide import start
+from pyro_sparsegp.guide import search
 from pyro_sparsegp.guide.check import Compared, moments_of
 from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters, init_to_centre
@@ -895,7 +895,7 @@ def test_a_failed_search_starts_anew():
 
 def test_exact_starts_at_the_noise_of_all_rows(monkeypatch):
     """Some rows, each counted twice, say that there is no noise where f can meet them all."""
-    monkeypatch.setattr("pyro_sparsegp.guide.start._MOST_VALUES", 30)
+    monkeypatch.setattr("pyro_sparsegp.guide.search.MOST_VALUES", 30)
     x = torch.rand(60, 3)
     y = (5 * x[:, 0]).sin() + 0.3 * torch.randn(60)
 
@@ -948,7 +948,7 @@ def test_factors_that_leave_rows_out():
 @pytest.mark.parametrize("follows", [True, False])
 def test_exact_of_many_rows_follows_an_intercept(follows, monkeypatch):
     """Without a field q(b) is a hyperparameter's, and f is exact given b; where sites are not exact it is told of."""
-    monkeypatch.setattr(start, "_MOST_VALUES", 20)
+    monkeypatch.setattr(search, "MOST_VALUES", 20)
     x = torch.rand(40, 1)
 
     def model(x, y=None):
@@ -1053,7 +1053,7 @@ def test_what_a_first_call_hid_of_a_predictor_is_told_of():
 
 def test_rows_of_a_start_are_none_of_a_pattern(monkeypatch):
     """Of treatments that alternate a start at some rows has both."""
-    monkeypatch.setattr(start, "_MOST_ROWS", 40)
+    monkeypatch.setattr(search, "_MOST_ROWS", 40)
     x, treated = torch.rand(120, 1), torch.arange(120) % 2 * 1.0
 
     def model(x, treated, y=None):

@@ -30,7 +30,8 @@ from .first_call import explain_nan
 from .latents import FieldLatent
 from .nested import Nested, Optimum
 from .runs import Priors
-from .start import ALL_ROWS, PATIENCE, Search, is_open
+from .search import ALL_ROWS, Search
+from .start import PATIENCE, is_open
 
 _DRAWS = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
 _OWN = 100  # draws of q

@@ -21,7 +21,8 @@ from .known import KnownGuide
 from .nested import Optimum
 from .points import Points
 from .runs import Priors
-from .start import PATIENCE, Search, is_open
+from .search import Search
+from .start import PATIENCE, is_open
 
 _STEP = 1.5  # standard deviations along an axis at which F is looked at
 _WIDTHS = 0.3, 4.0  # of a half of it, of those at the mode

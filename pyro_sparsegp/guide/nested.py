@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from pyro import poutine
@@ -28,27 +28,14 @@ from torch.distributions import biject_to, constraints
 
 from ..numerics.arrow import Arrow, Dense
 from ..numerics.functions import jacobian
-from ..numerics.linalg import plus_one
 from ..program.asking import attempt
 from ..program.facts import NO_VALUES, Values
 from ..program.traces import all_sites, is_observation, share_of
 from .field import Layout, Standardised, index_of, slices
 from .known import KnownGuide
 from .latents import Hyperparameters
+from .newton import Local, Slopes, ascent, by_derivatives, by_precision, grads, gram_of, root_of
 from .predictors import Densities, Links, Place, Predictors
-
-Slopes = dict[Any, Tensor]  # by places, or pairs of them
-
-
-class Local(NamedTuple):
-    """Densities around some x, or their expectations."""
-
-    density: Tensor  # ℓ
-    slope: Tensor  # ∇ℓ by x
-    weights: Slopes  # W, −∇²ℓ by pairs of a datum's predictors
-    matrix: Optional[Tensor]  # −∇²ℓ by x of densities without predictors, if there are such
-    of_residuals: Tensor  # and by each residual
-
 
 _NEWTON = 50  # steps of x, at most
 _NEAR = 1e-10  # nats that a step of x may still gain; an error of x̂ is one of F in its first order
@@ -145,7 +132,7 @@ class Nested:
         x = x.clone().requires_grad_()
         here = self._local(found, theta, x, precision)
         # x̂ is given: what F makes of x's own move by θ is added to the gradient below.
-        moved = _by_precision(found, here, precision)
+        moved = by_precision(found, here, precision)
         parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in here.weights.items()]
         each = 0.5 * sum(parts, here.of_residuals)
         left = {name: each[own].sum() for name, own in slices(self.layout.residuals).items()}
@@ -178,13 +165,13 @@ class Nested:
             # of normal densities it stays
             others = [] if here.matrix is None else [here.matrix.detach().diagonal()]
             if not torch.equal(held, now := torch.cat([*here.weights.values(), *others])):
-                (root, is_mode), held = _root(found, here), now
-            (step, still), gain, best = _ascent(here.slope, root, x), value - best, value
+                (root, is_mode), held = root_of(found, here), now
+            (step, still), gain, best = ascent(here.slope, root, x), value - best, value
             if is_mode and still < near and (self.is_smooth or gain < near):
                 break
             x = x + step
         else:  # P's own, where steps ended at another's
-            root = found.layout.precision(_gram(found, self._local(found, theta, x, root)))
+            root = found.layout.precision(gram_of(found, self._local(found, theta, x, root)))
         self.last = x, root
         return x, root
 
@@ -196,18 +183,18 @@ class Nested:
         density, slopes, weights = self._by_expectation(found, found.at(best.x), best.precision)
         slope, matrix = found.back(slopes), None
         if self.drawn:
-            more, matrix = self.densities(best.theta).local_mean(best.x, best.precision.root)
+            more, matrix = self.densities(best.theta).local_mean(best.x, best.precision.root)  # type: ignore[union-attr]  # dense, where some are drawn
             slope = slope + more
-        root, _ = _root(found, Local(density, slope, weights, matrix, slope[:0]))
-        return best.x + _ascent(slope, root, best.x)[0], root
+        root, _ = root_of(found, Local(density, slope, weights, matrix, slope[:0]))
+        return best.x + ascent(slope, root, best.x)[0], root
 
     def _local(self, found: Predictors, theta: Tensor, x: Tensor, root: Any) -> Local:
         """Densities at x; where predictors have kinks, their densities' expectations under N(x, P⁻¹)."""
         eta = found.at(x)
         if self.is_smooth is None:
-            curvatures = _by_derivatives(found, eta)[-1]
+            curvatures = by_derivatives(found, eta)[-1]
             self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
-        parts = _by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
+        parts = by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
         here = Local(parts[0], found.back(parts[1]), parts[2], None, x.new_zeros(self.layout.extended - len(x)))
         if not self.drawn:
             return here
@@ -221,7 +208,7 @@ class Nested:
         """E[ℓ] and, by theorems of Bonnet and Price, E[∇ℓ] = ∂E[ℓ]/∂η and E[∇²ℓ] = 2 ∂E[ℓ]/∂C with symmetric C."""
         spread = {pair: part.requires_grad_() for pair, part in found.covariances(root).items()}
         total = found.expected(eta, spread, self.guide.facts.num_nodes)
-        slopes, curvatures = _grads(total, {**eta, **spread}), Slopes()
+        slopes, curvatures = grads(total, {**eta, **spread}), Slopes()
         for one, other in spread:
             part = -slopes.pop((one, other)).detach() * (2 if one == other else 1)
             curvatures[one, other] = curvatures[other, one] = part
@@ -340,88 +327,3 @@ class Nested:
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         axes = units[:, None] * axes
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
-
-
-def _root(found: Predictors, here: Local) -> tuple[Any, bool]:
-    """P, or what takes its place, and whether it is P itself."""
-    gram = _gram(found, here)
-    if isinstance(gram, Arrow):
-        whole = gram.plus(1.0)
-        by_size = {pair: part.abs() for pair, part in here.weights.items() if pair[0] == pair[1]}
-        other = here._replace(weights=by_size)
-        return (whole, True) if whole.is_positive else (_gram(found, other).plus(1.0), False)  # type: ignore[union-attr]
-    precision = plus_one(gram)
-    root, info = torch.linalg.cholesky_ex(precision)
-    if not info:
-        return Dense(root), True
-    # Where ℓ is not log-concave negative curvatures count by their size, of which a step is no longer than the model
-    # holds: test_a_mixture_is_a_likelihood_of_a_field.
-    values, axes = torch.linalg.eigh(precision)
-    return Dense(torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT)), False
-
-
-def _ascent(slope: Tensor, root: Any, x: Tensor) -> tuple[Tensor, float]:
-    """Newton's step of x, and twice what it gains."""
-    up = slope.detach() - x
-    step = root.solve(up)
-    return step, float(up @ step)
-
-
-def _grads(value: Tensor, by: Slopes) -> Slopes:
-    # without predictors, of sites that have none, there is nothing to ask for
-    return dict(zip(by, torch.autograd.grad(value, [*by.values()], create_graph=True))) if by else {}
-
-
-def _by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:
-    density = found.summed(lambda name: found.log_prob(name, eta))
-    slopes = _grads(density, eta)
-    curvatures: Slopes = {}
-    for one, slope in slopes.items():
-        own = [place for place in eta if place[0] == one[0]]
-        if slope.requires_grad:  # a datum's slopes depend on its own predictors: their sum has them all apart
-            second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
-            curvatures |= {(one, place): -part for place, part in zip(own, second) if part is not None}
-    return density, slopes, curvatures
-
-
-def _by_precision(found: Predictors, here: Local, precision: Union[Dense, Arrow]) -> Tensor:
-    """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
-    along, total, common = dict[Place, Tensor](), found.x.new_zeros(()), found.layout.common(found.x)
-    if here.matrix is not None:
-        total = 0.5 * (precision.covariance * here.matrix).sum()  # type: ignore[union-attr]
-    for place in found.rows:  # JC, where J has entries
-        if isinstance(precision, Arrow):
-            along[place] = precision.covariances(found.rows[place].detach())
-            continue
-        dense, owned = found.columns(place)
-        covariance = precision.covariance
-        along[place] = sum((entry * covariance[own] for own, entry in owned), dense @ covariance[common])
-    for (one, other), weight in here.weights.items():
-        # W is symmetric, so that tr(C ∂(JᵀWJ)) = 2 tr(CJᵀW ∂J) + tr(JCJᵀ ∂W)
-        each = (along[one] * getattr(found.rows[other], "compact", found.rows[other])).sum(-1)
-        total = total + weight.detach() @ each + 0.5 * weight @ each.detach()
-    return total
-
-
-def _gram(found: Predictors, here: Local) -> Union[Tensor, Arrow]:
-    """G = JᵀWJ = P − I, and what other densities add to it, without its graph."""
-    like, num, common = found.x.detach(), found.layout.num, found.layout.common(found.x)
-    total = found.layout.nothing(like)
-    if isinstance(total, Arrow):
-        rows = {place: found.rows[place].detach() for place in found.rows}
-        each = (rows[one].gram(weight.detach(), rows[other]) for (one, other), weight in here.weights.items())
-        return sum(each, total)
-    total = total if here.matrix is None else here.matrix.detach().clone()
-    parts = {place: found.columns(place) for place in found.rows}
-    for (one, other), weight in here.weights.items():
-        (first, owned), (second, others) = parts[one], parts[other]
-        # J = [columns of all | of owned latents, an entry a row]: of products the columns of all first
-        right = weight.detach()[:, None] * second
-        columns = like.new_zeros(num, len(common)).index_copy(0, common, first.mT @ right)
-        for own, entry in owned:
-            columns = columns.index_add(0, own, entry * right)
-            for its, again in others:  # two entries of a datum make one of P
-                product = weight.detach() * (entry * again)[:, 0]
-                total = total.index_put((own, its), product, accumulate=True)
-        total = total.index_add(1, common, columns)
-    return total.index_copy(0, common, total.index_select(1, common).mT)

@@ -52,8 +52,8 @@ def bound_of_field(
         if torch.is_grad_enabled() and guide.core.looks in _LOOKS:
             with repeatable(x), torch.no_grad():
                 # a draw that no step is told of
-                drawn = [factor.loc + factor.noise(torch.Size()) for factor in whole.q.factors]  # type: ignore[attr-defined]
-                away = torch.cat([*drawn, torch.randn_like(x[layout.num :])], -1)
+                parts = [factor.loc + factor.noise(torch.Size()) for factor in whole.q.factors]  # type: ignore[attr-defined]
+                away = torch.cat([*parts, torch.randn_like(x[layout.num :])], -1)
                 there, eta = run({}, away), found.moved(away - x)
                 bent = [name for name in links if not found.tells(name, there, eta)]
             for name in bent:
