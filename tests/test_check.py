@@ -96,6 +96,7 @@ def test_missing_inducing_points_are_told_of_all_latents():
     assert told >= {"f", "noise"}
 
 
+@pytest.mark.filterwarnings("ignore:the noise variance of site")
 def test_what_float32_rounds_is_told():
     x, y = (part.float() for part in _data())
 

@@ -113,7 +113,7 @@ ALL_LINES = 22800  # 20,000 is the limit, which what came beside it has passed: 
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
 ALL_BRANCHES = 183
 ROOM_BRANCHES = {"guide": 225, "inference": 212, "program": 214}
-FILE_LINES = 402
+FILE_LINES = 403
 FUNCTION_BRANCHES = 14
 TEST_LINES = 26300
 

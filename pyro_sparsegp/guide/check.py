@@ -364,7 +364,8 @@ def moments_of(values: list[_Moments], weights: Tensor) -> dict[str, tuple[Tenso
     """By name means and standard deviations over weighted draws of means and variances."""
     found = {}
     for name in values[0]:
-        means, variances = map(torch.stack, zip(*(each[name] for each in values)))
+        # those of a prior of Python numbers have the default dtype
+        means, variances = (torch.stack(part).to(weights) for part in zip(*(each[name] for each in values)))
         mean = weights @ means
         # Var v = E Var[v | θ] + Var E[v | θ]
         found[name] = mean, (weights @ (variances + (means - mean).square())).sqrt()

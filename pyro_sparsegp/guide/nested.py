@@ -47,7 +47,7 @@ _DIFFERENCE = {torch.float64: 0.005, torch.float32: 0.06}
 _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
 _FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
 _ACROSS = [(k + 0.5) / 24 for k in range(24)]  # of an interval
-_LEAST = 1e-6  # an eigenvalue of JᵀWJ, as of their mean, from which x follows θ
+_LEAST = 0.1  # an eigenvalue of JᵀWJ, beside the prior's 1, from which x follows θ
 _WIDEST = 5.0  # a standard deviation of a hyperparameter in its units, where F is flat
 
 
@@ -274,10 +274,10 @@ class Nested:
         pull = jacobian(pull + 0 * theta.sum(), theta).detach()
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
         if isinstance(gram, Arrow):
-            moves = -gram.plus(float(_LEAST * gram.diagonal.abs().mean())).solve(pull.mT).mT
+            moves = -gram.plus(_LEAST).solve(pull.mT).mT
         else:
             values, axes = torch.linalg.eigh(gram)
-            moves = -(pull @ axes / values.clamp(min=_LEAST * values.abs().mean())) @ axes.mT
+            moves = -(pull @ axes / values.clamp(min=_LEAST)) @ axes.mT
         for name, rows in self.hyper.rows.items():
             by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
             # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ
