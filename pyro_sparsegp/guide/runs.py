@@ -167,7 +167,8 @@ class Priors(Run):
         """q(x) under them; made where the first member asks, so that its parameters are seen in that run."""
         if isinstance(self.drawn, Point):
             return self.drawn.whole
-        missing = [name for name in self.guide.core.facts.intercepts if name not in self.sites]
+        facts = self.guide.core.facts
+        missing = [name for name in (*facts.field, *facts.intercepts) if name not in self.sites]
         if missing:
             raise ValueError(
                 f"there is no latent site {missing[0]!r}: the guide was made, or its state saved, with another model."
