@@ -114,3 +114,16 @@ def test_a_state_of_another_program_is_refused_by_name(saved, other, why, learns
     again = AutoSparseGP(saved, families.SVGP(8))
     again.load_state_dict(first.state_dict())
     again.posterior(x)
+
+
+def test_a_latent_that_a_switch_leaves_out_is_named():
+    def model(x, y=None, flag=True):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0)) if flag else 0.0
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.3), x))
+        with pyro.plate("d", len(x)):
+            return pyro.sample("y", dist.Normal(f + b, 0.1), obs=y)
+
+    guide, (x, y) = AutoSparseGP(model, families.SVGP(8)), data()
+    guide(x, y)
+    with pytest.raises(ValueError, match="no latent site 'b'"):
+        guide.posterior(x, None, False)
