@@ -507,8 +507,8 @@ def test_the_floor_of_the_rate_is_higher_on_all_rows(rate, of_all, of_a_batch):
         for _ in range(70):
             svi.step(x, y, size)
         before = coefficients(guide).loc.clone()
-        svi.step(x, -y, size)
-        torch.testing.assert_close(coefficients(guide).loc, (1 - 2 * share) * before, rtol=1e-2, atol=0)
+        svi.step(x, 0.8 * y, size)  # under -y, more than a nat a datum would be lost, and q meets the data anew
+        torch.testing.assert_close(coefficients(guide).loc, (1 - 0.2 * share) * before, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -105,7 +105,9 @@ class TraceQuadrature_ELBO(ELBO):
         known = self._known.setdefault(unwrapped, _Known())
         meets = not known.met and torch.is_grad_enabled()
         found, known.met = meet(unwrapped, evaluate) if meets else (evaluate(), known.met)
-        was_whole, known.is_whole = known.is_whole, unwrapped.row_share > 0.999 and not is_shared()
+        # A batch that a mask leaves out has no loss that a later one could be more than.
+        whole = known.met and unwrapped.row_share > 0.999 and not is_shared()
+        was_whole, known.is_whole = known.is_whole, whole
         if known.is_whole and was_whole:
             found = meet_again(unwrapped, evaluate, found, known.loss)
         loss, value, record = found
