@@ -102,9 +102,9 @@ class FreeFormFamily(BasisFamily):
     A subclass names its basis and the :class:`~pyro_sparsegp.gaussians.Coefficients` it takes.
 
     :param start: where the covariance of q(w) starts. "data", the default, is its posterior if each row of the first
-        call has noise of the prior's mean variance k̄: (I + ΦᵀΦ/k̄)⁻¹. "prior" starts at the prior, as in the papers,
-        and as the mean does; it takes more steps. An inner layer of a deep GP starts at the principal components of its
-        inputs, with a tenth of the prior's deviations.
+        call has noise of the prior's mean variance k̄: (I + ΦᵀΦ/k̄)⁻¹; and an inner layer of a deep GP starts
+        at the principal components of its inputs, with a tenth of the prior's deviations. "prior" starts at the prior,
+        as in the papers, and as the mean does; it takes more steps.
     :param natural: whether q(w) learns by natural gradients (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021),
         one step in each ``svi.step`` under :class:`~pyro_sparsegp.TraceQuadrature_ELBO`; by default if the family can.
         ``False`` leaves q's mean and scale to the optimiser.

@@ -127,7 +127,8 @@ class _Setup(Run):
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
         """Not the mean, where a layer above would have all its inducing inputs in one place."""
-        begins = name in self.inner and isinstance(module, SparseGP) and process.x.dim() == 2
+        at_prior = getattr(self.guide.family_of(name), "start", "data") == "prior"
+        begins = name in self.inner and isinstance(module, SparseGP) and process.x.dim() == 2 and not at_prior
         if begins and module.basis.sizes and (process.mean == process.mean[..., :1]).all():
             module.begin_at(process, name, along_inputs(process))
         posterior = self.posteriors[name] = module(process, name, Site)

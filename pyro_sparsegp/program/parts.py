@@ -75,7 +75,7 @@ def moved_by_rows(
         given = map_tensors(lambda arg: cut(next(number), arg), call)
         with asks_program():
             run = held_trace(model, {name: cut(name, value) for name, value in values.items()}, *given)
-            return dict(_shown(sample_sites(run), processes, by_rows))
+            return dict(_shown(sample_sites(run), processes, by_rows, chosen))
 
     moved: list[tuple[str, str]] = []
     # A program that is one of all rows may raise anything.
@@ -135,15 +135,23 @@ def _moved(site: Any) -> Tensor:
     return value
 
 
-def _shown(sites: Mapping[str, Any], priors: Mapping[str, GaussianProcess], by_rows: bool) -> Iterator[Any]:
-    """What a run makes of rows, by site and what it is."""
+def _shown(
+    sites: Mapping[str, Any], priors: Mapping[str, GaussianProcess], by_rows: bool, chosen: Tensor
+) -> Iterator[Any]:
+    """What a run makes of rows, by site and what it is; of a kernel that of the rows chosen, and 0 elsewhere."""
     for name, site in sites.items():
         if name in priors:
             process: Any = as_process(site["fn"])[0]
             yield (name, "inputs of GP site"), process.x
             yield (name, "prior mean of GP site"), process.mean
-            # Without a diagonal term, which may be relative to the rows given.
-            yield (name, "kernel of GP site"), process.kernel(process.x, priors[name].x[..., :2, :])
+            x, all_x = process.x, priors[name].x
+            is_whole = x.shape[-2] == all_x.shape[-2]
+            rows = chosen.to(x.device) if is_whole else torch.arange(x.shape[-2], device=x.device)
+            # Without a diagonal term, which may be relative to the rows given; and a network that streams its rows is
+            # never given all: test_blocks_change_nothing.
+            kernel = process.kernel(x.index_select(-2, rows), all_x[..., :2, :])
+            zeros = kernel.new_zeros(*kernel.shape[:-2], x.shape[-2], kernel.shape[-1])
+            yield (name, "kernel of GP site"), zeros.index_copy(-2, rows, kernel)
         elif by_rows and is_observation(site):
             yield (name, "density of site"), _density(site)
 
