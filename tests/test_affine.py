@@ -210,7 +210,8 @@ def test_other_ways_of_training_arrive_there(how):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if how == "fit":
-            fit(aggregated, guide, args, steps=40, progress=False)
+            # at 40 steps moved inducing inputs still cost .04 nats, at 60 .004
+            fit(aggregated, guide, args, steps=60, progress=False)
         else:
             train(aggregated, guide, *args, steps=30, lr=1e-9, loss=TraceQuadrature_ELBO())
     *_, loss = exact(*data())
