@@ -16,12 +16,14 @@ from pyro.poutine.reparam_messenger import ReparamHandler
 from torch import Tensor
 
 from .guide import AutoSparseGP
+from .guide.draws import items_of_draws
 from .numerics.arguments import require_count
 from .numerics.linalg import solve_lower, times
 from .process import GaussianProcess
 from .program.checks import require_known_indices, warn_of_groups
+from .program.draws import Draw, in_blocks
 from .program.enumeration import Enumeration
-from .program.handlers import Draw, Held, given_data, in_blocks
+from .program.handlers import Held, given_data
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned
 
@@ -61,7 +63,7 @@ def predict(
     rows, apart = 0, True
     if isinstance(result, AutoSparseGP):
         result.prepare(*args, **kwargs)
-        samples: Samples = {"": torch.arange(num_samples or 100)}
+        samples: Samples = items_of_draws(result, num_samples or 100)
         one: Callable[[Draw], Draw] = partial(_of_guide, model, result, joint, args, kwargs)
         apart, facts = result.has_random_latents, result.facts
         rows = sum(facts.rows.values()) if facts.classes else 0  # given which classes are drawn
@@ -89,10 +91,13 @@ def predict(
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def _of_guide(model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any], _: Draw) -> Draw:
+def _of_guide(
+    model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any], made: Draw
+) -> Draw:
     """A draw from a guide, for the guide's own model or another that follows the same latents."""
     try:
-        values = guide.draw(*args, joint=joint, **kwargs)
+        with Held(made):
+            values = guide.draw(*args, joint=joint, **kwargs)
     except RuntimeError as error:  # of data of training, whose shape is another
         require_own_rows(guide.trace.nodes, error)
         raise

@@ -250,13 +250,14 @@ def test_draws_in_blocks_are_those_of_a_loop(family, monkeypatch):
     assert predict(refusing, guide, x[:3], num_samples=10)["f"].shape == (10, 3)
     assert len(runs) <= 12
     assert not guide.trace.nodes  # of a mapped run
-    noise, make = torch.randn(4, 1000), GuideSource.make
+    noise, make, items = torch.randn(4, 1000), GuideSource.make, GuideSource(guide, (x, y), {}).items(4)
 
     def given(source, item, *rest):
         with Given(noise[item[""]]):
             return make(source, item, *rest)
 
     monkeypatch.setattr(GuideSource, "make", given)
+    monkeypatch.setattr(GuideSource, "items", lambda source, num: items)
     trees = {}
     for looped in (False, True):
         trees[looped] = to_datatree(refusing, guide, x, y, num_samples=4, predict=x[:3])

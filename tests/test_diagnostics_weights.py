@@ -73,10 +73,10 @@ def test_weights_mend_hyperparameters():
     with torch.no_grad():  # off centre, but wide enough
         guide.locs.length_unconstrained.fill_(-2.2)
         guide.scales.length_unconstrained.fill_(-0.9)
-    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=70, seed=1, posterior_predictive=False)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=300, seed=1, posterior_predictive=False)
     found = diagnostics.psis(tree)
     assert found.khat < 0.7
-    new = arviz_base.extract(tree, num_samples=70, weights=np.exp(found.log_weights), random_seed=0)
+    new = arviz_base.extract(tree, num_samples=300, weights=np.exp(found.log_weights), random_seed=0)
     grid = torch.linspace(-5, 1, 200)
     covariance = torch.stack([kernels.RBF(v.exp())(x) for v in grid]) + NOISE**2 * torch.eye(20)
     log_density = dist.MultivariateNormal(torch.zeros(20), covariance).log_prob(y)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..approximations.on_sites import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
+from ..guide.draws import items_of_draws
 from ..guide.latents import FieldLatent
 from ..guide.runs import LARGEST_JOINT
 from ..inference.expected import weighted_sum
@@ -26,9 +27,10 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs, Call, Trained, sampled
 from ..program.checks import require_sizes
 from ..program.data import signature_of
+from ..program.draws import in_blocks
 from ..program.enumeration import Enumeration
 from ..program.facts import COUPLED
-from ..program.handlers import in_blocks
+from ..program.handlers import Held
 from ..program.traces import bare, free_values, is_observation, sample_sites, whole_plates, without_event
 from ..warned import Warned
 from .densities import DensityReader, Moments
@@ -120,12 +122,15 @@ class GuideSource(Source, Messenger):
         self.marginal = marginal and not facts.field and guide.core.points is None
         self.reader = DensityReader(guide.model, args, kwargs, self.read)
 
+    def items(self, num: int) -> dict[str, Tensor]:
+        return items_of_draws(self.guide, num)
+
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
         draw = self.draw = Draws()
         self.posteriors, self.log_q = dict[str, SparsePosterior](), dict[str, Tensor]()
         # Rows may be held-out ones, and a kernel's variance correction acts on q(w), too: as in predictions.
         try:
-            with pyro.validation_enabled(False), poutine.block(), self:
+            with pyro.validation_enabled(False), poutine.block(), Held(item), self:
                 run = self.guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
         finally:
             # That of a mapped run has tensors that nobody can copy.

@@ -15,10 +15,12 @@ from ..numerics.functions import held
 from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import checks, handlers, traces
+from ..program.draws import in_blocks
 from .absorb import absorb
 from .changes import watch
 from .check import check
 from .conditions import condition, conditions_now
+from .draws import items_of_draws
 from .first_call import check_parameters, initialise
 from .integrate import integrate
 from .known import Families
@@ -276,13 +278,14 @@ class AutoSparseGP(SiteMessenger):
         args, kwargs = self._or_of_training(what, args, kwargs)
         require_count(num_draws, "num_draws")
 
-        def one(_: Any) -> dict[Any, Tensor]:
-            values = self.run_at(args, kwargs, joint_up_to=0, draws_data=False).values
+        def one(item: dict[Any, Tensor]) -> dict[Any, Tensor]:
+            with handlers.Held(item):
+                values = self.run_at(args, kwargs, joint_up_to=0, draws_data=False).values
             return {name: values[name] for name in names if name in values}
 
         # 128 features a value.
-        each = {"": torch.arange(num_draws)}
-        blocks = list(handlers.in_blocks(one, each, lambda d: 128 * sum(map(torch.numel, d.values()))))
+        items = items_of_draws(self, num_draws)
+        blocks = list(in_blocks(one, items, lambda d: 128 * sum(map(torch.numel, d.values()))))
         self.trace = poutine.Trace()  # as in predict
         return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 

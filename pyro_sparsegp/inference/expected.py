@@ -29,8 +29,9 @@ from ..numerics.linalg import above_rounding
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.asking import Unsupported, asks_program, attempt
 from ..program.checks import graph_of
+from ..program.draws import mapped
 from ..program.facts import COUPLED, ClosedForms
-from ..program.handlers import Rerun, held_trace, mapped
+from ..program.handlers import Rerun, held_trace
 from ..program.reader import normal_nodes
 from ..program.traces import (
     RandomState,

@@ -1,10 +1,8 @@
 """Handlers of a program's run that hold its values, hide it, look at it ahead, or map it over many values."""
 
-import pickle
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Optional, Union
+from typing import Any
 
 import pyro
 import torch
@@ -16,14 +14,9 @@ from pyro.poutine.messenger import Messenger, block_messengers
 from pyro.poutine.scale_messenger import ScaleMessenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from tqdm.auto import tqdm
 
-from ..numerics.functions import held
-from ..numerics.linalg import MAPPED, flags_kept
-from .asking import Unsupported, asks_program, attempt
+from .asking import asks_program
 from .checks import require_known_indices
-from .data import map_tensors, tensors
 from .enumeration import PLATES, Enumeration, Factor, sizes
 from .facts import kept_buffers
 from .traces import (
@@ -221,100 +214,3 @@ def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, 
     ):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return any(name in rows and is_observation(site) for name, site in all_sites(trace))
-
-
-Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
-
-_AT_ONCE = 2**21  # numbers that draws made at once may hold in one place: more is slower, in memory that is new
-_MOST = 100  # draws at once
-_PATIENCE = 2.0  # seconds without a bar
-_DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
-
-
-def mapped(
-    function: Callable[[Any], tuple[Tensor, ...]], stack: Union[Tensor, Mapping[str, Tensor]]
-) -> tuple[Tensor, ...]:
-    """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or in a loop for
-    programs that :func:`torch.func.vmap` refuses.
-    """
-    with attempt():
-        return torch.func.vmap(function, randomness="same")(stack)
-    each = stack if isinstance(stack, Tensor) else [dict(zip(stack, item)) for item in zip(*stack.values())]
-    return tuple(map(torch.stack, zip(*map(function, each))))
-
-
-def in_blocks(
-    one: Callable[[Draw], Draw], items: Mapping[Any, Tensor], numbers: Callable[[Draw], int]
-) -> Iterator[Draw]:
-    """A function of each item's tensors, results stacked, a block of items after the other.
-
-    The first is alone, in plain torch: it warns, learns and raises. Others are under ``torch.func.vmap`` with random
-    numbers of their own, or in a loop where it refuses the program: at most 100 at once, and as many as memory
-    allows, where a result is made of so many ``numbers``. After two seconds there is a bar.
-    """
-    num = len(next(iter(items.values())))
-
-    def alone(item: int) -> Draw:
-        return map_tensors(lambda value: value[None], one({key: value[item] for key, value in items.items()}))
-
-    with tqdm(total=num, desc="draws", delay=_PATIENCE, leave=False) as bar:
-        first = alone(0)
-        yield first
-        size = min(max(_AT_ONCE // max(numbers(first), 1), 1), _MOST)
-        start = 1
-        while start < num:
-            stop = min(start + size, num)
-            block = {key: value[start:stop] for key, value in items.items()}
-            found = _at_once(one, block) if size > 1 else alone(start)
-            if found is None:  # from here on one by one
-                size = 1
-                continue
-            bar.update(stop - bar.n)
-            start = stop
-            yield found
-
-
-def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
-    """The results by one mapped run; ``None`` where it fails, a matrix has no factor or numbers are NaN."""
-
-    def flagged(item: Draw) -> tuple[Draw, Tensor]:
-        with flags_kept() as flags:
-            found = one(item)
-        # A plate's indices, whole numbers, may be on another device.
-        faults = [*flags, *(value.isnan() for value in tensors(found) if value.is_floating_point())]
-        return found, torch.stack([fault.any() for fault in faults]).any()
-
-    state = _host_state()
-    # An error of the program's own the loop raises again.
-    with attempt() as asked, held(MAPPED, True), _Noise(), pyro.validation_enabled(False), warnings.catch_warnings():
-        # torch's: of an operation without a rule, and of the memory that torch.binomial has for its result
-        for text in ("There is a performance drop", "An output with one or more elements was resized"):
-            warnings.filterwarnings("ignore", text)
-        found, failed = torch.func.vmap(flagged, randomness="different")(block)
-    if asked.error is not None:
-        return None
-    # What a program draws from NumPy or Python would be one number for the block: test_what_a_program_draws_from_numpy.
-    return None if failed.any() or state != _host_state() else found
-
-
-def _host_state() -> bytes:
-    """That of the global generators of Python and NumPy."""
-    state = pyro.util.get_rng_state()
-    return pickle.dumps((state["random"], state.get("numpy")))
-
-
-class _Noise(TorchFunctionMode):
-    """Draws in place, as ``Normal.rsample`` makes them: vmap has no random numbers of its own for these. What comes
-    from a generator of the program's, the same at each run, is refused: vmap would take others for each draw.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
-            raise Unsupported("a program's own generator draws")
-        if func not in _DRAWS:
-            return func(*args, **kwargs)
-        drawn = func(torch.rand_like(args[0]), *args[1:], **kwargs)
-        # Whoever reads the tensor, and not what is returned, gets NaN, and the loop.
-        args[0].fill_(torch.nan)
-        return drawn

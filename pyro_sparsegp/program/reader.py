@@ -17,8 +17,9 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..process import GaussianProcess
+from .draws import mapped
 from .facts import DATAWISE, ELEMENTWISE, Structure, find_owners
-from .handlers import Rerun, mapped
+from .handlers import Rerun
 from .traces import entries, expectation, log_densities, parameter_of, sample_sites, share_of
 
 Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream

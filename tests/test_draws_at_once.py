@@ -1,0 +1,78 @@
+"""Draws of which each decides by its own numbers how often its sites are updated are made at once, and are right."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp.diagnostics import to_datatree
+from pyro_sparsegp.guide.draws import items_of_draws
+from pyro_sparsegp.program.draws import in_blocks
+from pyro_sparsegp.program.handlers import Held
+
+x = torch.linspace(0, 1, 40, dtype=torch.float64)[:, None]
+x_new = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
+runs = 0
+
+
+def counts(x, y=None):
+    global runs
+    runs += 1
+    zero = x.new_zeros(())
+    length = pyro.sample("length", dist.LogNormal(zero - 1.0, 0.5))
+    scale = pyro.sample("scale", dist.LogNormal(zero, 0.5))
+    f = pyro.sample("f", GaussianProcess(scale**2 * kernels.RBF(lengthscale=length), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+
+
+@pytest.fixture(params=[families.SGPR(12), families.Exact()], ids=["SGPR", "Exact"])
+def fitted(request):
+    pyro.set_rng_seed(0)
+    y = torch.poisson((torch.sin(6 * x[:, 0]) + 1).exp())
+    guide = AutoSparseGP(counts, request.param)
+    svi = pyro.infer.SVI(counts, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    for _ in range(15):
+        svi.step(x, y)
+    return guide, y
+
+
+def test_a_draw_has_the_posterior_that_it_has_alone(fitted):
+    guide, _ = fitted
+
+    @torch.no_grad()
+    def one(made):
+        with Held(made):
+            q = guide.run_at((x_new,), {}, draws_data=False).posteriors["f"]
+        return {"mean": q.mean, "sd": q.stddev}
+
+    items = items_of_draws(guide, 60)
+    assert {name: value.shape for name, value in items.items()} == dict.fromkeys(["", "length", "scale"], (60,))
+    blocks = list(in_blocks(one, items, lambda draw: 1))
+    for i in range(60):
+        alone = one({name: value[i] for name, value in items.items()})
+        mean, sd = (torch.cat([block[name] for block in blocks])[i] for name in ("mean", "sd"))
+        # an update that moves a marginal by less than 1e-4 standard deviations is none
+        assert ((mean - alone["mean"]) / alone["sd"]).abs().max() < 1e-3
+        torch.testing.assert_close(sd, alone["sd"], rtol=1e-3, atol=0)
+
+
+def test_the_program_runs_seldom(fitted):
+    global runs
+    guide, y = fitted
+    # One by one it ran some six times a draw.
+    for ask in (lambda: predict(counts, guide, x_new), lambda: to_datatree(counts, guide, x, y, num_samples=100)):
+        runs = 0
+        ask()
+        assert runs < 150, runs
+
+
+def test_hyperparameters_that_hold_a_draw_are_those_of_q(fitted):
+    guide, _ = fitted
+    pyro.set_rng_seed(1)
+    draws = predict(counts, guide, x_new, num_samples=1000)
+    theta = torch.stack([draws["length"], draws["scale"]], -1).log()
+    root = guide.together.tril.detach()
+    torch.testing.assert_close(theta.mean(0), guide.together.mean.detach(), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(theta.T.cov(), root @ root.T, atol=0.005, rtol=0.15)
