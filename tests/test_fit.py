@@ -305,6 +305,20 @@ def test_without_a_number_of_steps_it_ends_once_the_bound_stands():
     assert abs(fall_of(noise - [[0.0], [1.0]]) - 1) < 0.3
 
 
+def test_a_fit_that_is_resumed_where_the_bound_stood_ends_where_it_would_have(tmp_path, monkeypatch):
+    monkeypatch.setitem(fit.__globals__, "_LOOK", 4)
+    monkeypatch.setitem(fit.__globals__, "_STANDS", torch.inf)  # it stands at the first look, after 12 steps
+    results, file = [], tmp_path / "fit.pt"
+    for options in ({}, {"checkpoint": file, "stopping": lambda losses: len(losses) == 12}, {"checkpoint": file}):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        result, _ = fitted(fit_worker.rows(20), steps=None, resume="stopping" not in options and bool(options), **options)
+        results.append(result)
+    whole, cut, again = results
+    assert (whole.steps, cut.steps) == (30, 12)
+    np.testing.assert_array_equal(again.losses, whole.losses)
+
+
 def test_rates_fall_to_the_end_and_those_of_many_points_are_smaller():
     assert [round(falling(step, 1000), 3) for step in (0, 400, 700, 999)] == [1.0, 1.0, 0.505, 0.01]
     x, y = fit_worker.rows(40)

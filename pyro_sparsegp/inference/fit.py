@@ -293,7 +293,7 @@ class _Loop:
         try:
             with _interrupts() as interrupts, bar:
                 stream = self._stream()
-                for step in range(len(self.losses)):  # of a fit that is resumed
+                for step in range(len(self.losses) + 1):  # of a fit that is resumed
                     self._settle(step)
                 self._set_rates()
                 while len(self.losses) < self.total and not why:
