@@ -34,6 +34,7 @@ from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import recording, steppers
 
 from .models import (
+    FAMILIES,
     assert_alike,
     data,
     gaussian,
@@ -881,3 +882,23 @@ def test_what_moves_under_a_precise_posterior(family):
     losses = [svi.step(x, y) for _ in range(30)]
     assert max(losses) < losses[0] + 2 * len(x)
     assert guide.gps.f.coefficients.steps == 30
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_draws_are_the_same_with_gradients_and_without(name):
+    """At a seed: the root of S is the same in all calls."""
+    x = torch.rand(20, 2)
+    y = (6 * x[:, 0]).sin() + x[:, 1] ** 2
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4)[0] + kernels.RBF(0.5)[1], x))
+        return observed(dist.Normal(f, 0.1), y)
+
+    guide, svi = svi_of(model, FAMILIES[name])
+    svi.step(x, y)
+    drawn = []
+    for trains in (True, False):
+        with torch.set_grad_enabled(trains):
+            torch.manual_seed(1)
+            drawn.append([guide.posterior(x[:5])["f"].rsample(torch.Size([3])), guide(x, y)["f"]])
+    torch.testing.assert_close(*drawn)

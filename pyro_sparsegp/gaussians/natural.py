@@ -21,9 +21,9 @@ from torch import Tensor
 from ..numerics.linalg import cholesky, eye_like, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side, wider
 from ..numerics.processes import is_shared, joined
 from .base import Stack, solved
-from .factors import CovarianceFactor, DenseFactor, IdentityFactor
+from .factors import CovarianceFactor, DenseFactor, Factor, IdentityFactor
 from .free import FullCholesky
-from .product import Product, Recorded, from_natural, slices
+from .product import Product, Recorded, slices
 from .seats import Known, Seat, softened
 from .steps import Natural, Pass, Rate, cautious, recorded
 
@@ -174,12 +174,11 @@ class NaturalGaussian(Natural):
         (gram,) = seen.parts
         q = self.of(gram, seen.rest)
         has_tilt = self.has_tilt
-        for i, (own, factor) in enumerate(zip(self.slices, q.factors)):
+        for own, factor in zip(self.slices, q.factors):
             factor.loc = factor.loc + seen.near[..., own]
             # S = RAAᵀRᵀ
-            if has_tilt and not isinstance(factor, IdentityFactor):
-                root = root_of_inverse(plus_one(gram[..., own, own]), "I + G of natural steps")
-                q.factors[i] = DenseFactor(factor.loc, root @ self.tilt_matrix[..., own, own])
+            if has_tilt and isinstance(factor, DenseFactor):
+                factor.root = factor.root @ self.tilt_matrix[..., own, own]
         return q
 
     def _nearest(self, precision: Tensor) -> Parts:
@@ -356,8 +355,13 @@ class NaturalGaussian(Natural):
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:
         """q(w) of these G and r."""
-        q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
-        # the mean is that of the whole; such a factor has the prior's covariance
-        pairs = zip(self.layout, q.factors)
-        q.factors = [IdentityFactor(f.loc) if kind is IdentityFactor else f for (kind, _), f in pairs]
-        return q
+        whole, what = plus_one(gram), "I + G of natural steps"
+        # m = P⁻¹r is that of the whole; such a factor may have the prior's covariance
+        loc = torch.cholesky_solve(pull[..., None], cholesky(whole, 0.0, what))[..., 0]
+        factors: list[Factor] = []
+        for (kind, _), own in zip(self.layout, self.slices):
+            # The root of a known q in a step: at a seed all calls draw alike,
+            # test_draws_are_the_same_with_gradients_and_without.
+            root = [root_of_inverse(whole[..., own, own], what)] if kind is DenseFactor else []
+            factors.append(kind(loc[..., own], *root))
+        return Product(self.sizes, factors, [group for _, group in self.layout])
