@@ -214,3 +214,28 @@ def test_what_has_no_approximation_is_refused_and_few_points_are_told():
         points = guide.integrate(X, _data(), num_points=12)
     assert points.effective_size < 13
     assert any("num_points=48" in str(one.message) for one in told)
+
+
+def test_only_the_rows_of_training_are_integrated():
+    def model(x, y=None):
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        return observed(dist.Normal(f, scale), y)
+
+    guide = prepared(model, families.SVGP(8), X, _data())
+    refused("other rows", guide.integrate, X + 0.1, _data() + 1.0)
+    refused("give it the training arguments", guide.integrate, X)
+    refused("give it the training arguments", guide.check, X)
+
+
+def test_a_program_without_hyperparameters_has_one_point():
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        return observed(dist.Normal(f, 0.3), y)
+
+    guide = prepared(model, families.SVGP(8, rate=1.0), X, _data())
+    pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO()).step(X, _data())
+    before = guide.posterior(X)["f"]
+    assert len(guide.integrate().theta) == 2  # the median, and it
+    after = guide.posterior(X)["f"]
+    torch.testing.assert_close((after.mean, after.variance), (before.mean, before.variance))

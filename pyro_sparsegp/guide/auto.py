@@ -184,11 +184,7 @@ class AutoSparseGP(SiteMessenger):
         points are enough. An empty list says that q's means are all within 0.3 standard deviations of the reference,
         and q's widths within a factor of 0.75 to 1.33. Arguments are the training data, by default the first call's.
         """
-        args, kwargs = self._or_of_training("check", args, kwargs)
-        self._ready(args, kwargs)
-        if not handlers.observes(self.model, self.facts.rows, self.like, args, kwargs):
-            raise ValueError("check compares the posterior with the data: give it the training arguments, check(x, y)")
-        return check(self, args, kwargs)
+        return check(self, *self._with_data("check", args, kwargs))
 
     def integrate(self, *args: Any, num_points: int = 200, **kwargs: Any) -> Points:
         """After training replace q(θ) by weighted points, each with its own q(u | θ), as INLA does.
@@ -205,8 +201,7 @@ class AutoSparseGP(SiteMessenger):
         :returns: the points; ``effective_size`` is how many points of equal weights they are worth.
         :raises ValueError: naming the cause, where the posterior has no nested Laplace approximation.
         """
-        args, kwargs = self._or_of_training("integrate", args, kwargs)
-        self._ready(args, kwargs)
+        args, kwargs = self._with_data("integrate", args, kwargs)
         require_count(num_points, "num_points")
         self.core.points = integrate(self, args, kwargs, num_points)
         return self.core.points
@@ -295,6 +290,13 @@ class AutoSparseGP(SiteMessenger):
         if self.core.data is None:
             raise ValueError(f"the guide holds no training data: give the model's arguments, guide.{what}(..., x)")
         return self.core.data.args, self.core.data.kwargs
+
+    def _with_data(self, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        args, kwargs = self._or_of_training(what, args, kwargs)
+        self._ready(args, kwargs)
+        if not handlers.observes(self.model, self.facts.rows, self.like, args, kwargs):
+            raise ValueError(f"{what} is about the data: give it the training arguments, guide.{what}(x, y)")
+        return args, kwargs
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         with torch.no_grad():

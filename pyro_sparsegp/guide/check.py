@@ -10,7 +10,7 @@ A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and it
 as it raises the bound, says how far q's mean and width are from the best.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Optional
 
@@ -27,6 +27,7 @@ from .bounds import of_bound
 from .dense import AtValues, ByHessian
 from .field import index_of, slices
 from .first_call import explain_nan
+from .known import KnownGuide
 from .latents import FieldLatent
 from .nested import Nested, Optimum
 from .runs import Priors
@@ -61,8 +62,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         data = {name: site["value"] for name, site in run.data.items()}
-        is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
-        if guide.relation(args, kwargs).others and not is_more:
+        if is_of_others(guide, data, args, kwargs):
             return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
         if not all(value.isfinite().all() for value in data.values()):
             return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
@@ -75,6 +75,12 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
             names = ", ".join(map(repr, (*guide.facts.latents, *guide.facts.gps)))
             why = str(asked.error).splitlines()[0]
             return [*bound, f"check has nothing to compare {names} with: {why}. Compare with NUTS."]
+
+
+def is_of_others(guide: KnownGuide, data: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call's data are other rows than those of training; more of them may be all, of mini-batches."""
+    is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
+    return guide.relation(args, kwargs).others and not is_more
 
 
 class Compared:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from ..numerics.arrow import Arrow
 from ..program.asking import attempt
 from ..program.traces import repeatable, whole_plates
-from .check import Compared
+from .check import Compared, is_of_others
 from .known import KnownGuide
 from .nested import Optimum
 from .points import Points
@@ -41,6 +41,8 @@ def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) 
     bar = tqdm(desc="points", unit=" evaluations", delay=PATIENCE, leave=False)
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad(), bar:
         run = Priors(guide, at_medians=True).perform(args, kwargs)
+        if is_of_others(guide, {name: site["value"] for name, site in run.data.items()}, args, kwargs):
+            raise ValueError("integrate: these are other rows than the guide was trained on. Give it those, or none.")
         fixed = list(filter(guide.is_point, guide.facts.able_to_couple))
         with attempt() as asked:
             compared = Compared(guide, Search(guide, run, (args, kwargs), fixed, bar.update))

@@ -217,7 +217,7 @@ class Nested:
     def mode(self, starts: Iterable[Optimum], is_known: Callable[[Tensor], bool] = lambda theta: False) -> Optimum:
         """F at θ̂, by L-BFGS from the best of some starts; ``none`` where that comes to a θ that is known."""
         best = max(starts, key=attrgetter("value"), default=self.none)
-        if best is self.none:
+        if best is self.none or not self.hyper.size:
             return best
         # L-BFGS's line search interpolates values: an infinite one would be NaN to it, a wall turns it back.
         t, lowest = (best.theta / self.hyper.units).requires_grad_(), float(best.value) - 1e4
