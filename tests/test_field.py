@@ -363,6 +363,16 @@ def test_a_handler_may_hold_a_scale():
     torch.testing.assert_close(explained, torch.full((N,), 3.0), atol=0.01, rtol=0.0)
 
 
+def test_a_scale_of_one_prior_beside_f_is_named():
+    def model(x, y=None):
+        with poutine.scale(scale=0.5):
+            a = pyro.sample("a", dist.Normal(0.0, 2.0))
+        observed(dist.Normal(a + pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x)), 0.3), y)
+
+    with pytest.warns(UserWarning, match=r"poutine.scale weighs them by 0.5 and 1.0: scale the data alone, or all"):
+        AutoSparseGP(model, families.SVGP(6))(torch.rand(9, 1), torch.randn(9))
+
+
 def test_independent_latents_have_posteriors_of_their_own():
     data = _data()
     guide, losses = _step(_linear(), families.SVGP(8), data, independent=True)

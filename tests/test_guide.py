@@ -5,6 +5,7 @@ import functools
 import gc
 import io
 import pickle
+import warnings
 from functools import partial
 
 import pyro
@@ -673,6 +674,11 @@ def test_a_summary_is_of_draws_and_prints_as_a_table():
     lines = repr(guide.summary(num_draws=20)).splitlines()
     assert len(lines) == 5
     assert lines[0].split() == ["mean", "sd", "5%", "95%"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert guide.summary(num_draws=1).sd.isnan().all()
+        alone = prepared(poutine.condition(regression, data=guide.median()), SVGP(5), *data(20))
+        assert len(alone.summary(num_draws=5).names) == 0  # a program without latents
 
 
 @pytest.mark.parametrize("independent", [True, ()])

@@ -28,7 +28,7 @@ WARNINGS = {
     "meet in densities of more than": "Take more, num_particles=10.",
     "needed a relative jitter": "or set jitter=.",
     "no plate scales them up": "The guide takes poutine.scale for the rows' weights.",
-    "was not found (": "Give init_loc_fn a nearer start.",
+    "was not found (": "Mend that, or give init_loc_fn a nearer start.",
     "were changed in place after training": "or change copies.",
     "is not far above the jitter": "jitter=1e-12), or more noise.",
 }

@@ -83,7 +83,10 @@ class Search:
         self._split(normal)
         scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
         if len(scales) > 1:
-            raise Unsupported(f"{', '.join(map(repr, (*normal, *self.gps)))} have one posterior, and scales {scales}")
+            names, weights = ", ".join(map(repr, (*normal, *self.gps))), " and ".join(map(str, sorted(scales)))
+            raise Unsupported(
+                f"{names} have one posterior, and poutine.scale weighs them by {weights}: scale the data alone, or all"
+            )
 
     def _take(self, most: int, order: Optional[Tensor] = None) -> None:
         """Take so many rows at most, by a plate's numbers, or from tensors with as many rows as a GP site's inputs: the

@@ -59,7 +59,7 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
         warnings.warn(
             f"the mode of latents {', '.join(map(repr, facts.latents))} was not found "
             f"({str(sought.error).splitlines()[0]}). They start where init_loc_fn says, each with an independent "
-            "posterior, so intervals may be too narrow. Give init_loc_fn a nearer start.",
+            "posterior, so intervals may be too narrow. Mend that, or give init_loc_fn a nearer start.",
             stacklevel=6,
         )
 

@@ -34,7 +34,9 @@ class Summary:
             torch.cat([value.reshape(len(value), -1) for value in draws.values()], 1) if draws else torch.zeros(2, 0)
         )
         low, high = values.quantile(values.new_tensor([0.05, 0.95]), 0) if draws else values
-        return cls(tuple(names), values.mean(0), values.std(0), low, high, effective_size)
+        mean = values.mean(0)
+        sd = ((values - mean).square().sum(0) / (len(values) - 1)).sqrt()  # of one draw NaN, without torch's warning
+        return cls(tuple(names), mean, sd, low, high, effective_size)
 
     def __repr__(self) -> str:
         width = max(map(len, self.names), default=0)

@@ -107,7 +107,7 @@ def _chosen(num: int, given: Collection[Tensor], like: Tensor) -> Tensor:
     """
     parts = [part.reshape(num, -1).to(like).nan_to_num(0.0, 0.0, 0.0) for part in given if part.shape[:1] == (num,)]
     table = torch.cat([like.new_zeros(num, 1), *parts], 1)
-    height = ((table - table.mean(0)) / table.std(0).clamp(min=1e-6)).sum(1)
+    height = ((table - table.mean(0)) / table.std(0, correction=0).clamp(min=1e-6)).sum(1)
     ends = torch.cat([table[:, 1:].argmin(0), table[:, 1:].argmax(0)])
     return height.index_fill(0, ends, -torch.inf).argsort()[-_PART:].sort().values
 
