@@ -312,7 +312,9 @@ def test_a_fit_that_is_resumed_where_the_bound_stood_ends_where_it_would_have(tm
     for options in ({}, {"checkpoint": file, "stopping": lambda losses: len(losses) == 12}, {"checkpoint": file}):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        result, _ = fitted(fit_worker.rows(20), steps=None, resume="stopping" not in options and bool(options), **options)
+        result, _ = fitted(
+            fit_worker.rows(20), steps=None, resume="stopping" not in options and bool(options), **options
+        )
         results.append(result)
     whole, cut, again = results
     assert (whole.steps, cut.steps) == (30, 12)

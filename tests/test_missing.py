@@ -5,9 +5,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
-from pyro_sparsegp.families import SGPR
+from pyro_sparsegp.families import SGPR, SVGP
 
 from .models import FAMILIES, conditional, observed, prepared, refused, train
 
@@ -160,3 +161,26 @@ def test_a_mask_of_a_latent():
     mean = torch.linalg.solve(precision, design.mT @ weighed[:, 4])
     assert ((draws.mean(0) - mean).abs() < 0.3 * sd).all()
     assert ((draws.std(0) / sd).log().abs() < 0.3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_one_output_that_is_missing_at_the_end_follows_the_other(dtype):
+    """As test_variational_multitask of GPyTorch's test/examples/test_missing_data.py, whose bound on errors is .3."""
+    torch.set_default_dtype(dtype)
+    x, new = (torch.linspace(0, 1, num)[:, None] for num in (41, 51))
+    truth, noise = (2 * torch.pi * x).sin() * torch.tensor([1.0, -1.0]), 0.2 * torch.randn(41, 2)
+    y = (truth + noise).index_put((torch.arange(38, 41), torch.tensor(1)), torch.tensor(torch.nan))
+
+    def model(x, y=None):
+        variance, length = (pyro.param(n, torch.tensor(0.693), constraint=constraints.positive) for n in ("v", "l"))
+        noise = pyro.param("n", torch.full((2,), 0.693), constraint=constraints.positive)
+        f = pyro.sample("f", GaussianProcess(variance * kernels.RBF(length), x))
+        loc = f[:, None] * pyro.param("a", torch.tensor([0.7, -0.4]))
+        seen = torch.ones_like(loc, dtype=torch.bool) if y is None else ~y.isnan()
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(loc, noise.sqrt()).mask(seen).to_event(1), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(21))
+    train(model, guide, x, y, steps=100, lr=0.05)
+    found = guide.posterior(new)["f"].mean[:, None] * pyro.param("a")
+    assert (found - (2 * torch.pi * new).sin() * torch.tensor([1.0, -1.0])).abs().max() < 0.3

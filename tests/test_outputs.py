@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, mix_outputs
 from pyro_sparsegp.families import SGPR, SVGP, AdditiveSGPR
@@ -172,3 +173,27 @@ def test_trained_inducing_inputs_stay_with_their_outputs(family):
     assert (after[:, 0] - before[:, 0]).abs().min() > 1e-3
     again = restored(guide, model, family)
     assert again.gps.f.basis.codes == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_batch_of_functions_on_one_set_of_inducing_inputs(dtype):
+    """As GPyTorch's test/examples/test_batch_svgp_gp_regression.py, whose bounds on both errors are .01 and .02."""
+    torch.set_default_dtype(dtype)
+    x = torch.linspace(0, 1, 260)[:, None]
+    y = torch.cat([(2 * torch.pi * x).cos(), (2 * torch.pi * x).sin()], 1) + 0.01 * torch.randn(260, 2)
+
+    def model(x, y=None):
+        variance, length, noise = (
+            pyro.param(name, torch.tensor(0.693), constraint=constraints.positive) for name in ("v", "l", "n")
+        )
+        level = pyro.param("level", torch.tensor(0.0))
+        process = GaussianProcess(variance * kernels.RBF(length), x, mean=lambda x: level.expand(len(x)))
+        f = pyro.sample("f", process.expand([2]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f.mT, noise.sqrt()).to_event(1), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(torch.linspace(0, 1, 25)[:, None]))
+    train(model, guide, x, y, steps=200, lr=0.01)
+    errors = (y.mT - guide.posterior(x)["f"].mean).abs().mean(-1) / 2
+    assert errors[0] < 0.01
+    assert errors[1] < 0.01
