@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 from tqdm.auto import tqdm
 
+from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
 from ..program.traces import bare, repeatable, whole_plates
 from .bounds import of_bound
@@ -78,7 +79,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
 
 
 def is_of_others(guide: KnownGuide, data: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call's data are other rows than those of training; more of them may be all, of mini-batches."""
+    """Whether data are not of the rows of training; more rows may be all, of mini-batches."""
     is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
     return guide.relation(args, kwargs).others and not is_more
 
@@ -173,7 +174,7 @@ class Compared:
         _, handler = self.nested.run(at.theta, every)
         values = {name: handler.values[name].reshape(-1)[:_ROWS] for name in layout.field}
         # Members are affine in x, residuals at its end; a prior's mean may be another member.
-        slopes = _rows_of_jacobian(torch.cat(list(values.values())), every)
+        slopes = jacobian(torch.cat(list(values.values())), every).mT.detach()
         by_x, left = slopes[:, : layout.num], slopes[:, layout.num :].square().sum(-1)
         variance = precision.white(by_x).square().sum(0) + left
         rows = slices({name: len(value) for name, value in values.items()})
@@ -399,9 +400,3 @@ def _of_argument(argument: str, given: Any, names: list[str], how: str) -> str:
     which = ", ".join(map(repr, names))
     remedy = f"{argument}=True" if given is True else f"{which} from {argument}="
     return f"because the guide treats {which} as {how}. Remove {remedy}."
-
-
-def _rows_of_jacobian(values: Tensor, x: Tensor) -> Tensor:
-    """∂ values / ∂x, ``(N, len(x))``."""
-    eye = torch.eye(len(values)).to(values)
-    return torch.autograd.grad(values, x, eye, is_grads_batched=True, materialize_grads=True)[0]

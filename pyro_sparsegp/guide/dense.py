@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.arrow import Dense
+from ..numerics.functions import jacobian
 from ..numerics.linalg import times
 from ..program.asking import Unsupported
 from .field import Layout, Standardised
@@ -101,8 +102,7 @@ class ByHessian(Nested):
 def _derivatives(total: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient by x, and minus the Hessian."""
     (slope,) = torch.autograd.grad(total, x, create_graph=True)
-    each = torch.eye(len(x), dtype=x.dtype, device=x.device)
-    (second,) = torch.autograd.grad(slope, x, each, is_grads_batched=True, create_graph=True)
+    second = jacobian(slope, x)
     return slope, -0.5 * (second + second.mT)
 
 
