@@ -335,6 +335,10 @@ def test_the_loss_as_a_module_has_no_parameters_before_the_guide_has():
 def test_bad_arguments():
     x, y = data(num=20)
     refused("num_nodes", TraceQuadrature_ELBO, 0)
+    many = TraceQuadrature_ELBO(400).loss
+    refused(
+        "num_nodes must be at most 350, got 400", many, bernoulli, AutoSparseGP(bernoulli, SVGP(5)), *data(bernoulli, 9)
+    )
     refused("vectorize_particles=True", TraceQuadrature_ELBO, vectorize_particles=True, num_particles=3)
     normal = pyro.infer.autoguide.AutoNormal(regression)
     with pytest.raises(ValueError, match="needs an AutoSparseGP guide, got AutoNormal"):
@@ -613,3 +617,40 @@ def test_what_the_graph_hides_is_mapped(hides):
     guide = prepared(model, SVGP(6), x, y)
     elbo = TraceQuadrature_ELBO()
     assert elbo.differentiable_loss(model, guide, x, y).item() == pytest.approx(elbo.loss(model, guide, x, y))
+
+
+def _with_intercept(x):
+    return pyro.sample("a", dist.Normal(0.0, 2.0)) + _function("f", x), 0.05
+
+
+def _function(name, x):
+    return pyro.sample(name, GaussianProcess(RBF, x))
+
+
+LAPLACE = {  # the location and the scale
+    "f": lambda x: (_function("f", x), 0.05),
+    "affine": lambda x: (2 * _function("f", x) + x[:, 0], 0.05),
+    "intercept": _with_intercept,
+    "two functions": lambda x: (_function("f", x) + _function("g", x), 0.05),
+    "two predictors": lambda x: (_function("f", x), (_function("g", x) - 3).exp()),
+    "a drawn scale": lambda x: (_function("f", x), pyro.sample("scale", dist.LogNormal(-3.0, 0.1))),
+}
+
+
+@pytest.mark.parametrize("family", [SVGP(6), SGPR(6)], ids=["SVGP", "SGPR"])
+@pytest.mark.parametrize("kind", LAPLACE)
+def test_nodes_meet_no_kink_of_laplaces_density(kind, family):
+    """E[log p] is in closed form, so that the number of nodes does not matter."""
+    x = torch.rand(12, 1)
+    y = torch.sin(6 * x[:, 0]) + 0.05 * torch.randn(12)
+
+    def model(x, y=None):
+        loc, scale = LAPLACE[kind](x)
+        return observed(dist.Laplace(loc, scale), y)
+
+    guide, found = AutoSparseGP(model, family), []
+    train(model, guide, x, y, steps=3, lr=1e-3)
+    for num_nodes in (20, 21, 200):
+        pyro.set_rng_seed(1)
+        found.append(TraceQuadrature_ELBO(num_nodes).loss(model, guide, x, y))
+    assert found == pytest.approx(found[:1] * 3, abs=1e-6)

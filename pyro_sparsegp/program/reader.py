@@ -22,6 +22,8 @@ from .facts import DATAWISE, ELEMENTWISE, Structure, find_owners
 from .handlers import Rerun
 from .traces import entries, expectation, log_densities, parameter_of, sample_sites, share_of
 
+_MOST_NODES = 350  # of Gauss-Hermite quadrature: with more, numpy's weights are NaN
+
 Owners = dict[tuple[str, str], Tensor]  # by GP site and site downstream
 
 
@@ -215,6 +217,8 @@ def _normal_nodes(
 ) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         if num_axes <= 2:
+            if num > _MOST_NODES:
+                raise ValueError(f"num_nodes must be at most {_MOST_NODES}, got {num}")
             # ∫ g(f) N(f | 0, 1) df ≈ Σₖ wₖ g(fₖ), exact for polynomials of degree 2K − 1.
             nodes, each = np.polynomial.hermite_e.hermegauss(num)
             points, products = (
