@@ -24,7 +24,8 @@ from .program.checks import require_known_indices, warn_of_groups
 from .program.draws import Draw, in_blocks
 from .program.enumeration import Enumeration
 from .program.handlers import Held, given_data
-from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
+from .program.structure import Role
+from .program.traces import as_process, is_observation, plate_sizes, roles_beside, sample_sites, whole_plates
 from .warned import Warned
 
 Samples = Mapping[str, Tensor]
@@ -66,7 +67,7 @@ def predict(
         samples: Samples = items_of_draws(result, num_samples or 100)
         one: Callable[[Draw], Draw] = partial(_of_guide, model, result, joint, args, kwargs)
         apart, facts = result.has_random_latents, result.facts
-        rows = sum(facts.rows.values()) if facts.classes else 0  # given which classes are drawn
+        rows = sum(result.core.sizes.values()) if facts.classes else 0  # given which classes are drawn
     else:
         model, chains, old = sampled(model, result, None if data is None else (tuple(data), {}))
         warned = Warned()
@@ -105,14 +106,14 @@ def _of_guide(
     if model is guide.model:
         require_own_rows(nodes)
         return values
-    names = (*guide.facts.latents, *guide.facts.gps, *guide.facts.enumerated)
+    names = (*guide.facts.latents, *guide.facts.gps, *guide.facts.discrete)
     with whole_plates(), Held({name: values[name] for name in names if name in values}):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     sites = sample_sites(trace)
     # Else it is drawn from its prior: test_a_latent_that_training_held_is_not_drawn_from_its_prior_in_silence.
     here = {name: site["is_observed"] for name, site in sites.items()}
     differ = [name for name in names if here.get(name)]
-    differ += [name for name in guide.facts.rows if not here.get(name, True) and guide.is_given(name, sites[name])]
+    differ += [name for name in guide.facts.data if not here.get(name, True) and guide.is_given(name, sites[name])]
     if differ:
         raise ValueError(
             f"site {differ[0]!r} is held at a value in one of the guide's model and the model given to predict, and "
@@ -157,20 +158,14 @@ def sampled(model: Callable, result: Any, data: Optional[Call]) -> tuple[Callabl
     return model, samples, data
 
 
-def data_plates(trace: poutine.Trace) -> set[str]:
-    """The plates of observed sites."""
-    return {plate for site in sample_sites(trace).values() if is_observation(site) for plate in plate_sizes(site)}
-
-
 class AtNewInputs(Messenger):
     """A run at other inputs: GP sites by ``function``, latents as known, but the model's in plates of data."""
 
     def __init__(self, before: poutine.Trace, values: Samples, warned: Warned, function: Callable) -> None:
         super().__init__()
         self.values, self.warned, self.function = values, warned, function
-        plates, data = {name: plate_sizes(site) for name, site in sample_sites(before).items()}, data_plates(before)
-        self.local = {name for name in plates if data & plates[name].keys()}
-        self.groups = {name: plates[name] for name in grouped(before)}
+        self.plates, role_of = {n: plate_sizes(site) for n, site in sample_sites(before).items()}, roles_beside(before)
+        self.roles = {name: role_of(plates) for name, plates in self.plates.items()}
 
     @require_known_indices()
     def run(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
@@ -185,10 +180,10 @@ class AtNewInputs(Messenger):
             return
         if process is not None:
             self.function(msg, process)
-        elif name in self.values and name not in self.local:
+        elif name in self.values and self.roles.get(name, Role.ALL) == Role.ALL:
             msg["value"] = self.values[name]
-        elif self.groups.get(name) == plate_sizes(msg):
-            warn_of_groups(self.warned, name, self.groups[name])
+        elif self.roles.get(name) == Role.GROUP and self.plates[name] == plate_sizes(msg):
+            warn_of_groups(self.warned, name, self.plates[name])
 
 
 class Trained(Messenger):
@@ -204,7 +199,9 @@ class Trained(Messenger):
             self.trace = poutine.trace(summed(model)).get_trace(*args, **kwargs)
         # Without data, as of ``data=(x,)``, nothing is known of classes.
         seen = any(map(is_observation, sample_sites(self.trace).values()))
-        self.values = {**sample, **summed.draw_of(summed.groups(data_plates(self.trace)) if seen else ())}
+        role_of = roles_beside(self.trace)
+        classes = [own.name for own in summed.latents.values() if seen and role_of(own.plates) == Role.ALL]
+        self.values = {**sample, **summed.draw_of(classes)}
 
     def _pyro_sample(self, msg: Any) -> None:
         name, sample, process = msg["name"], self.sample, as_process(msg["fn"])[0]

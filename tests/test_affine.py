@@ -241,7 +241,7 @@ COUPLED = {
 def test_other_densities_are_drawn_from(name):
     guide = AutoSparseGP(COUPLED[name], SVGP(5))
     guide(*data())
-    assert guide.core.forms.rest.dependence
+    assert guide.core.forms.rest.gps
 
 
 ROWWISE = {
@@ -434,7 +434,7 @@ def test_a_layer_below_sums_is_drawn_jointly():
 
     guide = AutoSparseGP(model, SVGP(5))
     guide(*data())
-    assert set(guide.structure.dependence.values()) == {"coupled"}
+    assert guide.structure.coupled == ("g", "h", "f")
 
 
 def test_a_latent_below_a_sum_keeps_its_width():

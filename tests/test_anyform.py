@@ -87,7 +87,7 @@ def test_training_keeps_the_width_of_a_weight_of_f():
     mean, sd, _ = _on_a_grid(torch.linspace(1.0, 2.4, 200), log_joint)
     guide, _ = _trained(model, {"f": SVGP(12), "d": SVGP(6)}, (x, y), 300)
     rho = _draws(guide, "rho", (x,))
-    assert guide.facts.intercepts == ["rho"]
+    assert guide.joint.intercepts == ("rho",)
     assert rho.mean().item() == pytest.approx(mean.item(), abs=0.3 * sd.item())
     assert rho.std().item() == pytest.approx(sd.item(), rel=0.25)
 
@@ -152,7 +152,7 @@ def test_latents_and_f_are_joint_in_whatever_form_a_density_is_written(form):
     logs = torch.cat([torch.vmap(log_likelihood)(*part) for part in zip(*(v.split(50_000) for v in prior.values()))])
     weights = logs.softmax(0)
     guide, loss = _trained(model, SVGP(FEW.clone(), trainable=False), (FEW,), 60)
-    assert {*guide.facts.field} == {"mu", "f"}
+    assert {*guide.joint.field} == {"mu", "f"}
     # The best Gaussian's bound is below the evidence by what of the posterior is none.
     assert loss == pytest.approx(-(logs.logsumexp(0) - torch.tensor(400_000.0).log()).item(), abs=0.1)
     draws = {name: _draws(guide, name, (FEW,)).reshape(400, -1) for name in prior}

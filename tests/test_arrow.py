@@ -169,10 +169,10 @@ def _trained(model, data, steps=4):
 def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
     data = _data(model is _counts)
     whole, losses = _trained(model, data)
-    assert not whole.facts.eliminated
+    assert not whole.joint.eliminated
     monkeypatch.setattr(search, "_ELIMINATED", 10)
     guide, found = _trained(model, data)
-    assert guide.facts.eliminated == "a"
+    assert guide.joint.eliminated == "a"
     assert isinstance(guide.field.coefficients, NaturalArrow)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-5)
     one, other = guide.posterior(*data[:2])["f"], whole.posterior(*data[:2])["f"]
@@ -181,7 +181,7 @@ def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
     torch.testing.assert_close(guide.median(*data)["a"], whole.median(*data)["a"], rtol=1e-3, atol=1e-3)
     again = restored(guide, model, families.SVGP(10))
     torch.testing.assert_close(again.posterior(*data[:2])["f"].variance, one.variance)
-    assert copy.deepcopy(guide).facts.eliminated == "a"
+    assert copy.deepcopy(guide).joint.eliminated == "a"
     if model is _counts:
         assert guide.check(*data) == whole.check(*data)
     points, others = guide.integrate(num_points=40), whole.integrate(num_points=40)
@@ -193,8 +193,8 @@ def test_groups_of_which_a_datum_has_two_values_stay_dense(monkeypatch):
     data = _data(False)
     monkeypatch.setattr(search, "_ELIMINATED", 10)
     guide, losses = _trained(_games, data, 2)
-    assert not guide.facts.eliminated
-    assert set(guide.facts.field) == {"a", "f"}
+    assert not guide.joint.eliminated
+    assert set(guide.joint.field) == {"a", "f"}
     monkeypatch.setattr(search, "_ELIMINATED", 10_000)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(_trained(_games, data, 2)[1]))
 
@@ -212,7 +212,7 @@ def test_a_start_on_some_rows_takes_whole_groups(monkeypatch):
     chosen = taken[0].chosen
     assert len(chosen) == 24
     assert len(group[chosen].unique()) == 6
-    assert guide.facts.eliminated == "a"
+    assert guide.joint.eliminated == "a"
     assert torch.tensor(losses).isfinite().all()
 
 
@@ -237,9 +237,9 @@ def test_effects_of_single_rows_join_the_field_as_those_of_a_plate_of_their_own(
     data = _data(True)
     whole, losses = _trained(_effects(True), data)
     guide, found = _trained(_effects(False), data)
-    assert set(guide.facts.field) == {"e", "mu", "f"}
-    assert guide.facts.row_effects == ["e"]
-    assert bool(guide.facts.eliminated) == (least == 10)
+    assert set(guide.joint.field) == {"e", "mu", "f"}
+    assert guide.joint.row_effects == ("e",)
+    assert bool(guide.joint.eliminated) == (least == 10)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(guide.median(*data)["e"], whole.median(*data)["e"], rtol=1e-5, atol=1e-6)
     x = torch.linspace(-0.2, 1.2, 5)[:, None]  # new rows, whose effects are drawn from the model
@@ -271,5 +271,5 @@ def test_steps_on_batches_are_those_of_a_dense_field(dtype, monkeypatch):
         for half in (slice(0, 48, 2), slice(1, 48, 2), slice(0, 24)):
             losses.append(svi.step(*(part[half] for part in data), size=48))
         found.append(torch.tensor(losses))
-    assert guide.facts.eliminated == "a"
+    assert guide.joint.eliminated == "a"
     torch.testing.assert_close(found[1], found[0], rtol=1e-6 if dtype == torch.float64 else 1e-3, atol=0.0)

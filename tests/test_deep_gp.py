@@ -48,7 +48,7 @@ def test_the_bound_is_that_of_the_outer_layer_averaged_over_draws_of_the_inner()
         return observed(dist.Normal(f2, 0.3), y)
 
     guide = fitted(model, x, y, family={"f1": OrthogonalInducing(5, 4), "f2": OrthogonalInducing(6, 5)})
-    assert guide.structure.inner == ["f1"]
+    assert guide.structure.inner == ("f1",)
     mean, error = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=15)
     with torch.no_grad():
         inner = guide.posterior(x)["f1"]
@@ -70,7 +70,7 @@ def test_layers_train_and_predict(layers):
     guide = AutoSparseGP(model, families)
     start = TraceQuadrature_ELBO(2).loss(model, guide, x, y)
     losses = train(model, guide, x, y, steps=30, lr=0.1, loss=TraceQuadrature_ELBO(2))
-    assert guide.structure.inner == [f"f{layer}" for layer in range(1, layers)]
+    assert guide.structure.inner == tuple(f"f{layer}" for layer in range(1, layers))
     assert sum(losses[-5:]) / 5 < 0.7 * start
     x_new, y_new = data(num=40, seed=5)
     draws = predict(model, guide, x_new, num_samples=20)

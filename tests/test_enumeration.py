@@ -249,7 +249,7 @@ def test_states_copies_and_config_enumerate():
     other = restored(guide, fixed, SVGP(8))
     loss = TraceQuadrature_ELBO(8).loss
     assert loss(fixed, other, x, y) == loss(fixed, guide, x, y)
-    assert other.structure.enumerated == ["z"]
+    assert other.structure.discrete == {"z": "row"}
     again = pickle.loads(pickle.dumps(guide))
     torch.testing.assert_close(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
 

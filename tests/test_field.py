@@ -107,7 +107,7 @@ def test_the_first_step_of_a_linear_gaussian_model_is_at_its_evidence(family, af
     data = x, group, _ = _data()
     mean, covariance, log_evidence, to_data = _exact(*data)
     guide, losses = _step(_linear(after), family, data, 3)
-    assert set(guide.facts.field) == {"c", "g", "f"}
+    assert set(guide.joint.field) == {"c", "g", "f"}
     torch.testing.assert_close(-torch.tensor(losses), log_evidence.expand(3), rtol=0.0, atol=2e-3)
     q = guide.posterior(x, group)["f"]
     torch.testing.assert_close(q.mean.detach(), mean[4:], rtol=0.0, atol=2e-3)
@@ -155,10 +155,10 @@ def _dense_laplace(x, group, y, s, tau):
 
 
 def _nested(guide, data, owned=("a",)):
-    layout = Layout(guide.facts.field, {"f": 1}, owned)
-    priors = dict.fromkeys(guide.facts.coupled, dist.LogNormal(0.0, 1.0))
+    layout = Layout(guide.joint.field, {"f": 1}, owned)
+    priors = dict.fromkeys(guide.joint.hyper, dist.LogNormal(0.0, 1.0))
     hyper = Hyperparameters(priors, dict.fromkeys(priors, torch.tensor(1.0)), guide.like)
-    return Nested(guide, layout, guide.facts.links, hyper, partial(run_standardised, guide, data, {}))
+    return Nested(guide, layout, guide.joint.links, hyper, partial(run_standardised, guide, data, {}))
 
 
 def test_scores_of_a_field():
@@ -175,8 +175,8 @@ def test_scores_of_a_field():
 def test_nested_laplace_is_the_dense_one_and_its_gradient_its_own():
     data = _count_data()
     guide, _ = _step(_counts, families.SVGP(N, trainable=False), data)
-    assert guide.facts.coupled == ["s", "tau"]
-    assert guide.facts.owned == ["a"]
+    assert guide.joint.hyper == ("s", "tau")
+    assert guide.joint.owned == ("a",)
     nested, theta = _nested(guide, data), torch.tensor([-0.7, -0.3])
     found = nested.at(theta)
     s, tau = theta.exp()
@@ -242,7 +242,7 @@ def test_two_predictors_are_integrated_together():
     # Against draws of the same q; f is in both predictors, and so is what its basis leaves out.
     data, model = _noisy_data(), partial(_mean_and_noise, _both=0.7)
     guide, _ = _step(model, families.SVGP(1), data)
-    assert guide.facts.links == {"y": {"loc": "identity", "scale": "log"}}
+    assert guide.joint.links == {"y": {"loc": "identity", "scale": "log"}}
     pyro.set_rng_seed(0)
     with torch.no_grad():
         exact = torch.tensor([TraceQuadrature_ELBO().loss(model, guide, *data) for _ in range(20)]).mean()
@@ -347,7 +347,7 @@ def test_what_is_held_by_a_handler_is_refused_by_name():
             call(*data)
     held = AutoSparseGP(_linear(), families.SVGP(8), independent=("c",))
     held(*data)
-    assert set(held.facts.field) == {"g", "f"}
+    assert set(held.joint.field) == {"g", "f"}
     with poutine.condition(data={"c": torch.tensor(3.0)}):
         assert held(*data)["c"] == 3
 
@@ -376,7 +376,7 @@ def test_a_scale_of_one_prior_beside_f_is_named():
 def test_independent_latents_have_posteriors_of_their_own():
     data = _data()
     guide, losses = _step(_linear(), families.SVGP(8), data, independent=True)
-    assert guide.facts.field == {}
+    assert guide.joint.field == {}
     assert guide.scales.c < 0.2 * _exact(*data)[1][0, 0].sqrt()  # the mean field's, given all others
     assert math.isfinite(losses[0])
     refused("independent must be", AutoSparseGP, _linear(), families.SVGP(8), independent="c")
@@ -540,7 +540,7 @@ def test_the_search_can_be_left_out():
     )
     guide(x, y)
     assert guide.together.mean.exp().item() == pytest.approx(0.5)
-    assert set(guide.facts.field) == {"mu", "f"}
+    assert set(guide.joint.field) == {"mu", "f"}
     outside = {"init_loc_fn": init_to_value(values={"s": torch.tensor(-1.0)})}
     wrong = {
         "start must be": {"start": "map"},
@@ -567,7 +567,7 @@ def test_a_mixture_is_a_likelihood_of_a_field(family):
     guides, losses = zip(
         *(_step(partial(_counts, _likelihood=of), family, _count_data(), 5) for of in (dist.Poisson, _mixed))
     )
-    assert [guide.facts.links["y"] for guide in guides] == [{"rate": "log"}, {"f": "value"}]
+    assert [guide.joint.links["y"] for guide in guides] == [{"rate": "log"}, {"f": "value"}]
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-6, atol=0)
     x, _, y = _data()
 
@@ -624,7 +624,7 @@ def test_a_mask_makes_a_prior_flat_where_data_are(padded):
             observed(dist.Normal(f + g[group], NOISE), y)
 
     guide, _ = _step(model, families.SVGP(8), (x, y))
-    assert (list(guide.facts.field), guide.facts.coupled) == ((["g", "f"], []) if padded else (["f"], ["g"]))
+    assert (list(guide.joint.field), guide.joint.hyper) == ((["g", "f"], ()) if padded else (["f"], ("g",)))
 
 
 def test_each_hyperparameter_is_followed_where_predictors_are_nearest_to_linear():
@@ -635,7 +635,7 @@ def test_each_hyperparameter_is_followed_where_predictors_are_nearest_to_linear(
 
     x, _, y = _count_data()
     guide, losses = _step(model, families.SVGP(x.clone(), trainable=False), (x, y), 100)
-    assert (guide.facts.intercepts, guide.facts.unconstrained) == (["a", "b"], ["a"])
+    assert (guide.joint.intercepts, guide.joint.unconstrained) == (("a", "b"), ("a",))
     _, others = _step(model, families.SGPR(x.clone(), trainable=False), (x, y), 100)
     assert sum(losses[50:]) / 50 == pytest.approx(sum(others[50:]) / 50, abs=0.3)
 
@@ -670,7 +670,7 @@ def test_f_follows_what_moves_its_likelihood(case):
         return observed(dist.NegativeBinomial(r, logits=f - r.log() if case == "held" else f), y)
 
     guide, losses = _step(model, families.SVGP(8), (x, y), 200)
-    assert guide.facts.intercepts == ["r"] * (case != "held")
+    assert guide.joint.intercepts == ("r",) * (case != "held")
     assert sum(losses[-50:]) / 50 < losses[0] + 0.3
     assert guide.check(x, y) == []
 
@@ -684,7 +684,7 @@ def test_a_latent_that_f_is_multiplied_by_is_a_hyperparameter():
         observed(dist.Normal(mu + k * f, NOISE), y)
 
     guide, _ = _step(model, families.SVGP(12), (x, y), 100)
-    assert (guide.facts.coupled, {*guide.facts.field}) == (["k"], {"mu", "f"})
+    assert (guide.joint.hyper, {*guide.joint.field}) == (("k",), {"mu", "f"})
     grid = torch.linspace(-2, 4, 600)
     covariance = grid[:, None, None] ** 2 * kernels.RBF(0.4)(x) + 4 + NOISE**2 * torch.eye(N)
     weights = dist.MultivariateNormal(torch.zeros(N), covariance).log_prob(y) + dist.Normal(1.0, 0.5).log_prob(grid)
@@ -698,7 +698,7 @@ def test_a_latent_that_f_is_multiplied_by_is_a_hyperparameter():
         f, g = (pyro.sample(name, GaussianProcess(kernels.RBF(0.4), x)) for name in "fg")
         observed(dist.Normal(mu + f * g, NOISE), y)
 
-    assert {*_step(product, families.SVGP(6), (x, y))[0].facts.field} == {"mu", "f", "g"}
+    assert {*_step(product, families.SVGP(6), (x, y))[0].joint.field} == {"mu", "f", "g"}
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
@@ -713,7 +713,7 @@ def test_what_a_prior_is_made_of_is_a_hyperparameter(is_plain):
         )
         observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x)), s), y)
 
-    assert _step(model, families.SVGP(6), (x, y))[0].facts.coupled == ["m", "s"]
+    assert _step(model, families.SVGP(6), (x, y))[0].joint.hyper == ("m", "s")
 
 
 def test_widths_of_a_first_batch_become_those_of_all_rows():
@@ -745,7 +745,7 @@ def test_zeros_from_elsewhere():
 
     data = x, y * (torch.arange(N) % 4 > 0)
     guide, _ = _step(model, families.SVGP(8), data, 30)
-    assert {*guide.facts.field} == {"mu", "q", "f"}
+    assert {*guide.joint.field} == {"mu", "q", "f"}
     assert guide.check(*data) == []
 
 
@@ -784,8 +784,8 @@ def test_non_centred_latents_have_the_posterior_of_centred_ones(name):
     if name == "z":  # z is a deterministic site then, in no plate of data
         reparametrised = poutine.reparam(model, config={"z": LocScaleReparam(0.0)})
         assert _step(reparametrised, family, (True, y), 20)[1] == pytest.approx(found[0][1], rel=1e-5)
-    assert found[0][0].facts.factors == {}
-    assert found[1][0].facts.factors[name]["t"] == pytest.approx([1.0])
+    assert found[0][0].joint.factors == {}
+    assert found[1][0].joint.factors[name]["t"] == pytest.approx([1.0])
 
 
 class _Quantile(dist.TorchDistribution):
@@ -931,12 +931,12 @@ def test_exact_is_no_field_of_a_batch_or_of_inputs_that_move(moves):
     guide, loss = AutoSparseGP(model, families.Exact()), TraceQuadrature_ELBO().loss_and_grads
     if moves:
         loss(model, guide, x, y)
-        assert not guide.facts.field
+        assert not guide.joint.field
         return
     with pytest.raises(ValueError, match=f"trains on all data at once; site 'y' observes 10 of the {N} rows"):
         loss(model, guide, x[:10], y[:10], size=N)
     loss(model, new := AutoSparseGP(model, families.Exact()), x, y)
-    assert {*new.facts.field} == {"mu", "f"}
+    assert {*new.joint.field} == {"mu", "f"}
 
 
 def test_factors_that_leave_rows_out():
@@ -978,7 +978,7 @@ def test_exact_of_many_rows_follows_an_intercept(follows, monkeypatch):
         ones = torch.ones(40)
         exact = (1 / 25 + ones @ torch.linalg.solve(cover, ones)) ** -0.5
         drawn = torch.stack([guide.draw(x[:1])["b"] for _ in range(300)])
-        assert guide.facts.coupled == ["b"]
+        assert guide.joint.hyper == ("b",)
         assert abs(drawn.std() / exact - 1) < 0.25
 
 
@@ -1004,7 +1004,7 @@ def test_a_mask_beside_an_enumerated_latent():
     guide.eval()
     with torch.no_grad():
         joint = torch.tensor([Trace_ELBO().loss(model, guide, x, one, two) for _ in range(100)])
-    assert guide.facts.field
+    assert guide.joint.field
     assert abs(loss - joint.mean()) < 5 * joint.std() / 10
 
 
@@ -1040,7 +1040,7 @@ def test_what_bends_at_a_kink_is_no_predictor(kind):
     for family in (families.SVGP(9), families.SGPR(10)):
         guide = AutoSparseGP(model, family)
         guide(x, torch.sin(6 * x[:, 0]))
-        assert not guide.facts.field
+        assert not guide.joint.field
 
 
 def test_what_a_first_call_hid_of_a_predictor_is_told_of():
@@ -1053,7 +1053,7 @@ def test_what_a_first_call_hid_of_a_predictor_is_told_of():
 
     guide = AutoSparseGP(model, families.SVGP(6))
     guide(x, 0 * times, y)
-    assert guide.facts.field
+    assert guide.joint.field
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
     for _ in range(3):
         svi.step(x, times, y)
@@ -1073,7 +1073,7 @@ def test_rows_of_a_start_are_none_of_a_pattern(monkeypatch):
 
     guide = AutoSparseGP(model, families.SVGP(6))
     guide(x, treated, torch.ones(120))
-    assert guide.facts.field or guide.facts.coupled
+    assert guide.joint.field or guide.joint.hyper
 
 
 @pytest.mark.parametrize("kind", ["hyperparameter", "member"])
@@ -1097,7 +1097,7 @@ def test_a_latent_below_f(kind):
     with torch.no_grad():
         joint = torch.tensor([Trace_ELBO().loss(model, guide, x, y) for _ in range(100)])
     weights = torch.as_tensor((tree.sample_stats.log_q - tree.sample_stats.lp).values)
-    assert guide.facts.field
+    assert guide.joint.field
     for draws in (joint, weights):
         assert abs(loss.mean() - draws.mean()) < 5 * math.hypot(
             draws.std() / len(draws.flatten()) ** 0.5, loss.std() / 7
@@ -1136,7 +1136,7 @@ def test_what_is_observed_may_be_made_of_latents(kind):
     guide.eval()
     with torch.no_grad():
         joint = torch.tensor([Trace_ELBO().loss(model, guide, x, y) for _ in range(100)])
-    assert guide.facts.field.keys() == {"a", "f"}
+    assert guide.joint.field.keys() == {"a", "f"}
     assert abs(loss - joint.mean()) < 5 * joint.std() / 10 + 1e-6
 
 

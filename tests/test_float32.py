@@ -145,7 +145,7 @@ def test_states_of_before_keep_their_jitter():
     for dtype in (torch.float32, torch.float64):
         guide = prepared(model, SVGP(20), x.to(dtype), y.to(dtype))
         state = copy.deepcopy(guide.state_dict())
-        assert state["_extra_state"]["gps"]["f"]["basis"].pop("jitter") == guide.gps.f.basis.jitter
+        assert state["_extra_state"]["modules"]["f"]["basis"].pop("jitter") == guide.gps.f.basis.jitter
         for old in (AutoSparseGP(model, SVGP(20)), guide):
             old.load_state_dict(state)
             assert old.gps.f.basis.jitter == default_jitter(dtype)
@@ -336,6 +336,6 @@ def test_a_check_in_another_dtype_than_that_of_numbers(start):
         observed(dist.Normal(f + level[group] + slope, 0.2 * torch.ones(30)), y)
 
     guide = prepared(model, SVGP(10), x, y)
-    assert "level" in guide.facts.field
+    assert "level" in guide.joint.field
     guide.float()
     assert not re.search("checked|nan|inf", "".join(guide.check()))

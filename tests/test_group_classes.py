@@ -174,7 +174,7 @@ def test_what_the_first_call_hides(fault):
             _y(x, y, means[z[GROUP]] + SLOPES[z[GROUP]] * f)
 
     guide = prepared(model, SVGP(8), x, y, some if fault == "masked" else ~some | some)
-    assert guide.structure.dependence == {"f": "coupled"}
+    assert guide.structure.coupled == ("f",)
     with torch.no_grad():
         pyro.set_rng_seed(1)
         loss = TraceQuadrature_ELBO(8).loss(model, guide, x, y, torch.ones_like(some))

@@ -152,7 +152,7 @@ def test_a_state_and_a_copy_hold_the_points_and_a_step_ends_them():
 def test_hyperparameters_beside_f_alone(family):
     pyro.set_rng_seed(0)
     guide = prepared(_alone, family, X, _data(0.0))
-    assert not guide.facts.field
+    assert not guide.joint.field
     train(_alone, guide, X, _data(0.0), steps=30)
     with torch.no_grad():
         before = TraceQuadrature_ELBO(num_particles=20).loss(_alone, guide, X, _data(0.0))

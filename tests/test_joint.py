@@ -171,7 +171,7 @@ def test_sites_that_meet_across_rows_have_the_bound_of_joint_draws(model, steps)
     x, y = _data()
     pyro.set_rng_seed(0)
     guide = _trained(model, families.SVGP(7, trainable=False, rate=slowly), x, y, steps=steps)
-    assert list(guide.structure.field) == ["f", "g"]
+    assert list(guide.joint.field) == ["f", "g"]
     losses = torch.tensor([_bound(guide, x, y) for _ in range(15)])
     guide.eval()
     with torch.no_grad():
@@ -192,7 +192,7 @@ def _best(guide, model, *data, steps=150, nodes=2):
 def test_what_meets_across_rows_in_a_product_has_one_posterior():
     guide = AutoSparseGP(_model(lambda f, g: f * g.flip(0)), {("f", "g"): families.SVGP(4)})
     guide(*_data())
-    assert ({*guide.facts.field}, guide.facts.drawn) == ({"f", "g"}, ["y"])
+    assert ({*guide.joint.field}, guide.joint.drawn) == ({"f", "g"}, ("y",))
 
 
 def _noisy(num, seed):

@@ -82,7 +82,7 @@ def test_groups_are_of_the_field_and_so_are_latents_of_rows(plate):
     t, y = data()
     guide = AutoSparseGP(panel(plate), SVGP(t))
     guide(t, y)
-    assert set(guide.structure.field) == {"a", "f"}
+    assert set(guide.joint.field) == {"a", "f"}
 
 
 def levels(x, group, y=None):

@@ -179,7 +179,7 @@ def test_a_latent_that_a_state_does_not_have():
     with pytest.warns(UserWarning, match=r"site 'noise' is neither a latent site that the guide knows, \['f'\], nor"):
         new.posterior(x)
     svi = pyro.infer.SVI(model, new, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
-    refused(r"the model's latent sites are \['f', 'noise'\], the guide knows \['f'\]", svi.step, x, y)
+    refused("there is a latent site 'noise', which q does not know", svi.step, x, y)
 
 
 @pytest.mark.parametrize("as_input", [False, True])

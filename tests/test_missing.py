@@ -110,7 +110,7 @@ def test_an_intercept_beside_a_deterministic_site():
         mu, f = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("f", GaussianProcess(KERNEL, x))
         observed(dist.Normal(pyro.deterministic("eta", mu + f), NOISE), y)
 
-    assert {*prepared(program, FAMILIES["SVGP"], x, y.nan_to_num()).facts.field} == {"mu", "f"}
+    assert {*prepared(program, FAMILIES["SVGP"], x, y.nan_to_num()).joint.field} == {"mu", "f"}
 
 
 def test_a_factor_under_a_mask():

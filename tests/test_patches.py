@@ -12,6 +12,7 @@ from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SVGP, CollapsedOrthogonal, ComputationAware, FreeFormFamily, OrthogonalInducing
 from pyro_sparsegp.numerics import functions as blocks
 from pyro_sparsegp.posterior.drawing import GroupedSite
+from pyro_sparsegp.program.structure import Group
 
 from .models import FAMILIES, observed, one_function, prepared, refused, restored, train, trained
 
@@ -361,7 +362,7 @@ def test_two_layers_train_from_scratch(independent, dtype):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     x, y = bars(120, dtype=dtype, kinds=3)
     guide = prepared(two_layers, starts(x), x[:20], y[:20], independent_draws=independent)
-    assert guide.structure.groups == {"g": (16, "f")}
+    assert guide.structure.gps["g"].group == Group(16, "f")
     svi = SVI(two_layers, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
     for _ in range(60 if independent or dtype == torch.float32 else 45):
         rows = torch.randperm(120)[:40]
@@ -374,7 +375,7 @@ def test_two_layers_train_from_scratch(independent, dtype):
     assert (draws["f"].mean(0).argmax(0) == truth).double().mean() > 0.75
     q = guide.posterior(new)["f"]
     again = restored(guide, two_layers, starts(x), independent_draws=independent)
-    assert again.structure.groups == {"g": (16, "f")}
+    assert again.structure.gps["g"].group == Group(16, "f")
     assert torch.equal(again.posterior(new)["f"].mean, q.mean)
     guide.eval()  # all values jointly
     assert guide(new[:5])["g"].shape == (2, 80)
@@ -391,7 +392,7 @@ def test_draws_of_groups_have_the_covariance_within_them(lengths):
 
     x, y = torch.rand(12, 1), torch.randn(4)
     guide = trained(model, {"g": OrthogonalInducing(3, 2), "f": SVGP(4)}, x, y, steps=5)
-    assert guide.structure.groups == {"g": (3, "f")}
+    assert guide.structure.gps["g"].group == Group(3, "f")
     q = guide.posterior(x)["g"]
     site = GroupedSite(q.process, q.basis, q.coefficients, "g")
     site.group = 3
@@ -413,7 +414,7 @@ def test_groups_must_stay():
 
     x = torch.rand(24, 1)
     guide = prepared(model, SVGP(4), x, torch.randn(6))
-    assert guide.structure.groups == {"g": (4, "f")}
+    assert guide.structure.gps["g"].group == Group(4, "f")
     guide(torch.rand(40, 1), torch.randn(10))
     with pytest.raises(ValueError, match=r"'g' has 24 inputs and 'f' has 12; at the guide's first call 4 of 'g' went"):
         guide(x, torch.randn(12), per=2)

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
-from pyro_sparsegp.program.facts import Structure
+from pyro_sparsegp.program.structure import Depends, GPSite, Structure
 
 from .models import (
     bernoulli,
@@ -99,7 +99,7 @@ def test_two_sites_use_the_product_grid():
     x, y = data(heteroscedastic, 20)
     model = two(lambda f, g: dist.Normal(f, g.exp()))
     guide = fitted(model, x, y, independent=True)
-    assert guide.structure.interactions == [["f", "g"]]
+    assert guide.structure.meeting == (("f", "g"),)
     f, g = (guide.posterior(x)[name] for name in "fg")
     # E log N(y; f, e^g) = −E g − ½ log 2π − ½ E[(y − f)²] E[e^(−2g)]
     square = (y - f.mean).square() + f.variance
@@ -109,8 +109,11 @@ def test_two_sites_use_the_product_grid():
 
 
 def _structure(dependence, shapes=None, inner=(), interactions=()):
-    gps = {name: {"batch_shape": (shapes or {}).get(name, [])} for name in dependence}
-    return Structure(gps=gps, dependence=dependence, inner=list(inner), interactions=[list(p) for p in interactions])
+    gps = {
+        name: GPSite((shapes or {}).get(name, ()), 1, Depends(kind), is_inner=name in inner)
+        for name, kind in dependence.items()
+    }
+    return Structure(gps, meeting=tuple((f, g) for f, g in interactions))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +122,10 @@ def _structure(dependence, shapes=None, inner=(), interactions=()):
         (_structure({"f": "elementwise"}), {"f": (0,)}),
         (_structure({"f": "elementwise", "g": "elementwise"}), {"f": (0,), "g": (0,)}),
         (_structure({"f": "elementwise", "g": "elementwise"}, interactions=["fg"]), {"f": (0,), "g": (1,)}),
-        (_structure({"f": "datawise"}, {"f": [2]}), {"f": (0, 1)}),
-        (_structure({"f": "datawise"}, {"f": [3]}), {}),
+        (_structure({"f": "datawise"}, {"f": (2,)}), {"f": (0, 1)}),
+        (_structure({"f": "datawise"}, {"f": (3,)}), {}),
         (_structure({"f": "coupled", "g": "elementwise"}), {"g": (0,)}),
-        (_structure({"f": "datawise", "g": "elementwise"}, {"f": [3]}, inner="f"), {"g": (0,)}),
+        (_structure({"f": "datawise", "g": "elementwise"}, {"f": (3,)}, inner="f"), {"g": (0,)}),
         (_structure(dict.fromkeys("fgh", "elementwise"), interactions=["fg", "gh", "fh"]), {}),
         (_structure(dict.fromkeys("fghk", "elementwise"), interactions=["fg", "gh", "fh"]), {"k": (0,)}),
         (_structure(dict.fromkeys("fgh", "elementwise"), interactions=["fg", "gh"]), {"f": (0,), "g": (1,), "h": (0,)}),
@@ -168,7 +171,7 @@ def test_coupled_likelihood_is_drawn_jointly():
         pyro.factor("y", dist.Normal(a @ f, 0.7).log_prob(seen).sum())
 
     guide = fitted(model, x, None)
-    assert guide.structure.dependence == {"f": "coupled"}
+    assert guide.structure.coupled == ("f",)
     q = guide.posterior(x)["f"]
     fit = dist.Normal(a @ q.mean, 0.7).log_prob(seen).sum()
     exact = fit - (a @ q.covariance_matrix @ a.mT).trace() / (2 * 0.7**2) - q.kl
@@ -189,7 +192,7 @@ def test_groups_other_plates_and_local_latents():
             return pyro.sample("y", dist.Normal(z, 0.2), obs=y)
 
     guide = fitted(model, x, y[group])
-    assert guide.structure.dependence == {"f": "elementwise"}
+    assert guide.structure.gps["f"].depends == "elementwise"
     drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=15)
     integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=15)
     assert close(drawn, integrated)

@@ -197,7 +197,7 @@ def test_learned_inputs_have_no_unit_of_their_own():
 
     guide = AutoSparseGP(model, SVGP(5))
     guide(x, torch.randn(30))
-    assert guide.gps.f.basis.units is guide.structure.gps["f"]["basis"]["units"] is None
+    assert guide.gps.f.basis.units is guide.gps.f.spec()["basis"]["units"] is None
     assert torch.equal(guide.gps.f.basis.inputs[0], guide.gps.f.basis.inputs_0)
 
 

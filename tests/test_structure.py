@@ -1,5 +1,6 @@
 """What a first call does not show: structure is found by NaN, which no zero, flat side or mask hides."""
 
+import dataclasses
 import math
 import warnings
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP
+from pyro_sparsegp.program.structure import Density, Depends, GPSite, Group, Latent, Role, Structure
 
 from .models import train
 
@@ -74,6 +76,53 @@ def test_the_bound_of_later_numbers_is_that_of_joint_draws(how):
     assert found == pytest.approx(joint.mean().item(), abs=5 * joint.std().item() / math.sqrt(num / 2))
 
 
+def test_a_structure_is_frozen_printed_and_read_back():
+    x, y = data()
+    guide = AutoSparseGP(program(MEET["a product"]), SVGP(6), independent=True)
+    guide(x, torch.ones((), dtype=x.dtype), y)
+    found = guide.structure
+    text = """
+GP site f: 1 output of 1 column; each density depends on one value.
+GP site g: 1 output of 1 column; each density depends on one value.
+Observed site y: Poisson of f and g.
+GP sites f and g meet in a density."""
+    assert str(found) == text.strip()
+    assert "\n  GP site f: 1 output" in repr(guide)
+    assert Structure.from_json(found.to_json()) == found
+    deep = GPSite((2,), 3, Depends.COUPLED, is_inner=True, group=Group(3, "g"))
+    latents = {"a": Latent(Role.GROUP, {"k": 3}, (3,), 1), "b": Latent()}
+    other = Structure({"f": deep, "g": GPSite()}, latents, {}, {"z": Role.ROW}, (("f", "g"),))
+    assert Structure.from_json(other.to_json()) == other
+    assert (other.coupled, other.inner, other.local_latents, other.classes) == (("f",), ("f",), ("a",), ())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.meeting = ()
+    for wrong in ({"meeting": (("f", "h"),)}, {"latents": {"f": Latent()}}, {"discrete": {"f": Role.ALL}}):
+        with pytest.raises(ValueError, match="a latent site is of one kind, pairs are of GP sites"):
+            dataclasses.replace(found, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"latents": {"s": Latent()}}, "there is a latent site 's'"),
+        (
+            {"gps": {"f": GPSite(depends=Depends.DATAWISE), "g": GPSite()}},
+            "several outputs at one input of GP site 'f'",
+        ),
+        ({"gps": {"f": GPSite(is_inner=True), "g": GPSite()}}, "values of GP site 'f' enter another GP site"),
+        ({"meeting": (("g", "f"),)}, "GP sites 'g' and 'f' meet"),
+        ({}, ""),
+    ],
+)
+def test_what_a_structure_lacks_is_named(part, why):
+    known = Structure({"f": GPSite(depends=Depends.ELEMENTWISE), "g": GPSite()}, densities={"y": Density("Normal")})
+    found = known.lacks(dataclasses.replace(known, **part))
+    assert (why in found[0]) if why else not found
+    assert not dataclasses.replace(known, meeting=(("f", "g"),)).lacks(known)
+    (told,) = known.has_others(dataclasses.replace(known, densities={"y": Density("Poisson")}))
+    assert told == "site 'y' has a Poisson, and had a Normal"
+
+
 def test_products_that_come_later_are_told_of():
     x, y = data()
     model = program(MEET["a product"])
@@ -105,7 +154,7 @@ def test_sites_that_meet_later_meet_at_the_first_call(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         guide(x, 0 * y if kind == "data of 0" else y, torch.full((NUM,), not hidden))
-    assert guide.structure.interactions == [["f", "g"]]
+    assert guide.structure.meeting == (("f", "g"),)
 
 
 def of_a_latent(like):
@@ -135,8 +184,10 @@ def test_dependence_is_that_at_other_values(gain, kind):
 
     guide = AutoSparseGP(model, SVGP(6))
     guide(*data())
-    assert guide.structure.dependence == (dict.fromkeys("fg", "elementwise") if second else {"f": "coupled"})
-    assert guide.structure.interactions == ([["f", "g"]] if second else [])
+    assert {name: gp.depends for name, gp in guide.structure.gps.items()} == (
+        dict.fromkeys("fg", "elementwise") if second else {"f": "coupled"}
+    )
+    assert guide.structure.meeting == ((("f", "g"),) if second else ())
     if gain is not of_a_latent:
         assert pyro.param("gain") == 0
 

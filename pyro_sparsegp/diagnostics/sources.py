@@ -29,7 +29,6 @@ from ..program.checks import require_sizes
 from ..program.data import signature_of
 from ..program.draws import in_blocks
 from ..program.enumeration import Enumeration
-from ..program.facts import COUPLED
 from ..program.handlers import Held
 from ..program.traces import bare, free_values, is_observation, sample_sites, whole_plates, without_event
 from ..warned import Warned
@@ -108,18 +107,18 @@ class GuideSource(Source, Messenger):
 
     def __init__(self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> None:
         facts = guide.facts
-        families = json.dumps({name: spec["family"] for name, spec in facts.gps.items()})
+        families = json.dumps({name: module.family for name, module in guide.modules_by_site().items()})
         super().__init__(guide.model, args, kwargs, posterior="variational", family=families)
         self.guide, self.facts, self.sites = guide, facts, {}
         self.joint, self.apart = False, guide.has_random_latents
-        self.data = [name for name, num in facts.rows.items() if num]
+        self.data = [name for name, num in guide.core.sizes.items() if num]
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
-        self.drawn = {*facts.inner, *(f for f, kind in facts.dependence.items() if kind == COUPLED)}
-        members = {*facts.field} & {*facts.downstream}  # whose priors are made of function values
+        self.drawn = {*facts.inner, *facts.coupled}
+        members = {*guide.joint.field} & {*facts.downstream}  # whose priors are made of function values
         self.drawn |= {*facts.gps} if members else set()
-        self.read = [*facts.rows, *({*facts.downstream} - members)]
+        self.read = [*facts.data, *({*facts.downstream} - members)]
         # Given a latent of the field f has less variance than its marginal has (test_scores_of_a_field).
-        self.marginal = marginal and not facts.field and guide.core.points is None
+        self.marginal = marginal and not guide.joint.field and guide.core.points is None
         self.reader = DensityReader(guide.model, args, kwargs, self.read)
 
     def items(self, num: int) -> dict[str, Tensor]:
@@ -138,7 +137,7 @@ class GuideSource(Source, Messenger):
         require_sizes(run.sites)
         sites, values = run.sites, free_values(run.trace)
         self.sites = self.sites or {name: site for name, site in sites.items() if site["is_observed"]}
-        missing = self.facts.rows.keys() - self.sites.keys()
+        missing = {*self.facts.data} - self.sites.keys()
         if missing:
             raise ValueError(
                 f"site {min(missing)!r} was observed in training and is not now: give the training data, (x, y)"
@@ -188,7 +187,7 @@ class GuideSource(Source, Messenger):
         if name not in self.drawn:
             draw.moments[name] = values.mean, values.variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
-        msg["value"] = _drawn(values, self.facts.dependence.get(name) == COUPLED)
+        msg["value"] = _drawn(values, name in self.facts.coupled)
 
     def _at_new_inputs(self, msg: Any, prior: Any) -> None:
         """Answers at a GP site of the model's run at new inputs: f | w ~ N(h, ρ), of many rows by its marginals."""

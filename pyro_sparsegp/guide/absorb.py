@@ -17,7 +17,6 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import holds_part, require_sizes
 from ..program.explore import explore
-from ..program.facts import Structure
 from ..program.handlers import held_runs
 from ..program.reader import Reader
 from ..program.traces import all_sites, is_observation, repeatable, whole_plates
@@ -46,7 +45,7 @@ class _Sums:
         self.sites = KeptSites(process.x, process.batch_shape)
         self.coefficients, self.features = module.coefficients, module.features_for(process, name)
         self.phi, self.anchor = self.features(process.x), self.coefficients.anchor_of(self.features)
-        if guide.facts.field:  # of this site alone, which follows others: they are at their medians
+        if guide.joint.field:  # of this site alone, which follows others: they are at their medians
             self.coefficients = guide.field.coefficients
             self.anchor = anchor_of(guide, run.bases, run.normal, run.sites)
         gram, pull = self.coefficients.sums(self.anchor)
@@ -82,9 +81,9 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
             raise ValueError(f"absorb counts each row once, and {part}: give the plate their number, size=len(x).")
         require_sizes(run.sites)
         # How the densities of the new rows depend on GP sites' values.
-        found = Structure(gps=guide.facts.gps, num_nodes=guide.facts.num_nodes)
-        reader = Reader(held_runs(guide.model, trace, args, kwargs), found)
-        explore(found, reader.run, run.processes, list(run.processes))
+        held = held_runs(guide.model, trace, args, kwargs)
+        found, _ = explore(run, held)
+        reader = Reader(held, found, guide.core.num_nodes)
         for name in run.processes:
             require_separate_sites(found, name, "rows to absorb, of which absorb", trace, _TOGETHER)
         # Sites of new rows under q of all rows, which they move: as those of SiteGP, with the old sums for a prior.
@@ -110,10 +109,10 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
 def _require_sums(guide: KnownGuide) -> None:
     """Raise where what the guide learned is no sum over rows."""
     # test_what_is_no_sum_over_rows_is_refused, test_expectation_propagation_and_a_joint_q_are_refused
-    facts = guide.facts
-    beside = [name for name in facts.latents if name in [*facts.field, *facts.local_latents]]
+    facts, field = guide.facts, guide.joint.field
+    beside = [name for name in facts.latents if name in [*field, *facts.local_latents]]
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
-    why += [f"{list(facts.field)} have one posterior"] * (len(facts.field) > 1)
+    why += [f"{list(field)} have one posterior"] * (len(field) > 1)
     for name, module in guide.modules_by_site().items():
         known = getattr(module, "coefficients", None)
         if not isinstance(known, NaturalGaussian) or vars(known).get("rank"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from textwrap import indent
 from typing import Any, ClassVar, Optional, Union
 
 import torch
@@ -92,20 +93,20 @@ class AutoSparseGP(SiteMessenger):
         take_name(self, unique_name("AutoSparseGP"))
 
     def __repr__(self) -> str:
-        """What q is: which latents have one Gaussian with GP sites, which are jointly normal, independent or points."""
+        """What q is, which latents have one Gaussian with GP sites and so on; and the structure of the program."""
         head = f"{type(self).__name__}({self.families!r})"
-        facts = self.structure
+        facts, joint = self.structure, self.joint
         if facts is None:
             return f"{head}, not called yet"
-        apart = [name for name in facts.latents if name not in facts.field and name not in facts.coupled]
+        apart = [name for name in facts.latents if name not in joint.field and name not in joint.hyper]
         of_kinds = {
-            f"one Gaussian {'given the others' if facts.field else 'each'}": list(facts.field) or list(facts.gps),
-            "jointly normal": facts.coupled,
+            f"one Gaussian {'given the others' if joint.field else 'each'}": list(joint.field) or list(facts.gps),
+            "jointly normal": list(joint.hyper),
             "independent": [name for name in apart if not self.is_point(name)],
             "points": [name for name in apart if self.is_point(name)],
         }
         kinds = [f"{kind}: {', '.join(names)}" for kind, names in of_kinds.items() if names]
-        return f"{head}\n  {kinds[0]}\n  {'; '.join(kinds[1:]) or 'no other latents'}"
+        return f"{head}\n  {kinds[0]}\n  {'; '.join(kinds[1:]) or 'no other latents'}\n{indent(str(facts), '  ')}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw every site, running the model once.
@@ -117,8 +118,8 @@ class AutoSparseGP(SiteMessenger):
             return self._asked(args, kwargs)
         self.prepare(*args, **kwargs)
         rows, conditions = self._given(args, kwargs)
-        asks = self.by_expectation or self.corrected_modules() or self.facts.enumerated
-        has_data = not asks or handlers.observes(self.model, self.facts.rows, self.like, args, kwargs)
+        asks = self.by_expectation or self.corrected_modules() or self.facts.discrete
+        has_data = not asks or handlers.observes(self.model, self.facts.data, self.like, args, kwargs)
         # In a step values that no density couples are drawn by their marginals. Whoever leaves data out looks at draws.
         joint_up_to = (LARGEST_JOINT if rows.relation.fewer else 0) if self.training else torch.inf
         if not has_data:
@@ -145,17 +146,16 @@ class AutoSparseGP(SiteMessenger):
         core = self.core if self.core.facts.gps else initialise(self, args, kwargs)
         if core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
             drop_stored(self._pyro_name)
-        # Parameters are checked at the first step, and at the first call after a state was loaded, whatever that is
-        # for: test_messages.py::test_a_latent_that_a_state_does_not_have.
-        asks = torch.is_grad_enabled() or core.loaded
-        if asks and not core.checked and not torch.is_inference_mode_enabled():
-            # The graph is what shows where parameters come from; what the call draws later stays as it would be.
-            with torch.enable_grad(), traces.repeatable(self.like):
-                check_parameters(self, args, kwargs)
-        is_step = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        was_loaded, core.loaded = core.loaded, False
-        if is_step or was_loaded:
+        # The program is looked at in training, and at the first call after a state was loaded, whatever that is for:
+        # test_messages.py::test_a_latent_that_a_state_does_not_have.
+        has_graph = not torch.is_inference_mode_enabled()
+        if core.loaded or (has_graph and torch.is_grad_enabled()):
             watch(self, args, kwargs)
+            if has_graph and not core.checked:
+                # The graph is what shows where parameters come from; what the call draws later stays as it would be.
+                with torch.enable_grad(), traces.repeatable(self.like):
+                    check_parameters(self, args, kwargs)
+        core.loaded = False
 
     def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
@@ -233,7 +233,7 @@ class AutoSparseGP(SiteMessenger):
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
         args, kwargs = self._or_of_training("median", args, kwargs)
         found = self.run_at(args, kwargs, at_medians=True, draws_data=False).values
-        return {name: value for name, value in found.items() if name not in [*self.facts.rows, *self.facts.enumerated]}
+        return {name: value for name, value in found.items() if name not in [*self.facts.data, *self.facts.discrete]}
 
     def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
         """Quantiles, ``(Q, ...)``, of each latent, and of each GP site at these inputs. Without inputs: of the latents.
@@ -294,7 +294,7 @@ class AutoSparseGP(SiteMessenger):
     def _with_data(self, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         args, kwargs = self._or_of_training(what, args, kwargs)
         self._ready(args, kwargs)
-        if not handlers.observes(self.model, self.facts.rows, self.like, args, kwargs):
+        if not handlers.observes(self.model, self.facts.data, self.like, args, kwargs):
             raise ValueError(f"{what} is about the data: give it the training arguments, guide.{what}(x, y)")
         return args, kwargs
 
@@ -332,7 +332,7 @@ class AutoSparseGP(SiteMessenger):
         for module in self.site_modules().values():
             module.sites.forget()
         # Numbers of 0 are learned anew: the next rows may be more or fewer, and no mini-batch.
-        self.core.data, self.core.facts.rows = None, dict.fromkeys(self.core.facts.rows, 0)
+        self.core.data, self.core.sizes = None, dict.fromkeys(self.core.sizes, 0)
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:

@@ -13,9 +13,9 @@ _NATS = 1.0  # that are not told of
 def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """Whether the bound by joint draws of q is the objective's."""
     facts, drawn = guide.facts, list[float]()
-    if guide.by_expectation or guide.corrected_modules() or max(facts.rows.values()) > _JOINT:
+    if guide.by_expectation or guide.corrected_modules() or max(guide.core.sizes.values()) > _JOINT:
         return []
-    objective, was = guide.objective(facts.num_nodes), guide.training
+    objective, was = guide.objective(guide.core.num_nodes), guide.training
     with torch.no_grad():
         said = torch.tensor([-objective.loss(guide.model, guide, *args, **kwargs) for _ in range(_BOUNDS)])
         try:
@@ -30,8 +30,8 @@ def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)
     if abs(found.mean() - said.mean()) < _NATS + _ERRORS * error:
         return []
-    names = ", ".join(map(repr, facts.field or facts.gps))
-    others = [name for name in facts.field if name not in facts.gps]
+    names = ", ".join(map(repr, guide.joint.field or facts.gps))
+    others = [name for name in guide.joint.field if name not in facts.gps]
     remedy = f"Give the guide independent={tuple(others)}" if others else "Compare with NUTS"
     return [
         f"{names}: the bound is {found.mean():.0f} nats by draws of the posterior, and the objective takes it for "

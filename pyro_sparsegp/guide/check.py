@@ -80,7 +80,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
 
 def is_of_others(guide: KnownGuide, data: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether data are not of the rows of training; more rows may be all, of mini-batches."""
-    is_more = any(value.numel() > guide.facts.rows[name] for name, value in data.items())
+    is_more = any(value.numel() > guide.core.sizes[name] for name, value in data.items())
     return guide.relation(args, kwargs).others and not is_more
 
 
@@ -90,13 +90,13 @@ class Compared:
     def __init__(self, guide: Any, search: Search, exact: Optional[Callable[[], Optional[Nested]]] = None) -> None:
         self.guide, self.search = guide, search
         self.nested = self._nested(exact is not None)
-        self.hyper, facts, like = self.nested.hyper, guide.facts, guide.like.new_zeros(0)
+        self.hyper, like = self.nested.hyper, guide.like.new_zeros(0)
         self.apart = [name for name in self.search.priors if guide.is_point(name)]
         with torch.no_grad():  # a and R of q(θ)
             params = [guide._get_params(name, prior) for name, prior in self.hyper.priors.items()]
             self.loc, scale = (torch.cat([like, *(each[i].reshape(-1) for each in params)]) for i in range(2))
-            self.root, places = scale.diag(), index_of(self.hyper.rows, facts.coupled, scale)
-            if facts.coupled:
+            self.root, places = scale.diag(), index_of(self.hyper.rows, guide.joint.hyper, scale)
+            if guide.joint.hyper:
                 self.root[places[:, None], places] = guide.together.tril
         # Of more rows than are taken the gradient of F is that of all at the mean of q(θ), by tilt, and its curvature
         # that of some, which count for more; x̂ moves by shift.
@@ -249,7 +249,7 @@ class Compared:
             names = ", ".join(map(repr, small))
             return f"because the basis of {names} is too small. Give its family more inducing points."
         normal = [*search.normal, *facts.gps]
-        met = [n for n in normal if n not in {*facts.coupled, *facts.field}]
+        met = [n for n in normal if n not in {*guide.joint.hyper, *guide.joint.field}]
         if isinstance(self.nested, ByHessian) or (met and len(normal) > 1):
             names = ", ".join(map(repr, met if name in met and len(met) > 1 else {**search.priors, **facts.gps}))
             return f"because the guide treats {names} as independent, which meet in densities. Compare with NUTS."
@@ -263,7 +263,7 @@ class Compared:
     def _cause_given(self, name: str) -> str:
         """An argument of the guide that is the cause; "" if none is."""
         guide, is_gp = self.guide, name in self.guide.facts.gps
-        if self.apart and (is_gp or name in {*guide.facts.field, *self.apart}):
+        if self.apart and (is_gp or name in {*guide.joint.field, *self.apart}):
             return _of_argument("point_estimates", guide.point_estimates, self.apart, "known")
         alone = [n for n in self.search.priors if guide.is_independent(n) and n not in self.apart]
         if alone and (is_gp or name in alone):

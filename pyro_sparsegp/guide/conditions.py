@@ -91,7 +91,8 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     if same and learns:
         core.data = rows.relation.call if core.data else TrainingData(guide.model, args, kwargs)
     held = handlers.held_runs(guide.model, run.trace, args, kwargs)
-    reader = Reader(held, core.facts, _closed_forms(run, held) if len(core.facts.gps) == 1 else ())
+    closed = _closed_forms(run, held) if len(core.facts.gps) == 1 else ()
+    reader = Reader(held, core.facts, core.num_nodes, closed)
     with torch.set_grad_enabled(learns):
         readings = _read(reader, modules, run, rows)
     # What other runs are to have of latents: all of it at the same rows.
@@ -105,22 +106,22 @@ def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
     """The densities after the one GP site, if expectations of all over its values are in closed form."""
     core = run.guide.core
     # A state has no closed forms; sites that are read at nodes instead would be others.
-    forms = core.forms = core.forms or explore(replace(core.facts), held, run.processes, list(run.guide.site_modules()))
-    is_whole = not (forms.functions or forms.rest.dependence) and forms.hold(run.trace.nodes)
+    forms = core.forms = core.forms or explore(run, held)[1]
+    is_whole = not (forms.functions or forms.rest.gps) and forms.hold(run.trace.nodes)
     return forms.rows if is_whole else ()
 
 
 def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
-    guide, learns, found = run.guide, rows.learns, reader.found
+    guide, learns = run.guide, rows.learns
     if not rows.same:
         require_rows(run, next(iter(modules)))
     if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
         guide.core.looks += 1
-        if found.quadratic and guide.core.looks in _LOOKS:
-            again = replace(found)
-            explore(again, reader.run, run.processes, found.quadratic)
-            found.quadratic[:] = again.quadratic
+        if guide.core.looks in _LOOKS and any(gp.is_quadratic for gp in reader.found.gps.values()):
+            again, _ = explore(run, reader.run)
+            guide.core.facts = reader.found.bent(again)
+            reader = replace(reader, found=guide.core.facts)
     met = {name: process for name, process in run.processes.items() if name in modules}
     readings = {name: SiteReading(name, process, modules[name], reader) for name, process in met.items()}
     for name in run.moves:
@@ -168,7 +169,8 @@ class SiteReading:
     def __init__(self, name: str, process: GaussianProcess, module: Any, reader: Reader) -> None:
         self.name, self.process, self.module = name, process, module
         found = reader.found
-        self.quadratic, self.direct, self.alone = name in found.quadratic, found.is_direct(name), found.is_alone(name)
+        self.quadratic, self.direct = found.gps[name].is_quadratic, found.gps[name].is_direct
+        self.alone = found.is_alone(name)
         # ℓ that is quadratic where others are held has sites that no damping brings nearer.
         self.rate = 1.0 if self.quadratic else module.rate
         kept: KeptSites = module.sites

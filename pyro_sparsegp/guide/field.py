@@ -256,7 +256,7 @@ def run_standardised(
 def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     """Make q(x | θ), instead of the members' own posteriors."""
     sizes, like = [size for own in field.values() for size in own], guide.like.new_zeros(1)
-    made = NaturalArrow(sizes, like) if guide.facts.eliminated else NaturalGaussian(sizes, (), like)
+    made = NaturalArrow(sizes, like) if guide.joint.eliminated else NaturalGaussian(sizes, (), like)
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
@@ -267,20 +267,20 @@ def anchor_of(
     rows, and a latent's own, times what the program, in a run of these sites, multiplies them by.
     """
     parts: list[Tensor] = []
-    for i, name in enumerate(guide.facts.field):
+    for i, name in enumerate(guide.joint.field):
         # exp(bᵀθ)A: of a non-centred latent u is what it is multiplied to
-        factors = guide.facts.factors.get(name, {}).items()
+        factors = guide.joint.factors.get(name, {}).items()
         logs = [_unconstrained(sites[other]) @ guide.like.new_tensor(slopes) for other, slopes in factors]
         at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
-        if name in guide.facts.row_effects and len(at) != sum(guide.facts.field[name]):  # of new rows
-            at = at[:1].expand(sum(guide.facts.field[name]))
+        if name in guide.joint.row_effects and len(at) != sum(guide.joint.field[name]):  # of new rows
+            at = at[:1].expand(sum(guide.joint.field[name]))
         # priors of Python numbers are on the host, of the default dtype
         parts.append(sum(logs, guide.like.new_zeros(())).exp() * at.to(guide.like))
     anchor = AtRows(parts)
-    if guide.facts.intercepts:  # what they add to the values Ax: sites are about the sum, of which f is what they leave
+    if guide.joint.intercepts:  # what they add to the values Ax: sites are about the sum, of which f is what they leave
         values = [
-            _unconstrained(sites[name]) if name in guide.facts.unconstrained else sites[name]["value"].reshape(-1)
-            for name in guide.facts.intercepts
+            _unconstrained(sites[name]) if name in guide.joint.unconstrained else sites[name]["value"].reshape(-1)
+            for name in guide.joint.intercepts
         ]
         anchor.level = guide.field.slopes @ torch.cat(values).to(guide.like)
     return anchor

@@ -3,8 +3,8 @@
 import math
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Any, Optional
+from dataclasses import dataclass
+from typing import Any
 
 import pyro
 import torch
@@ -12,7 +12,6 @@ from pyro import poutine
 from pyro.infer.autoguide.utils import deep_setattr
 from pyro.util import check_site_shape
 from torch import Tensor
-from torch.distributions import biject_to
 
 from ..approximations.free import SparseGP, along_inputs
 from ..approximations.on_sites import SiteGP
@@ -26,11 +25,11 @@ from ..posterior.drawing import ExpectedSite, Site
 from ..process import GaussianProcess
 from ..program import checks, traces
 from ..program.data import TrainingData, switches_of, tensors
-from ..program.explore import explore
-from ..program.facts import COUPLED, ClosedForms, Structure, stacked_runs
+from ..program.explore import ClosedForms, explore
+from ..program.facts import stacked_runs
 from ..program.handlers import Rerun, held_runs
 from ..program.parts import moved_by_rows
-from .changes import kinds_of
+from ..program.structure import Depends, Structure
 from .field import is_normal_prior
 from .known import Core, KnownGuide
 from .runs import Priors, Run, note_rows, probed
@@ -80,14 +79,19 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
 
 def _learn(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
     """Learn of a first run what the program is."""
-    guide.core = Core(_describe(run), kinds=kinds_of(run), met={switches_of(guide.model, args, kwargs)})
+    held = held_runs(guide.model, run.trace, args, kwargs)
+    _require_unmasked(run, held)
+    # None of a latent for which an overridden get_posterior has parameters of its own.
+    locs = {name: at_path(guide, f"locs.{path_of(name)}_unconstrained") for name in run.sites}
+    with traces.repeatable(guide.like), poutine.block():
+        facts, forms = explore(run, held, {name: loc.shape for name, loc in locs.items() if loc is not None})
+    sizes = {name: run.sites[name]["value"].numel() for name in facts.data}
+    guide.core = Core(facts, sizes=sizes, forms=forms, met={switches_of(guide.model, args, kwargs)})
     if guide.corrected_modules() and checks.holds_part(run.trace):
         # Plates with a subsample_size leave rows out, on which kernels' diagonals depend.
         with torch.enable_grad(), poutine.block(), traces.whole_plates():
             note_rows(Priors(guide, at_medians=True).perform(args, kwargs))
         guide.trace = run.trace
-    _require_unmasked(run, held_runs(guide.model, run.trace, args, kwargs))
-    closed_forms_of(guide, args, kwargs, run)
 
 
 class _FlatInputsError(Exception):
@@ -176,31 +180,9 @@ def _require_sites(run: Run) -> None:
         check_site_shape(site, float("inf"))  # type: ignore[arg-type]
 
 
-def _describe(run: Run) -> Structure:
-    """The sites of a first run, in which the guide made its parameters."""
-    gps = {name: at_path(run.guide.gps, path_of(name)).spec() for name in run.posteriors}
-    columns = {name: process.x.shape[-1] for name, process in run.processes.items()}
-    enumerated = run.enumeration.names  # type: ignore[union-attr]
-    found = Structure(gps=gps, columns=columns, grouped=traces.grouped(run.trace), enumerated=enumerated)
-    for name, site in run.sites.items():
-        plates = traces.plate_sizes(site)
-        if traces.is_free(site) and name not in gps:
-            latent: dict[str, Any] = {"event_dim": 0, "shape": None, "plates": plates}
-            own = at_path(run.guide, f"locs.{path_of(name)}_unconstrained")
-            if own is not None:  # else an overridden get_posterior has parameters of its own
-                event_dim = biject_to(site["infer"]["prior"].support).domain.event_dim
-                latent |= {"event_dim": event_dim, "shape": list(own.shape)}
-            found.latents[name] = latent
-        elif traces.is_observation(site):
-            found.rows[name] = int(site["value"].numel())
-            found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
-    found.classes = run.enumeration.groups(found.data_plates)  # type: ignore[union-attr]
-    return found
-
-
 def _warn_of_other_rows(run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
     """Tell of what the program computes over all rows that it is given, which would be others' in a prediction."""
-    guide, by_rows = run.guide, COUPLED not in run.guide.facts.dependence.values()
+    guide, by_rows = run.guide, not run.guide.facts.coupled
     moved = moved_by_rows(guide.model, run.trace, run.processes, (args, kwargs), by_rows)
     if moved:
         warnings.warn(
@@ -227,19 +209,18 @@ def _require_densities(run: Run) -> None:
         require_separate_sites(guide.facts, name, f"the family {module.family['name']}, which", run.trace, remedy)
 
 
-def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], first: Optional[Run] = None) -> ClosedForms:
-    """Which densities have their expectation in closed form; of a first run all facts are learned, too."""
-    run, found = first or probed(guide, args, kwargs), guide.facts if first else replace(guide.facts)
-    held = held_runs(guide.model, run.trace, args, kwargs)
+def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
+    """Which densities have their expectation in closed form, learned anew."""
+    run = probed(guide, args, kwargs)
     with traces.repeatable(guide.like), poutine.block():
-        guide.core.forms = explore(found, held, run.processes, list(guide.site_modules()))
+        _, guide.core.forms = explore(run, held_runs(guide.model, run.trace, args, kwargs))
     return guide.core.forms
 
 
 def require_separate_sites(found: Structure, name: str, reads: str, trace: poutine.Trace, remedy: str) -> None:
     """Raise where a GP site's likelihood is none of single values; ``reads`` is what reads Gaussian sites there."""
     why = [f"values of GP site {layer!r} enter another GP site" for layer in found.inner]
-    if found.dependence[name] == COUPLED:
+    if found.gps[name].depends == Depends.COUPLED:
         why.append("its likelihood does not factorise: one term of a density depends on values at several inputs")
     why += [f"the distribution of site {flat!r} is piecewise constant" for flat in traces.piecewise_constant(trace)]
     if why:
@@ -254,13 +235,13 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
     """
     facts = guide.facts
     for group in guide.together_by_name:
-        if not {*group} <= facts.field.keys():
+        if not {*group} <= guide.joint.field.keys():
             raise ValueError(
                 f"GP sites {list(group)} can't have one posterior here. That takes GP sites of one output that enter "
                 "no other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, "
                 "as Normal(f + g[index], s) or a Poisson of its exp. Give each site a family of its own."
             )
-    if facts.field:
+    if guide.joint.field:
         return
     for name, module in guide.modules_by_site().items():
         coefficients = getattr(module, "coefficients", None)
@@ -308,18 +289,13 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
     for name, q in probe.posteriors.items():  # a kernel's parameter may be in the divergence alone, a mean's in values
         outputs += [probe.values[name], q.process.kernel.diag(q.process.x), q.kl]
     free = {name for name, site in probe.sites.items() if not site["is_observed"]}
-    known, is_training = {*facts.gps, *facts.latents}, probe.data.keys() == facts.rows.keys()
-    if free != known and is_training:
-        raise ValueError(
-            f"the model's latent sites are {sorted(free)}, the guide knows {sorted(known)}: it was initialised, or "
-            "its state saved, with another model."
-        )
+    known = {*facts.gps, *facts.latents}
     # A prediction may draw sites of its own: test_messages.py::test_a_latent_that_a_state_does_not_have.
-    unknown = sorted(free - known - facts.rows.keys())
+    unknown = sorted(free - known - {*facts.data})
     if unknown:
         warnings.warn(
             f"site {unknown[0]!r} is neither a latent site that the guide knows, {sorted(known)}, nor one of its data, "
-            f"{sorted(facts.rows)}: it is drawn from its prior. If another model's state was loaded, load it into a "
+            f"{sorted(facts.data)}: it is drawn from its prior. If another model's state was loaded, load it into a "
             "guide of that model.",
             stacklevel=2,
         )
@@ -331,16 +307,15 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
             # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
             for part in [p for p in module.modules() if isinstance(p, InducingPoints) and p.units is not None]:
                 part.leave_units()
-            facts.gps[name] = module.spec()
-    core.checked = is_training  # else a training call will tell
+    core.checked = probe.data.keys() == {*facts.data}  # else a training call will tell
 
 
 def _warn_of_widths(probe: Run, rerun: Rerun) -> None:
     """Tell of intervals that will be too narrow, of latents of single data, or too wide, of data below the jitter."""
-    facts = probe.guide.facts
-    most = max(facts.rows.values(), default=math.inf)
-    apart = [name for name in facts.local_latents if name not in facts.row_effects]
-    names = [name for name in apart if math.prod(facts.latents[name]["shape"] or ()) >= most]
+    guide, facts = probe.guide, probe.guide.facts
+    most = max(guide.core.sizes.values(), default=math.inf)
+    apart = [name for name in facts.local_latents if name not in guide.joint.row_effects]
+    names = [name for name in apart if facts.latents[name].numel >= most]
     # Those that may be a GP's inputs are another matter: test_messages.py::test_a_latent_of_each_datum.
     if names and not any(process.x.requires_grad for process in probe.processes.values()):
         warnings.warn(

@@ -43,7 +43,7 @@ def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) 
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         if is_of_others(guide, {name: site["value"] for name, site in run.data.items()}, args, kwargs):
             raise ValueError("integrate: these are other rows than the guide was trained on. Give it those, or none.")
-        fixed = list(filter(guide.is_point, guide.facts.able_to_couple))
+        fixed = list(filter(guide.is_point, guide.able_to_couple))
         with attempt() as asked:
             compared = Compared(guide, Search(guide, run, (args, kwargs), fixed, bar.update))
         if asked.error is not None:

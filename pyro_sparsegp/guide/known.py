@@ -1,7 +1,8 @@
 """What a guide knows: its families and modules, its program's facts, its data."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from dataclasses import field as _field
 from typing import Any, Optional, Union
 
 import torch
@@ -18,30 +19,53 @@ from ..gaussians.sites import KeptSites
 from ..modules import at_path, path_of
 from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
 from ..program.data import NoRelation, Relation, TrainingData
-from ..program.facts import COUPLED, ClosedForms, Structure
+from ..program.explore import ClosedForms
 from ..program.handlers import is_blocked
+from ..program.structure import Depends, Structure
 from ..warned import Warned, warn_once
 from .points import Points
 
 Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
 
 
+@dataclass(frozen=True)
+class Joint:
+    """Which latents have one posterior with others: hyperparameters, and the field given these."""
+
+    hyper: tuple[str, ...] = ()  # hyperparameters, jointly normal in unconstrained space
+    field: Mapping[str, list[int]] = _field(default_factory=dict)  # members, in order: sizes of blocks of coefficients
+    # Of each likelihood of the field, by parameter, the link under which it is affine in it.
+    links: Mapping[str, Mapping[str, str]] = _field(default_factory=dict)
+    drawn: tuple[str, ...] = ()  # likelihoods that are affine in it under no link
+    # Of members whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
+    factors: Mapping[str, Mapping[str, list[float]]] = _field(default_factory=dict)
+    # Hyperparameters that the field follows, beside its kernels, such as an intercept; of these those that it follows
+    # in unconstrained space.
+    intercepts: tuple[str, ...] = ()
+    unconstrained: tuple[str, ...] = ()
+    owned: tuple[str, ...] = ()  # latents of which each datum has one value
+    eliminated: str = ""  # the last of these, whose values are no entries of a dense covariance
+    row_effects: tuple[str, ...] = ()  # latents that have a value for each row
+
+
 @dataclass
 class Core:
     """What a guide has learnt at its first call, or was loaded with."""
 
-    facts: Structure = field(default_factory=Structure)  # what is known of the program; nothing, before
+    facts: Structure = _field(default_factory=Structure)  # what is known of the program; nothing, before
+    joint: Joint = _field(default_factory=Joint)
+    sizes: dict[str, int] = _field(default_factory=dict)  # of each observed site, how many values it had; 0 if unknown
+    num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
     forms: Optional[ClosedForms] = None  # which are in closed form; learned anew where a state was loaded
     data: Optional[TrainingData] = None  # of the last step of training on the rows that it is about
     checked: bool = False  # whether all parameters were seen to train
-    registered: list[Tensor] = field(default_factory=list)  # the model's parameters
+    registered: list[Tensor] = _field(default_factory=list)  # the model's parameters
     loaded: bool = False  # whether it is from a state, and was not called since
     looks: int = 0  # how often sites were read in training
     steps: int = 0  # of training
-    met: set[Any] = field(default_factory=set)  # the arguments that are no tensors, of steps
-    kinds: dict[str, str] = field(default_factory=dict)  # of the distributions of data, by site
+    met: set[Any] = _field(default_factory=set)  # the arguments that are no tensors, of steps
     points: Optional[Points] = None  # in the place of q(θ), until training goes on
-    modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
+    modules: dict[str, Any] = _field(default_factory=dict)  # the variational modules of GP sites
 
 
 def _require_arguments(model: Any, families: Mapping[Any, Any], named: Mapping[str, Any], start: Any) -> None:
@@ -112,9 +136,24 @@ class KnownGuide(AutoNormalMessenger):
         return facts
 
     @property
+    def joint(self) -> Joint:
+        """Which latents have one posterior."""
+        return self.core.joint
+
+    def join(self, **parts: Any) -> None:
+        """Change which latents have one posterior."""
+        self.core.joint = replace(self.core.joint, **parts)
+
+    @property
+    def able_to_couple(self) -> list[str]:
+        """The latents of all rows, or of rows in the field, with no posterior by an overridden ``get_posterior``."""
+        apart = {*self.facts.local_latents} - {*self.joint.row_effects}
+        return [name for name, own in self.facts.latents.items() if own.shape is not None and name not in apart]
+
+    @property
     def on_sites(self) -> bool:
         """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
-        return self.by_sites and not self.core.facts.field
+        return self.by_sites and not self.core.joint.field
 
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""
@@ -164,11 +203,11 @@ class KnownGuide(AutoNormalMessenger):
 
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
-        facts = self.facts
+        gp, is_member = self.facts.gps[name], name in self.joint.field
         # A term of single values needs no joint draw of all, which takes O(N³).
-        if facts.dependence.get(name) != COUPLED or name in self.independent_draws:
-            return FunctionSite if name in facts.field else MarginalSite
-        return GroupedSite if name in facts.groups and name not in facts.field else ExpectedSite
+        if gp.depends != Depends.COUPLED or name in self.independent_draws:
+            return FunctionSite if is_member else MarginalSite
+        return GroupedSite if gp.group and not is_member else ExpectedSite
 
     def is_point(self, name: str) -> bool:
         """Whether a latent is fitted as a point."""

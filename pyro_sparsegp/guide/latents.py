@@ -4,7 +4,6 @@ q(θ) = N(a, RRᵀ), drawn when it is first used, learned by natural steps. Late
 x.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -22,7 +21,6 @@ from ..gaussians.drawn import Drawn, DrawnGaussian
 from ..gaussians.product import Share
 from ..modules import path_of
 from ..process import SAMPLES_ARE_VECTORISED
-from ..program.facts import Structure
 from ..program.traces import bare, repeatable
 from .field import slices, standardised
 from .known import KnownGuide
@@ -139,16 +137,17 @@ def drop_latents(guide: KnownGuide, names: Collection[str]) -> None:
 
 
 def couple(guide: KnownGuide, loc: Tensor, root: Tensor) -> None:
-    """Make q(θ) = N(loc, root rootᵀ) of ``facts.coupled``, instead of one posterior for each."""
-    drop_latents(guide, guide.facts.coupled)
+    """Make q(θ) = N(loc, root rootᵀ) of ``joint.hyper``, instead of one posterior for each."""
+    drop_latents(guide, guide.joint.hyper)
     guide.together = DrawnGaussian(loc, root)
 
 
-def _place(facts: Structure, name: str, prior: Any) -> tuple[slice, torch.Size]:
+def _place(guide: KnownGuide, name: str, prior: Any) -> tuple[slice, torch.Size]:
     """Where a latent's entries are among all, and its values' shape: in plates of one, as its prior has it."""
-    start = sum(math.prod(facts.latents[other]["shape"]) for other in facts.coupled[: facts.coupled.index(name)])
-    known = torch.Size(facts.latents[name]["shape"])
-    shape = prior.batch_shape + known[len(known) - facts.latents[name]["event_dim"] :]
+    latents, coupled = guide.facts.latents, guide.joint.hyper
+    start = sum(latents[other].numel for other in coupled[: coupled.index(name)])
+    known = torch.Size(latents[name].shape or ())
+    shape = prior.batch_shape + known[len(known) - latents[name].event_dim :]
     if shape.numel() != known.numel():
         raise ValueError(
             f"site {name!r} has the shape {tuple(shape)} here, {tuple(known)} at the guide's first call; "
@@ -160,7 +159,7 @@ def _place(facts: Structure, name: str, prior: Any) -> tuple[slice, torch.Size]:
 
 def coupled_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
     """The mean of a coupled latent, and its standard deviation given those before it."""
-    rows, shape = _place(guide.facts, name, prior)
+    rows, shape = _place(guide, name, prior)
     return guide.together.mean[rows].reshape(shape), guide.together.tril.diagonal()[rows].reshape(shape)
 
 
@@ -174,7 +173,7 @@ def coupled_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
         return part.rsample() if run.at_medians else part
     q = guide.together
     run.drawn = run.drawn or q(torch.randn_like(q.mean))
-    part = run.parts[name] = _Part(run.drawn, *_place(guide.facts, name, prior), name, prior)
+    part = run.parts[name] = _Part(run.drawn, *_place(guide, name, prior), name, prior)
     return part
 
 

@@ -1,7 +1,6 @@
 """How Pyro and torch meet a guide: it answers at a program's sites, and is saved, loaded, copied and moved whole."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -11,7 +10,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import init_to_sample
-from pyro.infer.autoguide.utils import deep_setattr, helpful_support_errors
+from pyro.infer.autoguide.utils import helpful_support_errors
 from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import biject_to
@@ -22,13 +21,13 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess, PriorProcess
 from ..program import checks, handlers, traces
 from ..program.asking import answers
-from ..program.data import TrainingData, is_plain, map_tensors
-from ..program.facts import Structure
+from ..program.data import map_tensors
+from ..program.structure import Role
 from .conditions import conditions_now
-from .field import make_field
-from .known import Core, KnownGuide
-from .latents import BaseMeasure, FieldLatent, condition_on_held, couple, coupled_params, coupled_posterior
-from .points import Point, Points
+from .known import KnownGuide
+from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params, coupled_posterior
+from .points import Point
+from .state import resume, saved_of
 
 
 def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
@@ -63,15 +62,15 @@ def _is_new(guide: KnownGuide, name: str, prior: Any) -> bool:
         learned: Any = tuple(known.shape)
         sizes: Any = tuple(prior.shape())
     else:
-        learned = facts.latents[name]["plates"]
+        learned, role = facts.latents[name].plates, facts.latents[name].role
         here = {plate.name: plate for plate in get_plates()}
         sizes = {plate: frame.full_size or frame.size for plate, frame in here.items()}
         differ = any(sizes.get(plate, size) != size for plate, size in learned.items())
-        if set(learned) & set(facts.data_plates):
+        if role != Role.ALL:
             whole = all(frame.size == sizes[plate] for plate, frame in here.items())
             rows = guide.run.rows
             new = differ or (not rows.inputs and (whole or rows.new))  # row numbers of a part say which rows they are
-            if new and not differ and name in facts.grouped:
+            if new and not differ and role == Role.GROUP:
                 checks.warn_of_groups(guide.warned, name, learned)
             return new
         if not differ:
@@ -99,32 +98,6 @@ def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
     guide.set_latent(name, loc, event_dim)
 
 
-def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any]) -> None:
-    for name, latent in facts.latents.items():
-        loc = tensors.get(f"locs.{path_of(name)}_unconstrained")  # none, where its posterior is joint with others'
-        is_point = loc is not None and f"scales.{path_of(name)}_unconstrained" not in tensors
-        is_other = is_point != guide.is_point(name) or (loc is None and guide.is_independent(name))
-        if latent["shape"] is not None and is_other:
-            raise ValueError(
-                f"the saved posterior of latent site {name!r} is a point, joint with others' or independent, and this "
-                "guide has another: make the guide with the point_estimates= and independent= that it was saved with."
-            )
-        if loc is not None:
-            guide.set_latent(name, loc.new_zeros(latent["shape"]), latent["event_dim"])
-    for name, spec in facts.gps.items():
-        path = f"gps.{path_of(name)}"
-        like = next(t for k, t in tensors.items() if k.startswith(f"{path}.") and t.is_floating_point())
-        deep_setattr(guide, path, guide.family_of(name).rebuild(spec, like, name))
-        guide.like = like
-    if facts.coupled:
-        like = tensors["together.loc"]
-        couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
-    if facts.field:
-        make_field(guide, facts.field)
-    if facts.intercepts:
-        guide.field.register_buffer("slopes", torch.zeros_like(tensors["field.slopes"]))
-
-
 def _resume_name(guide: KnownGuide, name: str) -> bool:
     """Take the saved guide's name, if that guide is gone: a saved optimiser finds parameters by it."""
     before = guide._pyro_name
@@ -140,7 +113,7 @@ class SiteMessenger(KnownGuide):
 
     def _get_params(self, name: str, prior: Any) -> tuple[Tensor, Tensor]:
         """The mean and standard deviation of a latent in unconstrained space; they are made where there are none."""
-        if name in self.core.facts.coupled:
+        if name in self.core.joint.hyper:
             return coupled_params(self, name, prior)
         path = path_of(name)
         try:
@@ -170,21 +143,21 @@ class SiteMessenger(KnownGuide):
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
 
     def _posterior_of_latent(self, name: str, prior: Any) -> Any:
-        run, facts = self.run, self.core.facts
+        run, facts, joint = self.run, self.core.facts, self.core.joint
         own = facts.latents.get(name)
         # Before anything is learned every latent is the guide's.
-        if facts.gps and (own is None or own["plates"]) and _is_new(self, name, prior):
-            if name in facts.row_effects:
+        if facts.gps and (own is None or own.plates) and _is_new(self, name, prior):
+            if name in joint.row_effects:
                 run.note_new(name, prior)
             return prior
         _require_latent(self, name, prior)
         point = run.drawn if isinstance(run.drawn, Point) else None
-        if name in (point.whole.blocks if point else facts.field):
+        if name in (point.whole.blocks if point else joint.field):
             return run.latent_of_field(name, prior)
         is_of_point = point is not None and name in point.shapes
         if not is_of_point and (run.at_medians or self.is_point(name)):
             return self._get_posterior_median(name, prior)
-        is_coupled = is_of_point or name in facts.coupled
+        is_coupled = is_of_point or name in joint.hyper
         return coupled_posterior(self, name, prior) if is_coupled else super().get_posterior(name, prior)
 
     @answers()
@@ -200,7 +173,7 @@ class SiteMessenger(KnownGuide):
                 f"site {name!r} observes a {type(msg['value']).__name__}, and not a tensor: give obs a tensor, "
                 "torch.as_tensor(y) of an array, torch.as_tensor(y.to_numpy()) of a pandas series"
             )
-        if not run.draws_data and not msg["is_observed"] and name in core.facts.rows:
+        if not run.draws_data and not msg["is_observed"] and name in core.facts.data:
             msg["value"], msg["is_observed"] = handlers.stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
         if isinstance(msg["fn"], FieldLatent):
@@ -215,7 +188,7 @@ class SiteMessenger(KnownGuide):
         super()._pyro_post_sample(msg)
         if msg["is_observed"]:
             traces.fill_masked(self.trace.nodes[msg["name"]])
-        is_held = msg["is_observed"] and msg["name"] in self.core.facts.field
+        is_held = msg["is_observed"] and msg["name"] in self.core.joint.field
         if is_held or (isinstance(msg["fn"], FieldLatent) and msg["fn"].drawn is None):
             raise ValueError(
                 f"site {msg['name']!r} is held at a value by a handler, but its posterior is one with GP sites. "
@@ -236,13 +209,14 @@ class SiteMessenger(KnownGuide):
         facts = self.core.facts
         # Else draws would be joint in other groups than the layer above takes: test_patches.py::test_groups_must_stay.
         for below, met in self.run.processes.items():
-            size, above = facts.groups.get(below, (1, ""))
-            if above == name and met.event_shape[0] != process.event_shape[0] * size:
+            group = facts.gps[below].group if below in facts.gps else None
+            size = group.size if group and group.layer == name else 0
+            if size and met.event_shape[0] != process.event_shape[0] * size:
                 raise ValueError(
                     f"GP site {below!r} has {met.event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; at "
                     f"the guide's first call {size} of {below!r} went into each of {name!r}: give as many again."
                 )
-        columns = facts.columns.get(name, x.shape[-1])
+        columns = (facts.gps[name].columns if name in facts.gps else None) or x.shape[-1]
         if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
             raise ValueError(
                 f"GP site {name!r} has inputs of shape {tuple(x.shape)}; at the guide's first call they had {columns} "
@@ -291,14 +265,8 @@ class SiteMessenger(KnownGuide):
         super()._save_to_state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The program's facts in plain Python, parameters' name in Pyro's store, and data that predictions need."""
-        if self.structure is None:
-            return {}
-        state: dict[str, Any] = {"name": self._pyro_name, "kinds": self.core.kinds, **asdict(self.structure)}
-        data = self.core.data
-        if data is not None and self.is_about_rows and is_plain([data.args, data.kwargs]):
-            state["data"] = {"args": data.args, "kwargs": data.kwargs}
-        return state if self.core.points is None else {**state, "points": vars(self.core.points)}
+        """As :func:`.state.saved_of` says; nothing before the first call."""
+        return {} if self.structure is None else saved_of(self)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
@@ -307,23 +275,7 @@ class SiteMessenger(KnownGuide):
         """Make what a saved state is to be loaded into; raise if it is of another model, or of other families."""
         if saved := state_dict.get(prefix + "_extra_state"):
             tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-            # Earlier releases had facts of their own.
-            facts = Structure(**{key: value for key, value in saved.items() if key in Structure.__dataclass_fields__})
-            now = self.core.facts
-            # A guide that was called keeps its parameters, which an optimiser may have:
-            # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters
-            if [now.gps, now.latents, now.coupled, now.field] != [facts.gps, facts.latents, facts.coupled, facts.field]:
-                self.forget()
-                self.core = Core(facts)
-                _make_parameters(self, facts, tensors)
-            core = self.core = Core(facts, loaded=True, kinds=saved.get("kinds", {}))
-            if "points" in saved:
-                core.points = map_tensors(lambda t: t.to(self.like), Points(**saved["points"]))
-            for key in [key for key in tensors if key.startswith("field.rows_")]:
-                self.field.register_buffer(key.removeprefix("field."), torch.zeros_like(tensors[key]))
-            if "data" in saved:
-                data, like = TrainingData(self.model, saved["data"]["args"], saved["data"]["kwargs"]), self.like
-                core.data = data.mapped(lambda t: t.to(like if t.is_floating_point() else like.device), self.model)
+            resume(self, saved, tensors)
             _resume_name(self, saved["name"])
         super()._load_from_state_dict(state_dict, prefix, *args)
 

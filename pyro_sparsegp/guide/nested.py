@@ -102,7 +102,7 @@ class Nested:
         for name, site in sites.items():
             if is_observation(site):  # a latent that is held is one, of no rows
                 # Some rows count once: in the place of all they would be data of a noise that is far smaller.
-                weight = self.weight if name in self.guide.facts.rows else 1.0
+                weight = self.weight if name in self.guide.facts.data else 1.0
                 site["scale"] = weight * site["scale"] * share_of(site) / scale
         return sites, handler
 
@@ -207,7 +207,7 @@ class Nested:
     ) -> tuple[Tensor, Slopes, Slopes]:
         """E[ℓ] and, by theorems of Bonnet and Price, E[∇ℓ] = ∂E[ℓ]/∂η and E[∇²ℓ] = 2 ∂E[ℓ]/∂C with symmetric C."""
         spread = {pair: part.requires_grad_() for pair, part in found.covariances(root).items()}
-        total = found.expected(eta, spread, self.guide.facts.num_nodes)
+        total = found.expected(eta, spread, self.guide.core.num_nodes)
         slopes, curvatures = grads(total, {**eta, **spread}), Slopes()
         for one, other in spread:
             part = -slopes.pop((one, other)).detach() * (2 if one == other else 1)

@@ -86,7 +86,7 @@ class Run(ABC):
         if self.takes_points and self.drawn is None:
             self.drawn = core.points.chosen(self.at_medians)  # type: ignore[union-attr]
         state["run"] = self
-        if self.sums_out and (core.facts.enumerated or not core.facts.gps):
+        if self.sums_out and (core.facts.discrete or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
         try:
             # Only a step of training moves what modules keep of their inputs.
@@ -112,8 +112,8 @@ class Run(ABC):
     @cached_property
     def data(self) -> dict[str, Any]:
         """Those that hold data, of the sites that did at the first call."""
-        rows = self.guide.core.facts.rows
-        return {name: site for name, site in self.sites.items() if site["is_observed"] and name in rows}
+        known = self.guide.core.facts.data
+        return {name: site for name, site in self.sites.items() if site["is_observed"] and name in known}
 
     def note_new(self, name: str, prior: Any) -> None:  # noqa: B027, priors alone are asked for these
         """Take note of the prior of a member of the field at rows that it has no values of."""
@@ -135,7 +135,7 @@ class Run(ABC):
         """The posterior of a free family, in groups of the inputs that a layer above couples."""
         posterior = module(self.settled(name, process), name, kind)
         if isinstance(posterior, GroupedSite):
-            posterior.group, _ = self.guide.core.facts.groups[name]
+            posterior.group = self.guide.facts.gps[name].group.size  # type: ignore[union-attr]
         return posterior
 
 
@@ -167,8 +167,8 @@ class Priors(Run):
         """q(x) under them; made where the first member asks, so that its parameters are seen in that run."""
         if isinstance(self.drawn, Point):
             return self.drawn.whole
-        facts = self.guide.core.facts
-        missing = [name for name in (*facts.field, *facts.intercepts) if name not in self.sites]
+        joint = self.guide.joint
+        missing = [name for name in (*joint.field, *joint.intercepts) if name not in self.sites]
         if missing:
             raise ValueError(
                 f"there is no latent site {missing[0]!r}: the guide was made, or its state saved, with another model."
@@ -186,7 +186,7 @@ class Posteriors(Run):
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once; where there is a field, once before for the hyperparameters, under which it has its q."""
-        if self.guide.core.facts.field or self.takes_points:
+        if self.guide.joint.field or self.takes_points:
             rows = Rows(new=self.rows.new)
             ahead = Priors(self.guide, self.conditions, rows, at_medians=self.at_medians, draws_data=False)
             # What handlers hold, they hold here: test_a_handler_may_hold_a_scale.
@@ -246,7 +246,7 @@ def with_classes(guide: KnownGuide, conditions: Conditions) -> Conditions:
         run.perform(data.args, data.kwargs)
     require_rows(run, facts.classes[0])
     # Those of hyperparameters and classes go together. f there and here are apart, as q has no draw of both.
-    kept = facts.latents.keys() - {*facts.field, *facts.local_latents}
+    kept = facts.latents.keys() - {*guide.joint.field, *facts.local_latents}
     values = {name: run.values[name] for name in kept if name in run.values}
     classes = run.enumeration.draw_of(facts.classes)  # type: ignore[union-attr]
     return replace(conditions, values=conditions.values | values | classes, drawn=run.drawn)
@@ -277,7 +277,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
         if run.nodes is not None:  # an objective's step
             require_data(run)
         return 0.0
-    known = {*facts.gps, *facts.latents, *facts.rows}
+    known = {*facts.gps, *facts.latents, *facts.data}
     # A latent that is met first now would be drawn from its prior, and data met at f's mean: test_refusals.
     others = {name: site for name, site in sites.items() if name not in known}
     new = [n for n, s in others.items() if (_is_prior(s) if traces.is_free(s) else traces.is_observation(s))]
@@ -291,8 +291,8 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
         core.data = None if facts.classes else core.data  # classes are given the rows of the last step
     core.data, core.points = core.data or TrainingData(guide.model, args, kwargs), None
     # After guide.forget_data() the numbers are 0: test_data.py::test_other_data_after_the_first_are_forgotten.
-    if 0 in facts.rows.values():
-        facts.rows.update({name: site["value"].numel() for name, site in observed.items()})
+    if 0 in core.sizes.values():
+        core.sizes.update({name: site["value"].numel() for name, site in observed.items()})
     return share_of_rows(run)
 
 
@@ -302,7 +302,7 @@ def _is_prior(site: Any) -> bool:
 
 def require_data(run: Run) -> None:
     """Raise if an objective's run met no data: the model has drawn them, y=None."""
-    guide, rows, sites = run.guide, run.guide.facts.rows, run.sites
+    guide, rows, sites = run.guide, run.guide.facts.data, run.sites
     observed = [name for name, site in sites.items() if traces.is_observation(site)]
     # Beside what is given, data that are left out, not drawn, may be another step's:
     # test_data.py::test_measurements_that_are_not_of_f_are_data.
@@ -317,7 +317,7 @@ def require_data(run: Run) -> None:
 
 def require_rows(run: Run, name: str) -> None:
     """Raise if a run with the arguments of training, for the posterior of a site, met no data."""
-    if run.guide.facts.rows and not run.data:
+    if run.guide.facts.data and not run.data:
         raise ValueError(
             f"the posterior of site {name!r} belongs to the training data, and the model, run with the arguments of "
             "training, now observes nothing: it holds its data itself, and they were changed. Give it the data as "
@@ -354,7 +354,7 @@ def share_of_rows(run: Run) -> float:
     for (name, site), share in zip(run.data.items(), shares):
         if share < 1:
             continue
-        num, before, told = site["value"].numel(), facts.rows[name], ("rows", name)
+        num, before, told = site["value"].numel(), guide.core.sizes[name], ("rows", name)
         # A handler's number may scale a batch up to the first call's rows: others are weights
         # (test_data.py::test_a_weight_of_the_data_is_no_size).
         fewer = num < before and not _equal(site["scale"] * num, before)

@@ -70,7 +70,7 @@ class Search:
         self.stay, self.kept = dict[str, Tensor](), list[str]()  # and latents that are not eliminated
         self.is_exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (MOST_VALUES, MOST_VALUES) if self.is_exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
-        if guide.facts.row_effects:  # whose number is that of the rows
+        if guide.joint.row_effects:  # whose number is that of the rows
             self.most = ALL_ROWS, ALL_ROWS
         self.is_part = holds_part(first.trace)
         self._take(self.most[0])
@@ -78,7 +78,7 @@ class Search:
         # Without a field f follows hyperparameters alone, where its sites are exact:
         # test_exact_of_many_rows_follows_an_intercept.
         are_few = sum(prior.shape().numel() for prior in normal.values()) <= _MOST_BESIDE
-        if self.is_exact and self.rows < self.num and are_few and set(self.gps) <= {*guide.facts.quadratic}:
+        if self.is_exact and self.rows < self.num and are_few and all(gp.is_quadratic for gp in self.gps.values()):
             normal = {}
         self._split(normal)
         scales = {float(sites[name]["scale"]) for name in (*normal, *self.gps)}
@@ -139,7 +139,7 @@ class Search:
     def nested(self) -> Optional[Nested]:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
         guide, facts, rows = self.guide, self.guide.facts, self.rows
-        if not {*facts.row_effects} <= {*self.normal}:
+        if not {*guide.joint.row_effects} <= {*self.normal}:
             return None
         modules = guide.modules_by_site().items()
         sizes = {name: self.handler.sizes_of(module) or [rows] for name, module in modules}

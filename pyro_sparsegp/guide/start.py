@@ -39,23 +39,24 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     facts = guide.facts
     local = {name: run.sites[name]["infer"]["prior"] for name in facts.local_latents}
     # Effects of single rows join the field; latents of which inputs or scales are made do not.
-    few = not holds_part(run.trace) and max(facts.rows.values(), default=0) <= ALL_ROWS
-    facts.row_effects = [name for name, prior in local.items() if few and type(bare(prior)) is dist.Normal]
+    few = not holds_part(run.trace) and max(guide.core.sizes.values(), default=0) <= ALL_ROWS
+    effects = [name for name, prior in local.items() if few and type(bare(prior)) is dist.Normal]
+    guide.join(row_effects=tuple(effects))
     try:
         _start(guide, run, args, kwargs)
     finally:
-        facts.row_effects = [name for name in facts.row_effects if name in facts.field]
+        guide.join(row_effects=tuple(name for name in effects if name in guide.joint.field))
 
 
 def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
     facts = guide.facts
-    asked = (facts.able_to_couple or facts.interactions) and guide.independent is not True
+    asked = (guide.able_to_couple or facts.meeting) and guide.independent is not True
     if not (asked or guide.together_by_name) or not is_open(guide):
         return
     bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
     with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
         _find(Search(guide, run, (args, kwargs), [], bar.update))
-    if sought.error is not None and facts.latents and not facts.row_effects:
+    if sought.error is not None and facts.latents and not guide.joint.row_effects:
         warnings.warn(
             f"the mode of latents {', '.join(map(repr, facts.latents))} was not found "
             f"({str(sought.error).splitlines()[0]}). They start where init_loc_fn says, each with an independent "
@@ -68,7 +69,7 @@ def is_open(guide: KnownGuide) -> bool:
     """Whether there is a start: every latent is one of all rows, and GP sites are single functions on a basis."""
     facts = guide.facts
     # Processes have other rows each, at which they would find other modes.
-    is_one = not (torch.distributed.is_initialized() or facts.inner or len(facts.able_to_couple) < len(facts.latents))
+    is_one = not (torch.distributed.is_initialized() or facts.inner or len(guide.able_to_couple) < len(facts.latents))
     return is_one and all(
         type(module) in (SparseGP, OptimalGP, ExactGP, ExpectationGP)
         and not module.batch_shape
@@ -111,13 +112,15 @@ class _Mode:
         """Start q there."""
         guide, facts, hyper, layout = self.guide, self.facts, self.search.hyper, self.layout
         free = {n for n in facts.latents if not guide.is_point(n) and not guide.is_independent(n)}
-        facts.coupled = joint = [name for name in hyper.rows if name in free]
+        joint = [name for name in hyper.rows if name in free]
+        guide.join(hyper=tuple(joint))
         field = [name for name in layout.field if name in {*facts.gps, *free}]
         self._make_field(field)
         intercepts = self._intercepts()
         if not self._wants_field(field, intercepts):
             del guide.field
-            field, facts.field, facts.factors, facts.eliminated = [], {}, {}, ""
+            field = []
+            guide.join(field={}, factors={}, eliminated="")
         left = [name for name in self.search.normal if name in free.difference(field)]
         if left and self.search.is_exact and self.search.rows < self.search.num:
             warnings.warn(
@@ -148,38 +151,37 @@ class _Mode:
         given = 1 / best.precision.diagonal  # 1/Pᵢᵢ, in units of the field
         alone |= {n: there.priors[n].variance.reshape(-1).to(given) * given[self.layout.rows[n]] for n in normal}
         for name, latent in others.items():
-            mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], alone[name].sqrt()))
-            self.guide.set_latent(name, mean, latent["event_dim"], scale.to(mean))
+            both, shape = (loc[name], alone[name].sqrt()), latent.shape or ()
+            mean, scale = (part.detach().reshape(shape).clone() for part in both)
+            self.guide.set_latent(name, mean, latent.event_dim, scale.to(mean))
 
     def _make_field(self, field: list[str]) -> None:
         """Make q(x | θ), of the prior."""
         guide, facts, inputs = self.guide, self.facts, self.search.inputs
-        facts.field, facts.eliminated = {name: self.layout.field[name] for name in field}, self.layout.eliminated
-        facts.factors = self._factors()
-        make_field(guide, facts.field)
+        sizes = {name: self.layout.field[name] for name in field}
+        guide.join(field=sizes, eliminated=self.layout.eliminated, factors=self._factors())
+        make_field(guide, sizes)
         for i, name in enumerate(field):
             if name in facts.gps:  # its inputs at which q(x) is about its values
                 x = inputs[name].detach()
-                num = min(len(x), max(_ROWS, _EACH * sum(facts.field[name])))
+                num = min(len(x), max(_ROWS, _EACH * sum(sizes[name])))
                 guide.field.register_buffer(f"rows_{i}", x[torch.linspace(0, len(x) - 1, num, device=x.device).long()])
 
     def _start_field(self, field: list[str], intercepts: Mapping[str, Tensor]) -> None:
         """Put q(x | θ) to the mode."""
         guide, facts, handler = self.guide, self.facts, self.handler
-        facts.links = {name: dict(links) for name, links in self.nested.links.items()}
-        facts.drawn = list(self.nested.drawn)
-        facts.owned = list(self.layout.owned)
+        links = {name: dict(links) for name, links in self.nested.links.items()}
+        guide.join(links=links, drawn=tuple(self.nested.drawn), owned=tuple(self.layout.owned))
         for name, module in guide.modules_by_site().items():
             if isinstance(module, ExactGP):  # whose values at all rows are coefficients of a basis
                 module.basis = InducingPoints([self.search.inputs[name]], trainable=False)
-                facts.gps[name] = module.spec()
         drop_latents(guide, [name for name in field if name not in facts.gps])
         anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
         if intercepts:
             moves = torch.cat(list(intercepts.values()), -1)[index_of(self.layout.rows, field, self.theta)]
             # what they add to the values that q(x) is about, (K, V)
             guide.field.register_buffer("slopes", anchor.detached.values(moves))
-            facts.intercepts = list(intercepts)
+            guide.join(intercepts=tuple(intercepts))
             anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
         self._put(guide.field.coefficients, anchor, field)
 
@@ -219,22 +221,22 @@ class _Mode:
         # test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         stays = not (search.is_exact and (search.rows < search.num or search.is_part or moves))
         # an intercept of another prior, which f follows by itself on sites
-        follows = bool(intercepts or (self.nested.drawn and self.facts.coupled))
+        follows = bool(intercepts or (self.nested.drawn and self.guide.joint.hyper))
         follows = follows and all(type(module) is SparseGP for module in modules)
-        meets = len(field) > len(modules) or bool(self.facts.interactions or self.guide.together_by_name)
+        meets = len(field) > len(modules) or bool(self.facts.meeting or self.guide.together_by_name)
         return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
 
     def _intercepts(self) -> dict[str, Tensor]:
         """By hyperparameters that q(x | θ) is to follow beside what its sites are about, such as an intercept, the
         moves of x, ``(num, V)``, that do to ∇ℓ what their values do, or θ.
         """
-        nested, best, facts, moves = self.nested, self.best, self.facts, dict[str, Tensor]()
-        if not facts.coupled:
+        nested, best, moves, unconstrained = self.nested, self.best, dict[str, Tensor](), list[str]()
+        if not self.guide.joint.hyper:
             return moves
         pull, here = self._followed(best, self.theta)
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
         shifts = (self.covariance @ pull * best.precision.solve(pull.mT).mT).sum(-1)
-        for name in facts.coupled:
+        for name in self.guide.joint.hyper:
             rows, away = nested.hyper.rows[name], best.theta.clone()
             if shifts[rows].sum() <= _SHIFT**2:
                 continue
@@ -244,8 +246,9 @@ class _Mode:
             if other is not nested.none:
                 _, there = self._followed(other, away)
             by_value, by_theta = ((a - b).norm() / a.norm() for a, b in zip(here[name], there[name]))
-            facts.unconstrained += [name] * bool(by_theta < by_value)
+            unconstrained += [name] * bool(by_theta < by_value)
             moves[name] = here[name][int(by_theta < by_value)].mT
+        self.guide.join(unconstrained=tuple(unconstrained))
         return moves
 
     def _followed(self, best: Optimum, theta: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
@@ -253,7 +256,7 @@ class _Mode:
         found, handler = self.nested.predictors(theta)
         if self.layout.eliminated:  # of which no dense T is made
             return self.nested.follow(best, theta, found, None)
-        index = index_of(self.layout.rows, self.facts.field, theta)
+        index = index_of(self.layout.rows, self.guide.joint.field, theta)
         turn = torch.eye(self.layout.num).to(theta)
         turn[index[:, None], index] = anchor_of(self.guide, handler.bases, handler.priors, found.sites).turn()
         return self.nested.follow(best, theta, found, turn)

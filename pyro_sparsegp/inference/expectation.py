@@ -15,9 +15,9 @@ from ..numerics.arguments import require_choice, require_count, require_share
 from ..numerics.processes import Workers, put_gradients
 from ..program.checks import require_sizes
 from ..program.data import TrainingData, signature_of
-from ..program.facts import ELEMENTWISE, NONE
 from ..program.handlers import held_runs
 from ..program.reader import Owners, Terms
+from ..program.structure import Depends
 from .optimisers import agree
 from .quadrature import finite, own_guide
 from .refinement import Progress, SiteRun
@@ -188,9 +188,9 @@ class ExpectationPropagation:
         facts, guide = self.guide.facts, self.guide
         whys = {
             "its values enter another GP site": facts.inner,
-            "it meets another GP site in one term of a density": [name for pair in facts.interactions for name in pair],
+            "it meets another GP site in one term of a density": [name for pair in facts.meeting for name in pair],
             "one term of a density depends on several of its values": [
-                name for name, kind in facts.dependence.items() if kind not in (ELEMENTWISE, NONE)
+                name for name, gp in facts.gps.items() if gp.depends.rank > Depends.ELEMENTWISE.rank
             ],
         }
         for why, names in whys.items():
@@ -199,9 +199,9 @@ class ExpectationPropagation:
                     f"GP site {name!r} cannot be trained by expectation propagation, whose integrals are "
                     f"one-dimensional: {why}. Take SVI with TraceQuadrature_ELBO and a family such as SVGP."
                 )
-        if set(facts.dependence.values()) == {NONE}:
+        if not facts.downstream:
             raise ValueError(
-                f"no log density depends on GP site {next(iter(facts.dependence))!r} in the guide's first call: "
+                f"no log density depends on GP site {next(iter(facts.gps))!r} in the guide's first call: "
                 "were all its rows masked? Call the guide once with data before training, guide(x, y)."
             )
         free = [name for name in facts.latents if not guide.is_point(name)]

@@ -30,7 +30,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..program.asking import Unsupported, asks_program, attempt
 from ..program.checks import graph_of
 from ..program.draws import mapped
-from ..program.facts import COUPLED, ClosedForms
+from ..program.explore import ClosedForms
 from ..program.handlers import Rerun, held_trace
 from ..program.reader import normal_nodes
 from ..program.traces import (
@@ -223,9 +223,9 @@ class Grid:
         guide_trace, again, values = ran[1], self.again(*ran), dict[str, Tensor]()
         for name in self.closed.gps:  # which are at their means, and enter other densities, too
             # Of these a draw stands for the expectation, as in Trace_ELBO.
-            if name in self.closed.rest.dependence and name not in self.closed.axes:
+            if name in self.closed.rest.gps and name not in self.closed.axes:
                 q = posterior_at(guide_trace, name)
-                coupled = self.closed.rest.dependence[name] == COUPLED
+                coupled = name in self.closed.rest.coupled
                 values[name] = SparsePosterior.rsample(q) if coupled else q.marginals.rsample()
 
         def at(*node: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class Grid:
         made = {sites[gp]["value"].grad_fn: gp for gp in self.closed.axes}
         are_data = all(name in sites and name not in guide_trace.nodes for name in names)
         require_shown(
-            is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.dependence.keys()
+            is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.gps.keys()
         )
         found = {name: _functions(sites[name], made, self.closed.moving.get(name, ())) for name in names}
         # Each axis is a dimension of its own: a function's values are those at K nodes, whatever the grid has.

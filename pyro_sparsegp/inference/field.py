@@ -27,15 +27,15 @@ def bound_of_field(
     guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any], num_nodes: int
 ) -> Tensor:
     """The bound at a draw of the hyperparameters, with so many nodes of Gauss-Hermite quadrature along an axis."""
-    facts = guide.facts
+    facts, joint = guide.facts, guide.joint
     ahead = Priors(guide)
     model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead=ahead)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
-    whole, layout = ahead.whole, Layout(facts.field, facts.residuals(rows), facts.owned, facts.eliminated)
+    whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.owned, joint.eliminated)
     loc = torch.cat(whole.q.loc, -1).detach()
     nodes: Any = model_trace.nodes  # a handler may hold some of the latents
     held = free_values(whole_trace) | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
-    held = {name: value for name, value in held.items() if name not in facts.field}
+    held = {name: value for name, value in held.items() if name not in joint.field}
     with torch.enable_grad():
         x = layout.extend(loc).requires_grad_()
 
@@ -44,9 +44,9 @@ def bound_of_field(
             return run_standardised(guide, args, kwargs, handler, {**held, **given}, model_trace).nodes
 
         sites = run()
-        data = [name for name in (*facts.links, *facts.drawn) if name in sites and is_observation(sites[name])]
+        data = [name for name in (*joint.links, *joint.drawn) if name in sites and is_observation(sites[name])]
         seen = [name for name in data if sites[name]["mask"] is not False]
-        links = {name: facts.links[name] for name in seen if name in facts.links}
+        links = {name: joint.links[name] for name in seen if name in joint.links}
         found = Predictors(sites, links, x, layout, run)
         guide.core.looks += torch.is_grad_enabled()
         if torch.is_grad_enabled() and guide.core.looks in _LOOKS:
@@ -61,14 +61,14 @@ def bound_of_field(
                     guide.warned,
                     "bent",
                     name,
-                    f"densities of site {name!r} are not what they were around the values of {', '.join(facts.field)} "
+                    f"densities of site {name!r} are not what they were around the values of {', '.join(joint.field)} "
                     "at the guide's first call, by other data or a kink: the bound is not that of q. Make a new guide, "
                     "and call it first with these data; for a kink beside a latent give independent=True.",
                     stacklevel=7,
                 )
         eta, covariance = _moments(whole.q, layout, found)
-    drawn = Densities(lambda at: run({}, at), [name for name in seen if name in facts.drawn], layout)
-    first = guide_trace.nodes[next(iter(facts.field))]
+    drawn = Densities(lambda at: run({}, at), [name for name in seen if name in joint.drawn], layout)
+    first = guide_trace.nodes[next(iter(joint.field))]
     total = found.expected(eta, covariance, num_nodes) - weighted_sum(whole.q.kl(), {**first, "mask": None})
     if drawn.names:
         # E ℓ over points of q, of which natural steps have E ∇ℓ and E ∇²ℓ
@@ -77,7 +77,7 @@ def bound_of_field(
     # Of latents below f, E log p(c | f) takes log p(c | f)'s place.
     below = [name for name in data if name in guide_trace.nodes]
     total = total - sum(weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below)
-    total = total + log_density_minus_kl(model_trace, guide_trace, {*facts.field, *data} - {*below})
+    total = total + log_density_minus_kl(model_trace, guide_trace, {*joint.field, *data} - {*below})
     return total if torch.is_grad_enabled() else total.detach()
 
 

@@ -27,7 +27,7 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[Evalu
     # leads to the optimum for these data, where the bound stands still, and they end. A batch of which a mask
     # leaves all out has nothing to be met: a later one is.
     modules, met = steppers(guide), False
-    natural = all(spec["family"].get("natural") for spec in guide.facts.gps.values())
+    natural = all(module.family.get("natural") for module in guide.modules_by_site().values())
     if not natural or any(module.steps for module in modules):
         return evaluate(), True
     losses: list[float] = []
@@ -51,7 +51,7 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[Evalu
 
 def largest_loss(guide: AutoSparseGP, before: float) -> float:
     """The largest loss of a step on all rows after one of this loss that has not lost more than a nat a datum."""
-    return before + max(sum(guide.facts.rows.values()), _LOST * abs(before))
+    return before + max(sum(guide.core.sizes.values()), _LOST * abs(before))
 
 
 def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: Evaluation, before: float) -> Evaluation:

@@ -27,8 +27,8 @@ from ..numerics.linalg import flags_kept
 from ..numerics.processes import is_shared
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.asking import Unsupported, attempt
-from ..program.facts import MAX_AXES
 from ..program.reader import normal_nodes
+from ..program.structure import MAX_AXES
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
 from .expected import Grid, Ran, log_density_minus_kl, posterior_at, require_shown, sum_of_expectations, weighted_sum
@@ -124,7 +124,7 @@ class TraceQuadrature_ELBO(ELBO):
         """Note a step's loss; at some steps look whether nodes are enough."""
         closed, known = guide.core.forms, self._known[guide]
         before, known.loss = known.loss, value
-        if closed is not None and closed.rest.dependence:
+        if closed is not None and closed.rest.gps:
             known.steps += 1
             if known.steps in _LOOKS:
                 self._warn_of_few_nodes(before - value, guide, wrapped, (args, kwargs))
@@ -212,7 +212,7 @@ class TraceQuadrature_ELBO(ELBO):
     def _minus_bound(self, unwrapped: AutoSparseGP, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
         if torch.is_grad_enabled():
-            unwrapped.core.facts.num_nodes = self.num_nodes  # sites are read at as many
+            unwrapped.core.num_nodes = self.num_nodes  # sites are read at as many
         # −(1/S) Σₛ ELBOₛ, at S draws of the latents that are not integrated
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
@@ -222,7 +222,7 @@ class TraceQuadrature_ELBO(ELBO):
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         closed = guide.core.forms or closed_forms_of(guide, args, kwargs)
-        if guide.core.facts.field:
+        if guide.joint.field:
             return bound_of_field(guide, wrapped, args, kwargs, self.num_nodes)
         given = guide.conditioned(wrapped, args, kwargs) if guide.by_sites else None
         grid = Grid(guide, wrapped, (args, kwargs), closed, given)
@@ -245,7 +245,7 @@ class TraceQuadrature_ELBO(ELBO):
             model_trace, guide_trace, _ = run = grid.run()
             is_alike = closed.hold(model_trace.nodes)
             total = sum_of_expectations(closed, partial(grid.again, *run), *run[:2]) if is_alike else None
-            if total is not None and not closed.rest.dependence:  # nothing else depends on function values
+            if total is not None and not closed.rest.gps:  # nothing else depends on function values
                 return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
         if total is None:
             start.restore()
@@ -328,7 +328,7 @@ class ProjectedLikelihood(TraceQuadrature_ELBO):
         total = log_density_minus_kl(model_trace, guide_trace, {*facts.gps, *facts.downstream})
         for name in facts.gps:
             q = posterior_at(guide_trace, name)
-            if not isinstance(q.basis, ProjectedFeatures) or name not in facts.quadratic:
+            if not isinstance(q.basis, ProjectedFeatures) or not facts.gps[name].is_quadratic:
                 raise ValueError(
                     "ProjectedLikelihood is for GP sites of the family ComputationAware whose likelihood is Gaussian "
                     f"in the function values; site {name!r} is not. Use TraceQuadrature_ELBO."

@@ -27,8 +27,8 @@ from ..numerics.linalg import (
 )
 from ..numerics.tilted import log_normaliser, tilted
 from ..process import GaussianProcess
-from ..program.facts import NONE
 from ..program.reader import Terms
+from ..program.structure import Depends
 from ..warned import warn_once
 
 _SLOWEST = 1 / 64
@@ -142,7 +142,8 @@ class SiteRun:
         # d = k(x, x) − φφᵀ, FITC's diagonal (eq. 1)
         self.residual = torch.maximum(prior - row_squares(self.phi), variance_floor(prior))
         # The row numbers of the data given, None for all, and how many data there are.
-        self.index, self.num = _rows(name, process, guide.facts.dependence[name] == NONE, terms, trace, indices)
+        is_unused = guide.facts.gps[name].depends == Depends.NONE
+        self.index, self.num = _rows(name, process, is_unused, terms, trace, indices)
         kept, phi, index = module.precision.shape[-1], self.phi.detach(), self.index
         if kept not in (0, self.num):
             raise ValueError(

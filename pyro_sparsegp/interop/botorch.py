@@ -64,14 +64,15 @@ class Model(BoTorchModel, FantasizeMixin):
         noise: Union[float, Tensor, None] = None,
     ) -> None:
         super().__init__()
-        facts = own_guide(model, guide, "Model(model, guide)").facts
+        own = own_guide(model, guide, "Model(model, guide)")
+        facts = own.facts
         self.sites = (site,) if isinstance(site, str) else tuple(site)
         if not self.sites or len(set(self.sites)) < len(self.sites):
             raise ValueError(f"Model's site is a name, or several different names, got {site!r}")
         unknown = [name for name in self.sites if name not in facts.gps]
         if unknown:
             raise ValueError(f"Model's site {unknown[0]!r} is none of the guide's GP sites, {sorted(facts.gps)}")
-        joint = [name for name in self.sites if name in facts.field]
+        joint = [name for name in self.sites if name in own.joint.field]
         if len(joint) > 1:
             raise ValueError(f"Model's sites {joint} have one posterior, and outputs are taken to be independent")
         vars(self)["guide"] = guide  # as no part of this module: BoTorch's train() and eval() are not the guide's
@@ -162,7 +163,7 @@ class Model(BoTorchModel, FantasizeMixin):
 
     def _noise(self, name: str, f: Tensor, moved: Mapping[str, Any], data: Mapping[str, Any]) -> Tensor:
         # The variance of an observation of each of a site's values, (P, N); mixtures are not around f.
-        for site in () if self.guide.facts.enumerated else data:
+        for site in () if self.guide.facts.discrete else data:
             try:
                 centre, variance = bare(moved[site]["fn"]).mean, bare(data[site]["fn"]).variance
             except (AttributeError, NotImplementedError):

@@ -213,10 +213,6 @@ class Enumeration(Messenger):
             value = value.gather(-dim, index.expand(*value.shape[:-dim], 1, *value.shape[1 - dim :]))
         return value
 
-    def groups(self, data_plates: Collection[str]) -> list[str]:
-        """The sites in none of these plates: known groups' sites, whichever rows a prediction is at."""
-        return [latent.name for latent in self.latents.values() if not latent.plates.keys() & {*data_plates}]
-
     @torch.no_grad()
     def draw_of(self, names: Collection[str]) -> dict[str, Tensor]:
         """A draw of some sites given all that the run met."""

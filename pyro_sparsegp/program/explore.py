@@ -1,19 +1,39 @@
 """A program is asked once how its densities depend on GP sites' values: by NaN, by moves and by slopes."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Optional, Protocol
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from torch import Tensor
+from torch.distributions import biject_to
 
 from ..process import GaussianProcess
 from .asking import asks_program, attempt
-from .facts import COUPLED, ELEMENTWISE, NONE, ClosedForms, Structure, combined, find_group, find_owners, kept_buffers
+from .enumeration import Enumeration
+from .facts import combined, find_group, find_owners, kept_buffers
 from .handlers import Rerun
-from .traces import as_process, bare, entries, is_declared, is_normal, others_of, parameter_of, parameters, sample_sites
+from .structure import Density, Depends, GPSite, Latent, Pair, Structure
+from .traces import (
+    as_process,
+    bare,
+    entries,
+    is_declared,
+    is_free,
+    is_normal,
+    is_observation,
+    others_of,
+    parameter_of,
+    parameters,
+    plate_sizes,
+    roles_beside,
+    sample_sites,
+)
 
 # What a program shows of a site: its log densities, in whose place a declared one has what it is made of, the parameter
 # and all else; and what the process of a layer above is made of.
@@ -26,34 +46,93 @@ Values = dict[str, Tensor]
 Key = tuple[str, str]
 
 
+class Met(Protocol):
+    """A run of a program, and what it met."""
+
+    trace: poutine.Trace
+    processes: dict[str, GaussianProcess]  # the priors of its GP sites
+    enumeration: Optional[Enumeration]
+
+
+@dataclass(frozen=True)
+class ClosedForms:
+    """Which densities have their expectation in closed form, and what is left without them; for one program."""
+
+    rows: tuple[str, ...]  # sites that know E log p over a parameter: an affine function of the values of one row
+    functions: tuple[str, ...]  # those whose parameter is one of values at several inputs
+    of_rows: Structure  # how the parameters of ``rows`` depend on GP sites' values
+    gps: tuple[str, ...]  # the GP sites that these sites' densities depend on
+    rest: Structure  # how all other densities do
+    kinds: dict[str, type]  # of the distributions of sites in closed form
+    moving: dict[str, list[str]]  # by site, which of its parameters, scale and mask depend on function values
+
+    @cached_property
+    def sites(self) -> tuple[str, ...]:
+        """All whose expectation is in closed form."""
+        return self.rows + self.functions
+
+    @cached_property
+    def axes(self) -> dict[str, tuple[int, ...]]:
+        """The axes of what is left."""
+        return self.rest.axes()
+
+    @cached_property
+    def num_axes(self) -> int:
+        """How many these are."""
+        return 1 + max(itertools.chain(*self.axes.values()), default=-1)
+
+    @cached_property
+    def drawn(self) -> list[str]:
+        """GP sites that would take more axes."""
+        without = {*self.axes, *self.rest.inner, *self.rest.coupled}
+        return [name for name in self.rest.gps if name not in without]
+
+    def hold(self, nodes: Mapping[str, Any]) -> bool:
+        """Whether a run's sites have distributions of the kinds that were found."""
+        return self.kinds == {name: type(bare(nodes[name]["fn"])) for name in self.kinds if name in nodes}
+
+
+def _met(run: Met, shapes: Mapping[str, Sequence[int]]) -> Structure:
+    """The sites of a run, without how densities depend on GP sites' values."""
+    sites = {n: site for n, site in sample_sites(run.trace).items() if n not in run.processes}
+    role_of, latents = roles_beside(run.trace), dict[str, Latent]()
+    summed_out = run.enumeration.latents.values() if run.enumeration else ()
+    for name, site in sites.items():
+        if is_free(site):
+            plates, shape = plate_sizes(site), shapes.get(name)
+            event_dim = 0 if shape is None else biject_to(site["infer"]["prior"].support).domain.event_dim
+            latents[name] = Latent(role_of(plates), plates, None if shape is None else tuple(shape), event_dim)
+    return Structure(
+        {name: GPSite(tuple(process.batch_shape), process.x.shape[-1]) for name, process in run.processes.items()},
+        latents,
+        {name: Density(type(bare(site["fn"])).__name__) for name, site in sites.items() if is_observation(site)},
+        {latent.name: role_of(latent.plates) for latent in summed_out},
+    )
+
+
 @torch.no_grad()
-def explore(
-    found: Structure, held: Rerun, processes: Mapping[str, GaussianProcess], on_sites: Collection[str] = ()
-) -> ClosedForms:
-    """Fill in how densities and layers above depend on GP sites' values, and return which are in closed form: by one
-    mapped run in which some are NaN, and where densities are declared one whose gradient is looked at. Of GP sites
-    ``on_sites`` it is asked whether log densities are quadratic in their values.
+def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> tuple[Structure, ClosedForms]:
+    """The structure of a program, and which of its densities are in closed form: by one mapped run in which some values
+    of GP sites are NaN, and where densities are declared one whose gradient is looked at.
+
+    :param held: the program with values given, all else as in the run.
+    :param shapes: of latents with parameters of their own, in unconstrained space.
     """
-    moments = {name: (process.mean, process.variance) for name, process in processes.items()}
-    program = Program(held, moments, processes)
+    processes, met = run.processes, _met(run, shapes)
+    program = Program(held, {name: (process.mean, process.variance) for name, process in processes.items()}, processes)
     names, owners = list(processes), program.owners
     terms, layers = ([key for key in program.first if key[0] == kind] for kind in (TERM, _LAYER))
-    above = {name: {key[1] for key in layers if owners[name][key].kind != NONE} for name in names}
-    found.inner = [name for name in names if above[name]]
-    outer = [name for name in names if not above[name]]
-    found.dependence, found.interactions = combined(owners, terms + layers, names)
-    coupled = [name for name in found.inner if found.dependence[name] == COUPLED]
+    above = {name: {key[1] for key in layers if owners[name][key].kind != Depends.NONE} for name in names}
+    inner, outer = [name for name in names if above[name]], [name for name in names if not above[name]]
+    depends, meeting = combined(owners, terms + layers, names)
+    coupled = [name for name in inner if depends[name] == Depends.COUPLED]
     groups = {name: find_group(program.show, program.base, name, layers + terms) for name in coupled}
-    found.groups = {name: group for name, group in groups.items() if group}
     # Inputs that meet above an inner layer, as in sums of the layer on it, meet in that layer too.
-    coupled = [name for name in outer if found.dependence[name] == COUPLED]
+    coupled = [name for name in outer if depends[name] == Depends.COUPLED]
     for name in reversed(names):  # a layer stands before those that it enters
         if above[name] & {*coupled}:
             coupled.append(name)
-            found.dependence[name] = COUPLED
-    found.downstream = [site for _, site in terms if program.touching(site, names)]
-    means = [[f, g] for f in found.inner for g in above[f] if owners[f][_REST, g].kind == NONE]
-    found.summed = _summed(found, program) + means
+            depends[name] = Depends.COUPLED
     closed = [site for site in program.kinds if program.is_closed(site, outer)]
     for site in program.kinds.keys() - closed:
         fn = program.kinds[site]
@@ -67,21 +146,33 @@ def explore(
             )
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
-    by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
-    # Log densities are quadratic in a GP site's values, all else held, if they are normal around affine functions.
-    own = {name: [site for _, site in terms if program.touching(site, [name])] for name in on_sites}
-    found.quadratic = [
-        name
-        for name, sites in own.items()
-        if sites and all(is_normal(program.kinds.get(site)) and program.is_affine(site, [name]) for site in sites)
-    ]
+    by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != Depends.COUPLED for name in names)]
+    touching = {site: tuple(program.touching(site, names)) for _, site in terms}
+
+    def is_quadratic(name: str) -> bool:
+        """Whether densities are normal around affine functions of a GP site's values, all else held."""
+        own = [site for site, gps in touching.items() if name in gps]
+        are_normal = bool(own) and all(is_normal(program.kinds.get(site)) for site in own)
+        return are_normal and all(site in closed or program.is_affine(site, [name]) for site in own)
+
+    gps = {
+        name: replace(gp, depends=depends[name], is_inner=bool(above[name]), group=groups.get(name))
+        for name, gp in met.gps.items()
+    }
+    gps |= {name: replace(gps[name], is_quadratic=is_quadratic(name)) for name in outer}
+    means = tuple((f, g) for f in inner for g in above[f] if owners[f][_REST, g].kind == Depends.NONE)
+    densities = {site: replace(density, gps=touching.get(site, ())) for site, density in met.densities.items()}
+    densities |= {s: Density("", own, is_observed=False) for s, own in touching.items() if own and s not in densities}
+    summed = _summed([pair for pair in meeting if not {*pair} & {*inner}], program) + means
+    found = replace(met, gps=gps, densities=densities, meeting=meeting, summed=summed)
 
     def left(keys: Collection[Key]) -> Structure:
         """The structure of these tensors alone, as they depend on the GP sites that enter no other."""
         kinds, meet = combined(owners, keys, outer)
-        return replace(found, dependence={n: kind for n, kind in kinds.items() if kind != NONE}, interactions=meet)
+        own = {name: replace(gps[name], depends=kind) for name, kind in kinds.items() if kind != Depends.NONE}
+        return replace(found, gps=own, meeting=meet, summed=())
 
-    return ClosedForms(
+    return found, ClosedForms(
         tuple(by_rows),
         tuple(site for site in closed if site not in by_rows),
         left([made_of[site] for site in by_rows]),
@@ -195,8 +286,9 @@ class Program:
 
     def is_mean(self, name: str, site: str) -> bool:
         """Whether a density is that of a Normal, whose mean is affine in a GP site's values and has one an entry."""
-        is_own = type(self.kinds.get(site)) is dist.Normal and self.owners[name][_THETA, site].kind == ELEMENTWISE
-        return is_own and self.is_affine(site, [name])
+        if type(self.kinds.get(site)) is not dist.Normal:
+            return False
+        return self.owners[name][_THETA, site].kind == Depends.ELEMENTWISE and self.is_affine(site, [name])
 
     def is_closed(self, site: str, outer: list[str]) -> bool:
         """Whether a declared density depends on function values, and its expectation over them is in closed form."""
@@ -236,11 +328,10 @@ def is_affine(at: Tensor, slope: Tensor) -> bool:
     return bool(((there - middle - sizes * slope).abs() <= tolerance).all())
 
 
-def _summed(found: Structure, program: Program) -> list[list[str]]:
-    """Pairs of GP sites that enter all densities by f + cg, with one number c."""
-    pairs = [[f, g] for f, g in found.interactions if not {f, g} & {*found.inner}]
+def _summed(pairs: list[Pair], program: Program) -> tuple[Pair, ...]:
+    """Those of these pairs of GP sites that enter all densities by f + cg, with one number c."""
     if not pairs:
-        return []
+        return ()
     # Where f is not in proportion to g: there the slopes of a product would have one ratio.
     place = {name: value + program.steps[name] for name, value in program.base.items()}
     ones = {name: torch.ones_like(value) for name, value in place.items()}
@@ -252,4 +343,4 @@ def _summed(found: Structure, program: Program) -> list[list[str]]:
         factor = (by_f * by_g).sum() / by_f.square().sum()
         if ((by_g - factor * by_f).abs() < _AFFINE[by_f.dtype] * by_g.abs().amax()).all():
             chosen.append(pair)
-    return chosen
+    return tuple(chosen)

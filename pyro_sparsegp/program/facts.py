@@ -1,4 +1,4 @@
-"""What is known of a program: its sites, and how densities depend on function values, by NaN: structure, not slopes.
+"""How densities depend on function values, by NaN: structure, not slopes.
 
 NaN · 0 is NaN, so that a time, a weight or a latent of 0, the flat side of a relu and a saturated class hide nothing of
 what they multiply. A run has NaN in the rows whose number has a 1 (or a 0) in one binary place: an entry of one row is
@@ -8,12 +8,9 @@ on all values.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from dataclasses import field as _field
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Optional
 
@@ -22,12 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from .asking import attempt
-from .traces import bare, repeatable
-
-NONE = "none"  # no density depends on the values
-ELEMENTWISE = "elementwise"  # each term has one value
-DATAWISE = "datawise"  # each term has values of one input, of several outputs of a vector-valued process
-COUPLED = "coupled"  # a term has values at several inputs, as of a matrix times f
+from .structure import Depends, Group, Pair
+from .traces import repeatable
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _AT_ONCE = 2**20  # values of a site in one mapped run, so that many rows take little more memory than a step of them
@@ -46,13 +39,13 @@ class Owners:
     outputs: Tensor  # the same of the process's outputs
 
     @property
-    def kind(self) -> str:
-        """One of :data:`NONE`, :data:`ELEMENTWISE`, :data:`DATAWISE`, :data:`COUPLED`."""
+    def kind(self) -> Depends:
+        """How they do."""
         if not self.touched.any():
-            return NONE
+            return Depends.NONE
         if (self.rows[self.touched] < 0).any():
-            return COUPLED
-        return DATAWISE if (self.outputs[self.touched] < 0).any() else ELEMENTWISE
+            return Depends.COUPLED
+        return Depends.DATAWISE if (self.outputs[self.touched] < 0).any() else Depends.ELEMENTWISE
 
 
 def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:
@@ -155,15 +148,15 @@ def find_owners(
 
 def combined(
     owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Any], names: Collection[str]
-) -> tuple[dict[str, str], list[list[str]]]:
+) -> tuple[dict[str, Depends], tuple[Pair, ...]]:
     """How tensors depend on GP sites' values, and the pairs of sites that meet in an entry."""
-    order = (NONE, ELEMENTWISE, DATAWISE, COUPLED)
-    kinds = {name: max((owners[name][key].kind for key in keys), key=order.index, default=NONE) for name in names}
-    return kinds, [
-        [f, g]
+    none = Depends.NONE
+    kinds = {n: max((owners[n][key].kind for key in keys), key=lambda d: d.rank, default=none) for n in names}
+    return kinds, tuple(
+        (f, g)
         for f, g in itertools.combinations(names, 2)
         if any((owners[f][key].touched & owners[g][key].touched).any() for key in keys)
-    ]
+    )
 
 
 def codes_of(numbers: Tensor) -> list[Tensor]:
@@ -171,7 +164,7 @@ def codes_of(numbers: Tensor) -> list[Tensor]:
     return [(numbers >> bit) & 1 == one for bit in range(int(numbers.max()).bit_length()) for one in (0, 1)]
 
 
-def find_group(show: Show, base: Values, name: str, keys: Collection[Any]) -> Optional[tuple[int, str]]:
+def find_group(show: Show, base: Values, name: str, keys: Collection[Any]) -> Optional[Group]:
     """The size of the groups within which alone layers above couple a site's values, and the layer that has as many
     inputs as there are groups; ``None`` if there are no groups.
     """
@@ -183,135 +176,5 @@ def find_group(show: Show, base: Values, name: str, keys: Collection[Any]) -> Op
         shown = stacked_runs(show, [base, *({**base, name: values.masked_fill(mask, torch.nan)} for mask in masks)])
         nan = {key: shown[key].isnan()[1:] for key in keys}
         if not any((part[0::2] & part[1::2] & ~shown[key][0].isnan()).any() for key, part in nan.items()):
-            return size, sizes[size]
+            return Group(size, sizes[size])
     return None
-
-
-MAX_AXES = 2  # of a grid of nodes
-
-
-@dataclass
-class Structure:
-    """What the guide found out about the model at its first call, in plain Python: it travels in the state dict."""
-
-    gps: dict[str, dict[str, Any]] = _field(default_factory=dict)  # for each GP site, the shapes of its module
-    latents: dict[str, dict[str, Any]] = _field(default_factory=dict)  # event dimensions, shape, plates with sizes
-    rows: dict[str, int] = _field(default_factory=dict)  # for each observed site, how many values it had
-    data_plates: list[str] = _field(default_factory=list)  # that enclose an observed site
-    # Latents of which several data have one: some of the data's plates enclose them, and not all.
-    grouped: list[str] = _field(default_factory=list)
-    dependence: dict[str, str] = _field(default_factory=dict)  # how densities downstream depend on each GP site
-    inner: list[str] = _field(default_factory=list)  # GP sites whose values enter another, as a deep GP's inner layers
-    # Of those whose values a layer above couples in groups of consecutive inputs (the patches of an image), how many
-    # make a group, and that layer.
-    groups: dict[str, tuple[int, str]] = _field(default_factory=dict)
-    interactions: list[list[str]] = _field(default_factory=list)  # pairs of GP sites that meet in a term of a density
-    # Pairs of GP sites that enter densities by a sum of them alone, f + cg; or of f and g ~ GP(μ(f), k).
-    summed: list[list[str]] = _field(default_factory=list)
-    downstream: list[str] = _field(default_factory=list)  # sites whose densities move with a GP site's values
-    quadratic: list[str] = _field(default_factory=list)  # GP sites on sites in whose values densities are quadratic
-    columns: dict[str, int] = _field(default_factory=dict)  # of each GP site's inputs
-    enumerated: list[str] = _field(default_factory=list)  # discrete latents, which are summed out
-    classes: list[str] = _field(default_factory=list)  # of these the ones of groups, in no plate of the data
-    coupled: list[str] = _field(default_factory=list)  # latents that have one posterior, of hyperparameters
-    field: dict[str, list[int]] = _field(default_factory=dict)  # its members, in order: sizes of blocks of coefficients
-    # Of each likelihood of a field, by parameter, the link under which it is affine in it.
-    links: dict[str, dict[str, str]] = _field(default_factory=dict)
-    drawn: list[str] = _field(default_factory=list)  # likelihoods of a field that are affine in it under no link
-    # Of members of a field whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
-    factors: dict[str, dict[str, list[float]]] = _field(default_factory=dict)
-    # Hyperparameters that the field follows, beside its kernels, such as an intercept: by their values, or in
-    # unconstrained space.
-    intercepts: list[str] = _field(default_factory=list)
-    unconstrained: list[str] = _field(default_factory=list)
-    owned: list[str] = _field(default_factory=list)  # latents of the field of which each datum has one value
-    eliminated: str = ""  # the last of these, whose values are no entries of a dense covariance
-    row_effects: list[str] = _field(default_factory=list)  # latents of the field that have a value for each row
-    num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
-
-    @cached_property
-    def local_latents(self) -> list[str]:
-        """The latents that have a value for each row."""
-        return [name for name, latent in self.latents.items() if latent["plates"].keys() & self.data_plates]
-
-    @property
-    def able_to_couple(self) -> list[str]:
-        """The latents of all rows, or of rows in the field, with no posterior by an overridden ``get_posterior``."""
-        apart = {*self.local_latents} - {*self.row_effects}
-        return [n for n, own in self.latents.items() if own["shape"] is not None and n not in apart]
-
-    def neighbours(self, name: str) -> set[str]:
-        """The GP sites that meet this one in a term of a density."""
-        return {other for pair in self.interactions if name in pair for other in pair} - {name}
-
-    def is_direct(self, name: str) -> bool:
-        """Whether log densities are quadratic in a GP site's values, and no outputs meet in a term."""
-        return name in self.quadratic and self.dependence[name] != DATAWISE
-
-    def is_alone(self, name: str) -> bool:
-        """Whether also no other GP site meets it."""
-        return self.is_direct(name) and not self.neighbours(name)
-
-    def residuals(self, rows: Mapping[str, int]) -> dict[str, int]:
-        """How many standardised residuals GP sites of so many rows have."""
-        return {name: num if self.dependence[name] == COUPLED else 1 for name, num in rows.items()}
-
-    def axes(self, most: float = MAX_AXES) -> dict[str, tuple[int, ...]]:
-        """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out."""
-        # Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
-        # meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-        # so is a group that would need more axes than ``most``.
-        width = {
-            name: math.prod(self.gps[name]["batch_shape"]) if kind == DATAWISE else 1
-            for name, kind in self.dependence.items()
-            if name not in self.inner and kind != COUPLED
-        }
-        together = [set(group) & width.keys() for group in self.interactions]
-        meets = {name: set[str]().union(*(group for group in together if name in group)) - {name} for name in width}
-        axes: dict[str, tuple[int, ...]] = {}
-        for name in width:
-            taken = {axis for other in meets[name] for axis in axes.get(other, ())}
-            free = (axis for axis in itertools.count() if axis not in taken)
-            axes[name] = tuple(itertools.islice(free, width[name]))
-        drawn = {name for name, used in axes.items() if max(used) >= most}
-        while more := set[str]().union(*(meets[name] for name in drawn)) - drawn:  # a group is drawn as a whole
-            drawn |= more
-        return {name: used for name, used in axes.items() if name not in drawn}
-
-
-@dataclass(frozen=True)
-class ClosedForms:
-    """Which densities have their expectation in closed form, and what is left without them; for one program."""
-
-    rows: tuple[str, ...]  # sites that know E log p over a parameter: an affine function of the values of one row
-    functions: tuple[str, ...]  # those whose parameter is one of values at several inputs
-    of_rows: Structure  # how the parameters of ``rows`` depend on GP sites' values
-    gps: tuple[str, ...]  # the GP sites that these sites' densities depend on
-    rest: Structure  # how all other densities do
-    kinds: dict[str, type]  # of the distributions of sites in closed form
-    moving: dict[str, list[str]]  # by site, which of its parameters, scale and mask depend on function values
-
-    @cached_property
-    def sites(self) -> tuple[str, ...]:
-        """All whose expectation is in closed form."""
-        return self.rows + self.functions
-
-    @cached_property
-    def axes(self) -> dict[str, tuple[int, ...]]:
-        """The axes of what is left."""
-        return self.rest.axes()
-
-    @cached_property
-    def num_axes(self) -> int:
-        """How many these are."""
-        return 1 + max(itertools.chain(*self.axes.values()), default=-1)
-
-    @cached_property
-    def drawn(self) -> list[str]:
-        """GP sites that would take more axes."""
-        without = {*self.axes, *self.rest.inner}
-        return [name for name, kind in self.rest.dependence.items() if kind != COUPLED and name not in without]
-
-    def hold(self, nodes: Mapping[str, Any]) -> bool:
-        """Whether a run's sites have distributions of the kinds that were found."""
-        return self.kinds == {name: type(bare(nodes[name]["fn"])) for name in self.kinds if name in nodes}

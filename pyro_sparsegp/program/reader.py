@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..process import GaussianProcess
 from .draws import mapped
-from .facts import DATAWISE, ELEMENTWISE, Structure, find_owners
+from .facts import find_owners
 from .handlers import Rerun
+from .structure import Depends, Structure
 from .traces import entries, expectation, log_densities, parameter_of, sample_sites, share_of
 
 _MOST_NODES = 350  # of Gauss-Hermite quadrature: with more, numpy's weights are NaN
@@ -124,6 +125,7 @@ class Reader:
 
     run: Rerun  # of the model with GP sites at values, all else as it was
     found: Structure  # what is known of the model
+    num_nodes: int  # along an axis
     # The sites after a GP site, if all of them know their expectation over parameters of one value each.
     closed: Collection[str] = ()
 
@@ -135,16 +137,16 @@ class Reader:
         """
         # Outputs that meet in one term have an axis of nodes each.
         meeting = [other for other in marginals if other in self.found.neighbours(name)]
-        meet = {other for other in (name, *meeting) if self.found.dependence.get(other) == DATAWISE}
+        meet = {other for other in (name, *meeting) if self.found.gps[other].depends == Depends.DATAWISE}
         widths = {other: marginals[other][0][..., 0].numel() if other in meet else 1 for other in (name, *meeting)}
         # f = m + √v ε, one axis of ε for each function; E[·] = Σₖ wₖ (·)(εₖ). One node has no spread.
-        pairs = widths[name] if name in self.found.quadratic else 0
+        pairs = widths[name] if self.found.gps[name].is_quadratic else 0
         others, like = sum(widths.values()) - pairs, marginals[name][0]
-        nodes, weights = normal_nodes(others, like, max(self.found.num_nodes, 2), pairs)
+        nodes, weights = normal_nodes(others, like, max(self.num_nodes, 2), pairs)
         parts = dict(zip(widths, nodes.split([*widths.values()], -1)))
 
         def expected(m: Tensor, v: Tensor) -> Tensor:
-            if self.closed and self.found.dependence[name] == ELEMENTWISE:
+            if self.closed and self.found.gps[name].depends == Depends.ELEMENTWISE:
                 return self._in_closed_form(name, m, v)
             stack = {}
             for other, part in parts.items():

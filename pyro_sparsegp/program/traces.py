@@ -27,6 +27,7 @@ from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import solve_lower
 from ..process import GaussianProcess
 from .asking import asks_program
+from .structure import Role
 
 _MULTIVARIATE = (dist.MultivariateNormal, dist.LowRankMultivariateNormal)
 _WITH_LOC = (dist.Normal, *_MULTIVARIATE, dist.Laplace, dist.AsymmetricLaplace)
@@ -65,13 +66,17 @@ def share_of(site: Any) -> float:
     return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])
 
 
-def grouped(trace: poutine.Trace) -> list[str]:
-    """The latents that some plates of an observed site enclose, and not all."""
-    sites = sample_sites(trace)
-    # Such as z in "groups" beside y in "groups" and "rows"; a latent in all of y's plates is one of single data.
-    plates = {name: set(plate_sizes(site)) for name, site in sites.items()}
-    data = [plates[name] for name, site in sites.items() if is_observation(site)]
-    return [n for n, site in sites.items() if is_free(site) and plates[n] and any(plates[n] < each for each in data)]
+def roles_beside(trace: poutine.Trace) -> Callable[[Collection[str]], Role]:
+    """What latents are beside a run's data, by the plates that enclose them."""
+    data = [plate_sizes(site).keys() for site in sample_sites(trace).values() if is_observation(site)]
+
+    def role_of(plates: Collection[str]) -> Role:
+        if not any({*plates} & own for own in data):
+            return Role.ALL
+        # Such as z in "groups" beside y in "groups" and "rows"; a latent in all of y's plates is one of single data.
+        return Role.GROUP if any({*plates} < own for own in data) else Role.ROW
+
+    return role_of
 
 
 def piecewise_constant(trace: poutine.Trace) -> list[str]:

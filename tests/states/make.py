@@ -11,14 +11,14 @@ import torch
 from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO
 
 try:
-    from tests.states.programs import FAMILIES, at, data, model_of
+    from tests.states.programs import FAMILIES, JOINT, at, data, model_of
 except ImportError:  # run from a checkout without it
-    from programs import FAMILIES, at, data, model_of
+    from programs import FAMILIES, JOINT, at, data, model_of
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     found = {}
-    for name, family in FAMILIES.items():
+    for name, family in (FAMILIES | JOINT).items():
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         model, x, y = model_of(name), *data()

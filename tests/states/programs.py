@@ -21,6 +21,13 @@ FAMILIES = {
     "WeightSpace": lambda: families.WeightSpace(),
     "ExactWeightSpace": lambda: families.ExactWeightSpace(),
 }
+# Of programs whose latents have one posterior with f, or are summed out.
+JOINT = {
+    "intercept": lambda: families.SVGP(4),
+    "groups": lambda: families.SVGP(4),
+    "rows": lambda: families.SVGP(4),
+    "classes": lambda: families.SVGP(4),
+}
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,8 +46,20 @@ def model_of(name: str):
             kernel = variance * kernels.Polynomial(2, 1.0)
         else:
             kernel = variance * kernels.RBF(lengthscale=0.7)[0] + kernels.Matern32(lengthscale=0.5)[1]
-        f = pyro.sample("f", GaussianProcess(kernel, x))
+        loc = pyro.sample("f", GaussianProcess(kernel, x))
+        zero = torch.zeros((), dtype=x.dtype)
+        if name == "intercept":
+            loc = loc + pyro.sample("mu", dist.Normal(zero, 1.0))
+        if name == "groups":
+            with pyro.plate("groups", 3):
+                loc = loc + pyro.sample("a", dist.Normal(zero, 1.0))[torch.arange(len(x)) % 3]
+        if name == "classes":
+            with pyro.plate("kinds", 3):
+                z = pyro.sample("z", dist.Bernoulli(zero + 0.5), infer={"enumerate": "parallel"})
+            loc = loc + z[..., torch.arange(len(x)) % 3]
         with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+            if name == "rows":
+                loc = loc + pyro.sample("e", dist.Normal(zero, 0.1))
+            pyro.sample("y", dist.Normal(loc, 0.2), obs=y)
 
     return model

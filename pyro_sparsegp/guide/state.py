@@ -1,0 +1,120 @@
+"""What a state holds beside tensors: the structure of the program, and what the guide has learnt of it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from pyro.infer.autoguide.utils import deep_setattr
+from torch import Tensor
+
+from ..modules import path_of
+from ..program.data import TrainingData, is_plain, map_tensors
+from ..program.structure import Structure
+from .field import make_field
+from .known import Core, Joint, KnownGuide
+from .latents import couple
+from .points import Points
+
+
+def saved_of(guide: KnownGuide) -> dict[str, Any]:
+    """In plain Python, with the parameters' name in Pyro's store, and data that predictions need."""
+    core = guide.core
+    state: dict[str, Any] = {
+        "name": guide._pyro_name,
+        "structure": core.facts.to_json(),
+        "joint": asdict(core.joint),
+        "modules": {name: module.spec() for name, module in guide.modules_by_site().items()},
+        "sizes": core.sizes,
+        "num_nodes": core.num_nodes,
+    }
+    if core.data is not None and guide.is_about_rows and is_plain([core.data.args, core.data.kwargs]):
+        state["data"] = {"args": core.data.args, "kwargs": core.data.kwargs}
+    return state if core.points is None else {**state, "points": vars(core.points)}
+
+
+def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Make a guide what a state of these tensors is to be loaded into; raise if it is of other families."""
+    saved = saved if "structure" in saved else _of_earlier_release(saved)
+    now, modules = guide.core, {name: module.spec() for name, module in guide.modules_by_site().items()}
+    found = Core(Structure.from_json(saved["structure"]), Joint(**saved["joint"]), dict(saved["sizes"]), loaded=True)
+    found.num_nodes = saved["num_nodes"]
+    # A guide that was called keeps its parameters, which an optimiser may have:
+    # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters
+    before, after = ((core.facts.latents, core.joint.hyper, core.joint.field) for core in (now, found))
+    if modules != saved["modules"] or before != after:
+        guide.forget()
+        guide.core = found
+        _make_parameters(guide, saved["modules"], tensors)
+    guide.core = found
+    if "points" in saved:
+        found.points = map_tensors(lambda t: t.to(guide.like), Points(**saved["points"]))
+    for key in [key for key in tensors if key.startswith("field.rows_")]:
+        guide.field.register_buffer(key.removeprefix("field."), torch.zeros_like(tensors[key]))
+    if "data" in saved:
+        data, like = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"]), guide.like
+        found.data = data.mapped(lambda t: t.to(like if t.is_floating_point() else like.device), guide.model)
+
+
+def _make_parameters(guide: KnownGuide, modules: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    facts, joint = guide.core.facts, guide.joint
+    for name, latent in facts.latents.items():
+        loc = tensors.get(f"locs.{path_of(name)}_unconstrained")  # none, where its posterior is joint with others'
+        is_point = loc is not None and f"scales.{path_of(name)}_unconstrained" not in tensors
+        is_other = is_point != guide.is_point(name) or (loc is None and guide.is_independent(name))
+        if latent.shape is not None and is_other:
+            raise ValueError(
+                f"the saved posterior of latent site {name!r} is a point, joint with others' or independent, and this "
+                "guide has another: make the guide with the point_estimates= and independent= that it was saved with."
+            )
+        if loc is not None:
+            guide.set_latent(name, loc.new_zeros(latent.shape or ()), latent.event_dim)
+    for name, spec in modules.items():
+        path = f"gps.{path_of(name)}"
+        like = next(t for k, t in tensors.items() if k.startswith(f"{path}.") and t.is_floating_point())
+        deep_setattr(guide, path, guide.family_of(name).rebuild(spec, like, name))
+        guide.like = like
+    if joint.hyper:
+        like = tensors["together.loc"]
+        couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
+    if joint.field:
+        make_field(guide, joint.field)
+    if joint.intercepts:
+        guide.field.register_buffer("slopes", torch.zeros_like(tensors["field.slopes"]))
+
+
+def _of_earlier_release(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A state whose facts of the program were lists of names, in today's form; some had no more than the first ones."""
+    of: Any = {"data_plates": [], "grouped": [], "inner": [], "groups": {}, "quadratic": [], "columns": {}}
+    of |= {"enumerated": [], "classes": [], "interactions": [], "summed": [], "kinds": {}, "num_nodes": 20, **saved}
+    gps, latents = dict[str, Any](), dict[str, Any]()
+    for name, spec in of["gps"].items():
+        gps[name] = {"outputs": spec["batch_shape"], "columns": of["columns"].get(name)}
+        gps[name] |= {"depends": of["dependence"][name], "is_inner": name in of["inner"]}
+        gps[name] |= {"is_quadratic": name in of["quadratic"]}
+        if name in of["groups"]:
+            gps[name]["group"] = dict(zip(("size", "layer"), of["groups"][name]))
+    for name, own in of["latents"].items():
+        local = "group" if name in of["grouped"] else "row"
+        latents[name] = {**own, "role": local if own["plates"].keys() & {*of["data_plates"]} else "all"}
+    # It is not known on which GP sites a density depends.
+    moved, sites = of["downstream"], dict.fromkeys([*of["rows"], *of["downstream"]])
+    structure = {
+        "gps": gps,
+        "latents": latents,
+        "densities": {
+            name: {
+                "distribution": of["kinds"].get(name, ""),
+                "gps": [*gps] if name in moved else [],
+                "is_observed": name in of["rows"],
+            }
+            for name in sites
+        },
+        "discrete": {name: "all" if name in of["classes"] else "row" for name in of["enumerated"]},
+        "meeting": of["interactions"],
+        "summed": of["summed"],
+    }
+    known = {key: of[key] for key in Joint.__dataclass_fields__ if key in saved} | {"hyper": of.get("coupled", [])}
+    joint = {key: tuple(part) if isinstance(part, list) else part for key, part in known.items()}
+    return of | {"structure": json.dumps(structure), "joint": joint, "modules": of["gps"], "sizes": of["rows"]}
