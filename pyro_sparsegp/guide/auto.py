@@ -1,7 +1,6 @@
 """The guide that users make."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from textwrap import indent
 from typing import Any, ClassVar, Optional, Union
 
@@ -18,6 +17,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..program import checks, handlers, traces
 from ..program.draws import in_blocks
 from .absorb import absorb
+from .calls import Call, NewRows, classify
 from .changes import watch
 from .check import check
 from .conditions import condition, conditions_now
@@ -28,7 +28,7 @@ from .known import Families
 from .latents import init_to_centre
 from .messenger import SiteMessenger
 from .points import Points
-from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Rows, Run, note_rows, note_step, rows_of, with_classes
+from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Run, note_rows, note_step, with_classes
 from .summary import Summary
 
 
@@ -117,22 +117,22 @@ class AutoSparseGP(SiteMessenger):
         if self._asked is not None:
             return self._asked(args, kwargs)
         self.prepare(*args, **kwargs)
-        rows, conditions = self._given(args, kwargs)
+        call, conditions = self._given(args, kwargs)
         asks = self.by_expectation or self.corrected_modules() or self.facts.discrete
         has_data = not asks or handlers.observes(self.model, self.facts.data, self.like, args, kwargs)
         # In a step values that no density couples are drawn by their marginals. Whoever leaves data out looks at draws.
-        joint_up_to = (LARGEST_JOINT if rows.relation.fewer else 0) if self.training else torch.inf
+        joint_up_to = (LARGEST_JOINT if call.relation.fewer else 0) if self.training else torch.inf
         if not has_data:
             require_refined(self.modules_by_site())
-            rows, conditions = replace(rows, same=False, new=True), with_classes(self, conditions)
-        run = Posteriors(self, conditions, rows, sums_out=has_data, joint_up_to=joint_up_to)
+            call, conditions = NewRows(call.relation, call.inputs), with_classes(self, conditions)
+        run = Posteriors(self, conditions, call, sums_out=has_data, joint_up_to=joint_up_to)
         with held(PRECISE, joint_up_to > 0):  # joint draws have the residual, which Φ in float32 leaves below 0
             self._perform(run, args, kwargs)
         return run.values
 
-    def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
-        rows = rows_of(self, args, kwargs)
-        return rows, condition(self, rows, args, kwargs) if self.on_sites else Conditions()
+    def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Conditions]:
+        call = classify(self, args, kwargs)
+        return call, condition(self, call, args, kwargs) if self.on_sites else Conditions()
 
     def _perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
         run.perform(args, kwargs)
@@ -226,7 +226,7 @@ class AutoSparseGP(SiteMessenger):
         """
         run = self.run_at(args, kwargs, joint_up_to=torch.inf if joint else 0)
         # Classes of groups are known from the rows of training, unless all of these are here.
-        known = () if run.rows.inputs else self.facts.classes
+        known = () if run.call.inputs else self.facts.classes
         return run.values | handlers.given_data(self.model, run.trace, args, kwargs, known)
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -308,13 +308,13 @@ class AutoSparseGP(SiteMessenger):
         self._ready(args, kwargs)
         facts, asked = self.facts, {"sums_out": False} | asked
         same = bool(facts.local_latents or facts.classes) and self.relation(args, kwargs).same
-        rows = Rows(same=False, inputs=same, new=True)
+        call = NewRows(inputs=same)
         conditions = conditions_now(self, asked.get("at_medians", False), same)
         # At the rows of training the sum over classes knows what these say.
         if asked.get("draws_data", True) and not (same and asked["sums_out"]):
             conditions = with_classes(self, conditions)
         with handlers.unrecorded(same=False, learns=False), traces.whole_plates(), held(PRECISE, True):
-            run = Posteriors(self, conditions, rows, **asked).perform(args, kwargs)
+            run = Posteriors(self, conditions, call, **asked).perform(args, kwargs)
         note_rows(run)
         return run
 
@@ -351,7 +351,7 @@ class AutoSparseGP(SiteMessenger):
             for name, reading in conditions_now(self, median=True).readings.items()
         }
 
-    def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
+    def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Conditions]:
         """What runs at quadrature nodes are conditioned on: read before them, as they may be under vmap."""
         return self._within(wrapped, args, kwargs, self._given)
 
@@ -361,7 +361,7 @@ class AutoSparseGP(SiteMessenger):
         wrapped: Callable,
         args: tuple,
         kwargs: dict[str, Any],
-        given: Optional[tuple[Rows, Conditions]] = None,
+        given: Optional[tuple[Call, Conditions]] = None,
         ahead: Optional[Priors] = None,
     ) -> tuple[Any, Any, Any]:
         """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
@@ -373,9 +373,9 @@ class AutoSparseGP(SiteMessenger):
         """
 
         def perform(args: tuple, kwargs: dict[str, Any]) -> None:
-            rows, conditions = given or self._given(args, kwargs)
+            call, conditions = given or self._given(args, kwargs)
             run: Run = ahead or Posteriors(self, conditions, joint_up_to=0 if self.training else torch.inf)
-            run.rows, run.nodes = rows, nodes
+            run.call, run.nodes = call, nodes
             self._perform(run, args, kwargs)
 
         try:

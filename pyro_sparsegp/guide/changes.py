@@ -10,8 +10,9 @@ from ..program.explore import explore
 from ..program.handlers import held_runs
 from ..program.structure import Structure
 from ..program.traces import RandomState
+from .calls import Call
 from .known import KnownGuide
-from .runs import Posteriors, Rows
+from .runs import Posteriors
 
 _STEPS = {2**k for k in range(1, 40)}  # at which it is asked, whatever its arguments
 _MOST = 16  # combinations of arguments that are no tensors, at which it is, beside
@@ -42,7 +43,7 @@ def _seen(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Structure:
     """The program at these arguments."""
     state = RandomState(guide.like)  # of the step, which takes the same rows
     with poutine.block(), pyro.validation_enabled(False):
-        run = Posteriors(guide, rows=Rows(same=False), at_medians=True).perform(args, kwargs)
+        run = Posteriors(guide, call=Call(), at_medians=True).perform(args, kwargs)
         found, _ = explore(run, held_runs(guide.model, run.trace, args, kwargs))
     state.restore()
     return found

@@ -21,8 +21,9 @@ from ..program import checks, handlers, traces
 from ..program.data import TrainingData
 from ..program.explore import explore
 from ..program.reader import Expectation, Marginal, Reader, total_after
+from .calls import BatchStep, Call, Evaluation
 from .known import KnownGuide
-from .runs import Conditions, Priors, Rows, require_rows
+from .runs import Conditions, Priors, require_rows
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
@@ -46,7 +47,7 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     data = guide.data_for(next(iter(guide.site_modules())))
     # Sites that are kept must serve training, too: no tensors of inference mode.
     with torch.inference_mode(False), torch.no_grad(), traces.repeatable(guide.like) if median else nullcontext():
-        return condition(guide, Rows(same=known), data.args, data.kwargs, median)
+        return condition(guide, Evaluation() if known else Call(), data.args, data.kwargs, median)
 
 
 @dataclass(eq=False)
@@ -66,13 +67,13 @@ class _UnderLatents(Priors):
         return posterior.mean
 
 
-def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any], median: bool = False) -> Conditions:
+def condition(guide: KnownGuide, call: Call, args: tuple, kwargs: dict[str, Any], median: bool = False) -> Conditions:
     """Draw the latents at the training data, or take their medians, and read the sites of families on sites under them.
 
-    :param rows: of the arguments; if they are other rows, the training data are taken. In a step of training modules
+    :param call: of the arguments; if they are other rows, the training data are taken. In a step of training modules
         keep the sites, and gradients pass through them.
     """
-    core, modules, same, learns = guide.core, guide.site_modules(), rows.same, rows.learns
+    core, modules, same, learns = guide.core, guide.site_modules(), call.same, call.learns
     if not same:
         if core.data is None:
             return Conditions()
@@ -85,16 +86,17 @@ def condition(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]
     with handlers.unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
         run.perform(args, kwargs)
     if same and core.data is not None and guide.takes_batches and checks.holds_part(run.trace):
-        return condition(guide, replace(rows, same=False), args, kwargs)  # the rows it knows, as a batch of more
+        batch = (BatchStep if learns else Call)(call.relation, call.inputs)
+        return condition(guide, batch, args, kwargs)  # the rows it knows, as a batch of more
     name, module = next(iter(modules.items()))
     checks.require_full_batch(name, module.family["name"], run.trace)
     if same and learns:
-        core.data = rows.relation.call if core.data else TrainingData(guide.model, args, kwargs)
+        core.data = call.relation.call if core.data else TrainingData(guide.model, args, kwargs)
     held = handlers.held_runs(guide.model, run.trace, args, kwargs)
     closed = _closed_forms(run, held) if len(core.facts.gps) == 1 else ()
     reader = Reader(held, core.facts, core.num_nodes, closed)
     with torch.set_grad_enabled(learns):
-        readings = _read(reader, modules, run, rows)
+        readings = _read(reader, modules, run, call)
     # What other runs are to have of latents: all of it at the same rows.
     free = traces.free_values(run.trace)
     shared = free.keys() - run.processes.keys() if same else core.facts.latents.keys() - set(core.facts.local_latents)
@@ -111,10 +113,10 @@ def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
     return forms.rows if is_whole else ()
 
 
-def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, rows: Rows) -> dict[str, SiteReading]:
+def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, call: Call) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
-    guide, learns = run.guide, rows.learns
-    if not rows.same:
+    guide, learns = run.guide, call.learns
+    if not call.same:
         require_rows(run, next(iter(modules)))
     if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
         guide.core.looks += 1
@@ -132,7 +134,7 @@ def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, row
         if learns:
             most, tolerance = max(reading.module.updates for reading in left), 0.0
             for reading in left:
-                reading.resume(rows.same)
+                reading.resume(call.same)
             if guide.has_random_latents:  # sites that were kept are those of another draw
                 most, tolerance = max(most, 5), 0.05
         others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}

@@ -260,7 +260,7 @@ class KnownGuide(AutoNormalMessenger):
             )
         return data
 
-    def relation(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def relation(self, args: tuple, kwargs: dict[str, Any]) -> Relation | type[NoRelation]:
         """What a call's data have to do with the training data; a state may have none."""
         data = self.core.data
         return NoRelation if data is None else Relation(data, (self.model, args, kwargs), torch.is_grad_enabled())

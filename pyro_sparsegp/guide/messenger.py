@@ -68,8 +68,8 @@ def _is_new(guide: KnownGuide, name: str, prior: Any) -> bool:
         differ = any(sizes.get(plate, size) != size for plate, size in learned.items())
         if role != Role.ALL:
             whole = all(frame.size == sizes[plate] for plate, frame in here.items())
-            rows = guide.run.rows
-            new = differ or (not rows.inputs and (whole or rows.new))  # row numbers of a part say which rows they are
+            call = guide.run.call
+            new = differ or (not call.inputs and (whole or call.new))  # row numbers of a part say which rows they are
             if new and not differ and role == Role.GROUP:
                 checks.warn_of_groups(guide.warned, name, learned)
             return new
@@ -131,7 +131,7 @@ class SiteMessenger(KnownGuide):
         if process is None:
             return self._posterior_of_latent(name, prior)
         process.require_place(name)
-        if run.rows.new or not facts.gps:  # such as an output's number that is none
+        if run.call.new or not facts.gps:  # such as an output's number that is none
             try:
                 process.kernel.check_inputs(process.x)
             except ValueError as error:

@@ -1,4 +1,4 @@
-"""One run of the guide: what is asked of it, how it answers at GP sites, what it met; and which rows a call brings."""
+"""One run of the guide: what is asked of it, how it answers at GP sites, and what it met."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,28 +23,17 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks, handlers, traces
 from ..program.asking import asks_program
-from ..program.data import NoRelation, TrainingData, map_tensors
+from ..program.data import TrainingData, map_tensors
 from ..program.enumeration import Enumeration
 from ..program.facts import kept_buffers
 from ..warned import warn_once
+from .calls import Call, Evaluation, NewRows
 from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
 from .known import KnownGuide
 from .latents import FieldLatent
 from .points import Point
 
 LARGEST_JOINT = 5000  # function values that are drawn jointly where no density asks for it
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which rows a call brings."""
-
-    same: bool = True  # those of training, with their observations
-    inputs: bool = True  # their inputs are: latents of single rows are of these rows
-    # A step of training, of these rows or of a batch of others: gradients pass through the sites that q is given.
-    learns: bool = False
-    new: bool = False  # rows to predict at, whatever they are
-    relation: Any = NoRelation  # what its tensors are to those of training
 
 
 @dataclass
@@ -62,7 +51,7 @@ class Run(ABC):
 
     guide: KnownGuide  # whose modules answer
     conditions: Conditions = field(default_factory=Conditions)  # what is held in it
-    rows: Rows = field(default_factory=Rows)  # that the call brings
+    call: Call = field(default_factory=Evaluation)  # what it is about
     at_medians: bool = False  # other latents are there; else they are drawn, or held as the conditions say
     # Standardised, of the GP sites that are at quadrature nodes, None for the mean, and not drawn.
     nodes: Optional[Mapping[str, Optional[Tensor]]] = None
@@ -90,7 +79,7 @@ class Run(ABC):
             self.enumeration = Enumeration(held.values)
         try:
             # Only a step of training moves what modules keep of their inputs.
-            kept = nullcontext() if self.rows.learns else kept_buffers()
+            kept = nullcontext() if self.call.learns else kept_buffers()
             with kept, handlers.Held(held.values) if held.values else nullcontext(), asks_program():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
@@ -101,7 +90,7 @@ class Run(ABC):
     @property
     def takes_points(self) -> bool:
         """Whether hyperparameters are from weighted points: in draws and predictions, not in a step or its loss."""
-        is_step = self.nodes is not None or (torch.is_grad_enabled() and not self.rows.new)
+        is_step = self.nodes is not None or (torch.is_grad_enabled() and not self.call.new)
         return self.guide.core.points is not None and not is_step
 
     @cached_property
@@ -128,7 +117,7 @@ class Run(ABC):
 
     def settled(self, name: str, process: GaussianProcess) -> GaussianProcess:
         """A prior; at new inputs a diagonal that depends on the rows is that beside training's rows."""
-        module = self.guide.corrected_modules().get(name) if self.rows.new else None
+        module = self.guide.corrected_modules().get(name) if self.call.new else None
         return process if module is None else module.settled(process)
 
     def free(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
@@ -187,8 +176,8 @@ class Posteriors(Run):
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once; where there is a field, once before for the hyperparameters, under which it has its q."""
         if self.guide.joint.field or self.takes_points:
-            rows = Rows(new=self.rows.new)
-            ahead = Priors(self.guide, self.conditions, rows, at_medians=self.at_medians, draws_data=False)
+            call = NewRows() if self.call.new else Evaluation()
+            ahead = Priors(self.guide, self.conditions, call, at_medians=self.at_medians, draws_data=False)
             # What handlers hold, they hold here: test_a_handler_may_hold_a_scale.
             with handlers.unrecorded(same=True, learns=True):
                 ahead.perform(args, kwargs)
@@ -196,7 +185,7 @@ class Posteriors(Run):
             others = self.guide.facts.latents.keys() - ahead.normal.keys()
             values = {name: value for name, value in traces.free_values(ahead.trace).items() if name in others}
             self.conditions = replace(self.conditions, values=self.conditions.values | values)
-            if self.at_medians and self.rows.new and ahead.normal:
+            if self.at_medians and self.call.new and ahead.normal:
                 held = values | {name: ahead.values[name] for name in ahead.bases}
 
                 def processes(z: Mapping[str, Tensor]) -> dict[str, GaussianProcess]:
@@ -223,8 +212,8 @@ class Posteriors(Run):
             posterior: Any = kind(process, basis, self._ahead.whole.share(name, *latents), name)
         elif isinstance(module, SiteGP):
             reading = self.conditions.readings.get(name)
-            posterior = module(process, name, kind, getattr(reading, "sites", None), not self.rows.same)
-            if self.rows.same and self.rows.learns and reading is not None and not reading.direct:
+            posterior = module(process, name, kind, getattr(reading, "sites", None), not self.call.same)
+            if self.call.same and self.call.learns and reading is not None and not reading.direct:
                 # where the next step goes on
                 module.sites.progress |= {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
         else:
@@ -255,18 +244,7 @@ def with_classes(guide: KnownGuide, conditions: Conditions) -> Conditions:
 def probed(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
     """A run with the latents at their medians and the same random numbers, with its graph."""
     with traces.repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
-        return Posteriors(guide, rows=Rows(same=False), at_medians=True).perform(args, kwargs)
-
-
-def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
-    """Which rows a call brings."""
-    # Its tensors are compared with those of training where something belongs to single rows, and no sooner.
-    relation, steps = guide.relation(args, kwargs), torch.is_grad_enabled()
-    same, inputs = steps or not guide.on_sites, True
-    if guide.core.data is not None and guide.is_about_rows:
-        same, inputs = relation.same, relation.inputs
-    learns = steps and (same or (guide.takes_batches and not relation.fewer))
-    return Rows(same, inputs, learns, relation=relation)
+        return Posteriors(guide, call=Call(), at_medians=True).perform(args, kwargs)
 
 
 def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
@@ -286,7 +264,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
             f"site {new[0]!r} is one that the guide's first call did not meet, which knows {sorted(known)}. Make a new "
             "guide, and call it first with arguments under which the model has all its latents and observations."
         )
-    if not run.rows.same:
+    if not run.call.same:
         _refuse_other_data(run, next(iter(observed)))
         core.data = None if facts.classes else core.data  # classes are given the rows of the last step
     core.data, core.points = core.data or TrainingData(guide.model, args, kwargs), None
@@ -334,7 +312,7 @@ def _refuse_other_data(run: Run, observed: str) -> None:
     local = [n for n in guide.core.facts.local_latents if n in run.sites and _is_prior(run.sites[n])]
     about += [f"latent site {name!r} has a value for each row, which" for name in local]
     if about:
-        moved = sorted({path[0] for path in run.rows.relation.moved})
+        moved = sorted({path[0] for path in run.call.relation.moved})
         raise ValueError(
             f"{about[0]} belongs to the training data, and this call with gradients brings other rows at site "
             f"{observed!r}, by arguments {moved} (an object that is no tensor, array or dataclass of these is known by "
@@ -361,7 +339,7 @@ def share_of_rows(run: Run) -> float:
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
         asked = num == before and least == 1 and not (guide.by_expectation or told in guide.warned)
-        if fewer or (asked and not (is_recorded() or guide.is_given(name, site)) and run.rows.relation.others):
+        if fewer or (asked and not (is_recorded() or guide.is_given(name, site)) and run.call.relation.others):
             warn_once(
                 guide.warned,
                 *told,
@@ -385,12 +363,12 @@ def note_rows(run: Run) -> None:
     guide = run.guide
     for name, process in run.processes.items():
         module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
-        if module is not None and not run.rows.new and torch.is_grad_enabled():
+        if module is not None and not run.call.new and torch.is_grad_enabled():
             module.see(process.x)
             frames = [frame for site in run.data.values() for frame in site["cond_indep_stack"]]
             sizes = [int(f.full_size) for f in frames if f.size == process.x.shape[-2] and f.full_size]
             module.num_rows = max(sizes, default=module.num_rows)
-        elif module is not None and run.rows.new and module.num_seen < module.num_rows:
+        elif module is not None and run.call.new and module.num_seen < module.num_rows:
             warn_once(
                 guide.warned,
                 "rows unseen",

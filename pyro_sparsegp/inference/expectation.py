@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..guide.runs import Priors, require_data, rows_of, share_of_rows
+from ..guide.calls import classify
+from ..guide.runs import Priors, require_data, share_of_rows
 from ..numerics.arguments import require_choice, require_count, require_share
 from ..numerics.processes import Workers, put_gradients
 from ..program.checks import require_sizes
@@ -149,7 +150,7 @@ class ExpectationPropagation:
             self._check_fit()
             if all(module.empty for module in guide.modules_by_site().values()):
                 agree(guide, self.workers)
-            run = Priors(guide, rows=rows_of(guide, args, kwargs), at_medians=True).perform(args, kwargs)
+            run = Priors(guide, call=classify(guide, args, kwargs), at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
             require_sizes(run.sites)
             if train:

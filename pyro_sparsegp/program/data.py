@@ -90,6 +90,7 @@ class NoRelation:
 
     fewer = others = inputs = same = False
     moved = ()
+    call: TrainingData  # which it has not
 
 
 class TrainingData:
