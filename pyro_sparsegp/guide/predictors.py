@@ -329,10 +329,11 @@ class Predictors:
 
         def of_site(name: str) -> Tensor:
             site, links = self.sites[name], self.links[name]
-            # A closed form is of the distribution's own parameter, as a Normal's loc is; another is at nodes beside it.
-            own = name, traces.normal_parameter(site["fn"])
-            is_closed = traces.is_declared(site["fn"]) and links.get(own[1]) == "identity"
-            places = sorted([(name, key) for key in links], key=lambda place: is_closed and place == own)
+            # A closed form is of one parameter, as a Normal's loc is; another is at nodes beside it.
+            forms = {key: traces.closed_form(site["fn"], key, link) for key, link in links.items()}
+            places = [(name, key) for key in sorted(links, key=lambda key: forms[key] is not None)]
+            form = forms[places[-1][1]]
+            is_closed = form is not None
             nodes, weights = normal_nodes(len(places) - is_closed, eta[places[0]], num_nodes)
             at: dict[Place, Tensor] = {}
             for place in places:
@@ -343,12 +344,12 @@ class Predictors:
                     across = both / covariance[first, first].sqrt()
                     mean, variance = mean + across * nodes[:, :1], above_rounding(variance - across.square(), variance)
                 at[place] = mean + variance.sqrt() * nodes[:, axis : axis + 1] if axis < nodes.shape[1] else mean
-            if not is_closed:
+            if form is None:
                 each = self.log_prob(name, at)
             else:
-                fn = self.distribution(name, at)
-                variance = variance.reshape(bare(site["fn"]).batch_shape).expand(fn.batch_shape)
-                each = traces.expectation(fn, site["value"], variance)
+                fn, shape = self.distribution(name, at), bare(site["fn"]).batch_shape
+                mean, variance = (v.reshape(*v.shape[:-1], *shape).expand(fn.batch_shape) for v in (mean, variance))
+                each = form(fn, site["value"], mean, variance)
             return torch.tensordot(weights.to(each), each, 1)  # priors of Python numbers have the default dtype
 
         return self.summed(of_site)

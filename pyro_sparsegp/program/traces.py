@@ -30,7 +30,6 @@ from .asking import asks_program
 from .structure import Role
 
 _MULTIVARIATE = (dist.MultivariateNormal, dist.LowRankMultivariateNormal)
-_WITH_LOC = (dist.Normal, *_MULTIVARIATE, dist.Laplace, dist.AsymmetricLaplace)
 WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
@@ -247,7 +246,7 @@ def fill_masked(site: Any) -> None:
 
 def is_declared(fn: Any) -> bool:
     """Whether a distribution knows its expectation over a normal parameter; a subclass may have another density."""
-    return type(bare(fn)) in _WITH_LOC or isinstance(bare(fn), ExpectedLogProb)
+    return closed_form(fn, normal_parameter(fn)) is not None
 
 
 def is_normal(fn: Any) -> bool:
@@ -282,23 +281,53 @@ def over_scale(fn: Any, rows: Tensor) -> Tensor:
     return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)
 
 
+# E[log p(value | θ)] of a distribution at the mean of η, by the mean and variance of η (of a multivariate normal L⁻¹θ).
+Expected = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+def _normal(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return fn.log_prob(value) - variance / (2 * fn.scale.square())
+
+
+def _multivariate(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return fn.log_prob(value) - 0.5 * variance.sum(-1)
+
+
+def _laplace(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    # E[max(z, 0)] and E[max(−z, 0)] for z ~ N(d, v): dΦ(d/√v) + √v φ(d/√v), and that minus d.
+    distance, spread = value - fn.loc, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
+    t = distance / spread
+    above = distance * torch.special.ndtr(t) + spread * (-0.5 * t.square()).exp() / math.sqrt(2 * math.pi)
+    left, right = getattr(fn, "left_scale", fn.scale), getattr(fn, "right_scale", fn.scale)
+    return -above / right - (above - distance) / left - (left + right).log()
+
+
+def _poisson(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    # E[y η − exp(η)]: what nodes give to rounding, on a K-th of the numbers
+    return value * mean - (mean + 0.5 * variance).exp() - (value + 1).lgamma()
+
+
+# By distribution, parameter and link: the one place that knows closed forms, beside what distributions bring.
+_CLOSED: dict[tuple[type, str, str], Expected] = {
+    (dist.Normal, "loc", "identity"): _normal,
+    **dict.fromkeys([(kind, "loc", "identity") for kind in _MULTIVARIATE], _multivariate),
+    **dict.fromkeys([(kind, "loc", "identity") for kind in (dist.Laplace, dist.AsymmetricLaplace)], _laplace),
+    (dist.Poisson, "rate", "log"): _poisson,
+}
+
+
+def closed_form(fn: Any, key: str, link: str = "identity") -> Optional[Expected]:
+    """The expected log density of a distribution over η, a parameter under a link, if it is known."""
+    inner = bare(fn)
+    if isinstance(inner, ExpectedLogProb) and (inner.normal_parameter, "identity") == (key, link):
+        return lambda fn, value, mean, variance: fn.expected_log_prob(value, variance)
+    return _CLOSED.get((type(inner), key, link))
+
+
 def expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
     """E[log p(value | θ)] for θ, of a multivariate normal L⁻¹θ, of this variance, as ``fn.log_prob(value)``."""
-    inner = bare(fn)
-    if type(inner) is dist.Normal:
-        found = inner.log_prob(value) - variance / (2 * inner.scale.square())
-    elif type(inner) in _MULTIVARIATE:
-        found = inner.log_prob(value) - 0.5 * variance.sum(-1)
-    elif type(inner) in (dist.Laplace, dist.AsymmetricLaplace):
-        # E[max(z, 0)] and E[max(−z, 0)] for z ~ N(d, v): dΦ(d/√v) + √v φ(d/√v), and that minus d.
-        distance, spread = value - inner.loc, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
-        t = distance / spread
-        above = distance * torch.special.ndtr(t) + spread * (-0.5 * t.square()).exp() / math.sqrt(2 * math.pi)
-        left, right = getattr(inner, "left_scale", inner.scale), getattr(inner, "right_scale", inner.scale)
-        found = -above / right - (above - distance) / left - (left + right).log()
-    else:
-        found = inner.expected_log_prob(value, variance)
-    return rewrapped(fn, found)
+    form: Any = closed_form(fn, normal_parameter(fn))
+    return rewrapped(fn, form(bare(fn), value, parameter_of(fn), variance))
 
 
 # Linear predictors: links under which parameters are affine functions of a program's normal values.

@@ -1,0 +1,56 @@
+"""What a call brings: a step on the rows that the guide is about or on a batch of others, or rows to look at."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..program.data import NoRelation, Relation
+from .known import KnownGuide
+
+
+@dataclass(frozen=True)
+class Call:
+    """Other rows than training's, with observations; nothing is learned of them."""
+
+    relation: Relation | type[NoRelation] = NoRelation  # what its tensors are to training's
+    inputs: bool = True  # whether its inputs are training's: latents of single rows are of these rows
+    same: ClassVar[bool] = False  # whether its rows are training's, with their observations
+    learns: ClassVar[bool] = False  # whether gradients pass through the sites that q is given
+    new: ClassVar[bool] = False  # whether its rows are to predict at, whatever they are
+
+
+class Evaluation(Call):
+    """Training's rows; nothing is learned."""
+
+    same = True
+
+
+class TrainingStep(Evaluation):
+    """A step on the rows that the guide is about."""
+
+    learns = True
+
+
+class BatchStep(Call):
+    """A step on a batch of other rows."""
+
+    learns = True
+
+
+class NewRows(Call):
+    """Rows to predict at."""
+
+    new = True
+
+
+def classify(guide: KnownGuide, args: tuple, kwargs: dict[str, object]) -> Call:
+    """Which call it is that brings these arguments."""
+    relation, steps = guide.relation(args, kwargs), torch.is_grad_enabled()
+    # Its tensors are compared with those of training where something belongs to single rows, and no sooner.
+    if guide.core.data is None or not guide.is_about_rows:
+        return (TrainingStep if steps else Call if guide.on_sites else Evaluation)(relation)
+    if relation.same:
+        return (TrainingStep if steps else Evaluation)(relation, relation.inputs)
+    is_batch = steps and guide.takes_batches and not relation.fewer
+    return (BatchStep if is_batch else Call)(relation, relation.inputs)
