@@ -884,6 +884,22 @@ def test_what_moves_under_a_precise_posterior(family):
     assert guide.gps.f.coefficients.steps == 30
 
 
+def test_other_data_are_met_at_the_rate_that_was_given():
+    """A loss that rises since the data are others is no q that was left behind."""
+    rates, x = [], torch.rand(40, 1)
+
+    def rate(step):
+        rates.append(step)
+        return 0.1
+
+    guide, svi = svi_of(gaussian(kernels.RBF(0.2), 1e-2), SVGP(20, rate=rate), lr=1e-6)
+    for shift in (0.0, 1.0, 2.0):
+        num = len(rates)
+        svi.step(x, torch.sin(6 * x[:, 0]) + shift)
+    assert len(rates) == num + 1
+    assert guide.gps.f.coefficients.steps == 3
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_draws_are_the_same_with_gradients_and_without(name):
     """At a seed: the root of S is the same in all calls."""

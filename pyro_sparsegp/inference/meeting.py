@@ -54,15 +54,21 @@ def largest_loss(guide: AutoSparseGP, before: float) -> float:
     return before + max(sum(guide.core.sizes.values()), _LOST * abs(before))
 
 
-def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: Evaluation, before: float) -> Evaluation:
-    """An evaluation on all rows; where it loses more than a nat a datum of the one ``before``, once natural steps have
-    brought q to the data anew.
+def meet_again(
+    guide: AutoSparseGP,
+    evaluate: Callable[[], Evaluation],
+    found: Evaluation,
+    before: float,
+    are_same: Callable[[], bool],
+) -> Evaluation:
+    """An evaluation on all rows; where it loses more than a nat a datum of the one ``before``, of the same data, once
+    natural steps have brought q to these anew.
     """
     # Optimisers move inducing inputs and kernels under a q that was right for those of before. Under little noise that
     # loses orders, and the gradients there would train the kernel to make up for q:
     # test_what_moves_under_a_precise_posterior
     most = largest_loss(guide, before)
-    if found[1] <= most or not found[0].requires_grad:
+    if found[1] <= most or not found[0].requires_grad or not are_same():
         return found
     modules = {module: module.steps for module in steppers(guide) if isinstance(module, NaturalGaussian)}
     falls, left = bool(modules), _PASSES

@@ -27,6 +27,7 @@ from ..numerics.linalg import flags_kept
 from ..numerics.processes import is_shared
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.asking import Unsupported, attempt
+from ..program.data import Relation, TrainingData
 from ..program.reader import normal_nodes
 from ..program.structure import MAX_AXES
 from ..program.traces import RandomState, repeatable
@@ -47,6 +48,7 @@ class _Known:
     way: Optional[int] = None  # in which its terms are found at all nodes, if that is known
     steps: int = 0  # that it has taken
     loss: float = math.inf  # of the last one
+    call: Any = None  # its arguments
     is_whole: bool = False  # whether that was on all rows
     fails: bool = False  # whether a replay has told that a factor of the next one fails
 
@@ -109,7 +111,11 @@ class TraceQuadrature_ELBO(ELBO):
         whole = known.met and unwrapped.row_share > 0.999 and not is_shared()
         was_whole, known.is_whole = known.is_whole, whole
         if known.is_whole and was_whole:
-            found = meet_again(unwrapped, evaluate, found, known.loss)
+
+            def are_same() -> bool:
+                return Relation(TrainingData(model, *known.call), (model, args, kwargs), trains=True).same
+
+            found = meet_again(unwrapped, evaluate, found, known.loss, are_same)
         loss, value, record = found
         if loss.requires_grad:
             record.retain()
@@ -123,7 +129,7 @@ class TraceQuadrature_ELBO(ELBO):
     def _note(self, value: float, guide: AutoSparseGP, wrapped: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note a step's loss; at some steps look whether nodes are enough."""
         closed, known = guide.core.forms, self._known[guide]
-        before, known.loss = known.loss, value
+        before, known.loss, known.call = known.loss, value, (args, kwargs)
         if closed is not None and closed.rest.gps:
             known.steps += 1
             if known.steps in _LOOKS:
