@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
@@ -113,6 +113,22 @@ def test_functions_that_meet_in_a_gaussian_density(model):
     own = own - 0.5 * (MEETINGS[model][2].square().sum(0) @ variances).sum() / NOISE**2
     assert float(own - sum(q.kl.sum() for q in found.values())) == pytest.approx(bound, abs=1e-4)
     assert all(status["converged"] for status in guide.site_status.values())
+
+
+def test_draws_of_functions_that_meet_are_made_at_once():
+    """Sites are found anew for each draw of the noise, under vmap, too."""
+
+    def model(x, y=None):
+        noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.2))
+        f = pyro.sample("f", GaussianProcess(SMOOTH, x).expand([3]).to_event(1))
+        return observed(dist.Normal(f.sum(0), noise), y)
+
+    x = inputs()
+    guide = AutoSparseGP(model, SGPR(x, trainable=False))
+    train(model, guide, x, torch.sin(2 * x[:, 0]) + NOISE * torch.randn(NUM), steps=2)
+    draws = predict(model, guide, x, num_samples=40)
+    mean = guide.posterior(x)["f"].mean.sum(0)
+    assert (draws["f"].sum(-2).mean(0) - mean).abs().max() < 0.4
 
 
 @pytest.mark.parametrize(
