@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # Quickstart: one program, four guides, and NUTS
+# # Quickstart: one program, three guides, and NUTS
 #
 # *Do people see a doctor more often when care is free?*
 #
@@ -15,10 +15,12 @@
 # Sick people go more often, on a curve that nobody has a formula for: a Gaussian process. Beside it stand an
 # intercept, an effect of each plan, and hyperparameters. The data ship with statsmodels.
 #
-# On the command line: `python tutorials/quickstart.py [--steps 50] [--draws 45] [--out DIR] [--short]`.
+# On the command line: `python tutorials/quickstart.py [--draws 2000] [--out DIR] [--short]`. With `--draws` it runs
+# NUTS anew, in some minutes. Otherwise it reads draws from the file `quickstart_nuts.npz`.
 
 # %% tags=["hide-input"]
 import time
+from pathlib import Path
 
 import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
@@ -28,7 +30,7 @@ import pyro.distributions as dist
 import statsmodels.api as sm
 import torch
 from pyro import poutine
-from pyro.infer import MCMC, NUTS, SVI
+from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide.initialization import init_to_median
 
 from pyro_sparsegp import (
@@ -41,14 +43,15 @@ from pyro_sparsegp import (
     kernels,
     predict,
 )
-from pyro_sparsegp.families import SGPR, SVGP
+from pyro_sparsegp.families import SVGP
 
 options = command_line.options(
-    "One program under four guides and NUTS, on counts of visits to a doctor.",
+    "One program under three guides and NUTS, on counts of visits to a doctor.",
     device=False,
-    steps=(50, "training steps of each guide"),
-    draws=(45, "draws of NUTS, after 45 to warm up"),
+    steps=(200, "training steps of each guide"),
+    draws=(0, "draws of a new NUTS chain; 0 reads those of the last chain", 0),
 )
+settings = {"steps": options.steps, "progress": False}  # of each fit
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
@@ -89,155 +92,233 @@ illness = torch.tensor(diseases / 10)[:, None]  # the inputs of f, shape (31, 1)
 share, plan = np.unique(frame["lncoins"], return_inverse=True)
 everyone = tuple(torch.tensor(np.array(v)) for v in (level, plan, frame["mdvis"]))
 order = frame.reset_index(drop=True).sample(1400, random_state=0).index.tolist()
-train = [column[order[:400]] for column in everyone]
-test = [column[order[400:]] for column in everyone]
+train = tuple(column[order[:400]] for column in everyone)
+test = tuple(column[order[400:]] for column in everyone)
 print(
     f"{len(illness)} levels of illness; people by plan: {train[1].bincount().tolist()}"
 )
 
 # %% [markdown]
-# ## Four guides by one argument
+# ## NUTS, for comparison
+#
+# The same program runs under NUTS. `Whitening` samples f as independent standard normals, so that the chain mixes.
+# The chain of 2,000 draws took minutes, so a quarter of its draws are kept in a file.
+
+
+# %%
+def run_nuts(num_samples, file):
+    start = time.process_time()
+    kernel = NUTS(
+        poutine.reparam(model, config=Whitening()),
+        init_strategy=init_to_median,
+        max_tree_depth=5,
+        jit_compile=True,
+        ignore_jit_warnings=True,
+    )
+    mcmc = MCMC(kernel, num_samples, warmup_steps=200, disable_progbar=True)
+    mcmc.run(*train)
+    seconds = time.process_time() - start
+    scores = diagnostics.predictive_scores(model, mcmc, *test).summary
+    draws = {
+        name: value[:: max(1, num_samples // 500)].squeeze().numpy().astype("float32")
+        for name, value in predict(model, mcmc, *train[:2]).items()
+        if name in ("base", "a", "f", "spread", "sd", "length", "count")
+    }
+    score = scores.loc["log_score", "mean"]
+    np.savez_compressed(file, seconds=seconds, score=score, **draws)
+
+
+chain = Path(command_line.__file__).parents[1] / "quickstart_nuts.npz"
+if options.draws:
+    run_nuts(options.draws, chain)
+nuts = dict(np.load(chain))
+
+# %% [markdown]
+# ## Three guides by one argument
 #
 # | guide | why |
 # |---|---|
-# | `SVGP(6)` | six inducing points; trains on all rows or on mini-batches |
-# | `SGPR(6)` | computes its posterior of f from the likelihood; needs all rows |
+# | `SVGP(6)` | six inducing points: enough for this f |
 # | `SVGP(2)` | too few inducing points, on purpose |
 # | `SVGP(6)`, `independent=True` | Pyro's usual mean field, for comparison |
+#
+# The first fit of a session also loads parts of PyTorch. So fit once before the clock starts.
 
 # %%
 guides = {
     "SVGP(6)": AutoSparseGP(model, SVGP(6)),
-    "SGPR(6)": AutoSparseGP(model, SGPR(6)),
     "SVGP(2)": AutoSparseGP(model, SVGP(2)),
     "mean field": AutoSparseGP(model, SVGP(6), independent=True),
 }
+fit(model, AutoSparseGP(model, SVGP(6)), train, steps=5, progress=False)
 
 
 # %%
 def trained(guide):
     """Train the guide, and judge it: its row of the table."""
     pyro.set_rng_seed(1)
-    start = time.time()
-    optim = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.05 ** (1 / options.steps)})
-    svi = SVI(model, guide, optim, TraceQuadrature_ELBO())
-    for _ in range(options.steps):
-        svi.step(*train)
-    seconds = time.time() - start
-    bound = -sum(svi.evaluate_loss(*train) for _ in range(10)) / 10
+    start = time.process_time()
+    fit(model, guide, train, **settings)
+    seconds = time.process_time() - start
+    elbo = TraceQuadrature_ELBO(num_particles=10, vectorize_particles=False)
+    bound = -elbo.loss(model, guide, *train)
     scores = diagnostics.predictive_scores(model, guide, *test, num_samples=100)
     score = scores.summary.loc["log_score", "mean"]
-    tree = diagnostics.to_datatree(model, guide, *train, num_samples=1000)
-    khat = diagnostics.psis(tree).khat
+    khat = diagnostics.psis(
+        diagnostics.to_datatree(model, guide, *train, num_samples=1000)
+    ).khat
     return bound, score, khat, seconds
 
 
-def latents(posterior):
-    """Joint draws of f and of the other latents."""
-    draws = predict(model, posterior, *train[:2], num_samples=500)
-    return {name: draws[name].numpy() for name in ("base", "a", "f", "spread", "sd")}
-
-
+NAMES = ["base", "a", "f", "spread", "sd"]
 rows = {name: trained(guide) for name, guide in guides.items()}
-found = {name: latents(guide) for name, guide in guides.items()}
-
-# %% [markdown]
-# ## NUTS on the same program
-#
-# `Whitening` samples f as independent standard normals, so that the chain mixes. This chain is short: 45 draws show
-# the widths, not their second digit.
+rows["NUTS"] = (np.nan, nuts["score"].item(), np.nan, nuts["seconds"].item())
+found = {"NUTS": nuts}
+for name, guide in guides.items():
+    draws = predict(model, guide, *train[:2], num_samples=1000)
+    found[name] = {name: draws[name].squeeze().numpy() for name in NAMES}
 
 # %%
-start = time.time()
-white = poutine.reparam(model, config=Whitening())
-kernel = NUTS(
-    white,
-    init_strategy=init_to_median,
-    max_tree_depth=5,
-    jit_compile=True,
-    ignore_jit_warnings=True,
-)
-mcmc = MCMC(kernel, options.draws, disable_progbar=True)  # as many to warm up
-mcmc.run(*train)
-scores = diagnostics.predictive_scores(model, mcmc, *test)
-score = scores.summary.loc["log_score", "mean"]
-found["NUTS"] = {
-    name: draws.numpy()
-    for name, draws in predict(model, mcmc, *train[:2]).items()
-    if name in found["SVGP(6)"]
-}
-rows["NUTS"] = (np.nan, score, np.nan, time.time() - start)
-
-# %% [markdown]
-# ## Compared
-
-# %%
-print(
-    f"{'':12}{'bound':>9}{'held-out score':>16}{'k-hat':>8}{'sd of base':>12}{'seconds':>9}"
-)
+print(f"{'':12}{'bound':>9}{'score':>8}{'k-hat':>7}{'sd of base':>12}{'CPU s':>7}")
 for name, (bound, score, khat, seconds) in rows.items():
     sd = found[name]["base"].std()
-    print(f"{name:12}{bound:9.1f}{score:16.3f}{khat:8.2f}{sd:12.2f}{seconds:9.1f}")
+    print(f"{name:12}{bound:9.1f}{score:8.3f}{khat:7.2f}{sd:12.2f}{seconds:7.1f}")
+
+# %% [markdown]
+# The score is of held-out people. **A k-hat below 0.67 is good** for 1,000 draws: then weights can correct the draws.
+#
+# ## The table of latents
+#
+# `guide.summary()` has each latent's mean, standard deviation and 90 % interval. `guide.check` returns a line for each
+# latent whose posterior is wrong, and says what to do.
 
 # %%
-figure, (left, right) = plt.subplots(
-    1, 2, figsize=(11, 4.2), width_ratios=[1.3, 1], layout="constrained"
+print(guides["SVGP(6)"].summary())
+for name, guide in guides.items():
+    print(name, *guide.check(*train), sep="\n  ")
+
+# %% [markdown]
+# ## What NUTS cannot do: 20,000 rows with inputs of their own
+#
+# There f has 20,000 values, and each gradient of NUTS factorises a matrix of 3 GB. A guide trains on mini-batches.
+# `fit` passes the number of all rows as `size`. The reference has four times as many inducing points, and all rows in
+# each step.
+
+
+# %%
+def many(x, y=None, size=None):
+    base = pyro.sample("base", dist.Normal(0.0, 1.0))
+    sd = pyro.sample("sd", dist.HalfNormal(1.0))
+    length = pyro.sample("length", dist.LogNormal(-2.0, 0.5))
+    f = pyro.sample("f", GaussianProcess(sd**2 * kernels.Matern52(length), x))
+    with pyro.plate("rows", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Poisson((base + f).exp()), obs=y)
+
+
+def curve(x):
+    return torch.sin(12 * x) * torch.exp(-x) + 0.3 * torch.sin(31 * x)
+
+
+x_many = torch.rand(20_000, 1)
+y_many = torch.poisson(torch.exp(curve(x_many[:, 0])))
+pyro.set_rng_seed(2)
+sparse = AutoSparseGP(many, SVGP(24))
+start = time.process_time()
+fit(many, sparse, (x_many, y_many), batch_size=1024, **settings)
+seconds = time.process_time() - start
+start = time.process_time()
+reference = AutoSparseGP(many, SVGP(96))
+fit(many, reference, (x_many, y_many), steps=max(2, options.steps // 4), progress=False)
+longer = time.process_time() - start
+grid = torch.linspace(0, 1, 200)[:, None]
+bands = {}
+for name, guide in {"reference": reference, "SVGP(24)": sparse}.items():
+    draws = predict(many, guide, grid, num_samples=1000)
+    bands[name] = (draws["base"].reshape(-1, 1) + draws["f"]).exp().numpy()
+widths = {name: draws.std(0).mean() for name, draws in bands.items()}
+print(f"SVGP(24), mini-batches: {seconds:.0f} CPU s, mean sd {widths['SVGP(24)']:.4f}")
+print(f"SVGP(96), all rows: {longer:.0f} CPU s, mean sd {widths['reference']:.4f}")
+
+# %% [markdown]
+# ## The picture
+
+# %%
+plt.rcParams.update({"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 11})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update({"legend.frameon": False, "legend.handlelength": 1.2})
+figure, axes = plt.subplot_mosaic(
+    [["few", "latents"], ["many", "many"]], figsize=(7, 7), layout="constrained"
 )
-colours = dict(zip(found, ["C0", "C2", "C1", "C3", "0.5"]))
-x = 10 * illness[:, 0]
+colours = {"NUTS": "0.6", "SVGP(6)": "C0", "SVGP(2)": "C1", "mean field": "C3"}
+axis, values = axes["few"], 10 * illness[:, 0]
+people = np.bincount(train[0], minlength=len(values))
+with np.errstate(invalid="ignore"):  # levels without people
+    seen = np.bincount(train[0], train[2].double(), len(values)) / people
+axis.scatter(values, seen, 2 * people, color="0.3", alpha=0.6, lw=0, label="data")
 for name, draws in found.items():
-    low, high = np.quantile(draws["f"], [0.05, 0.95], 0)
-    if name == "NUTS":
-        left.fill_between(x, low, high, color="0.85", label=name)
-    else:
-        left.plot(x, low, color=colours[name], label=name)
-        left.plot(x, high, color=colours[name])
-left.set(xlabel="index of chronic diseases", ylabel="f", title="90 % bands of f")
-left.legend(frameon=False)
-names = ["base", *(f"plan {i + 1}" for i in range(5)), "spread", "sd"]
-for i, (name, draws) in enumerate(found.items()):
-    columns = [draws["base"].reshape(-1, 1), draws["a"].reshape(len(draws["a"]), -1)]
-    columns += [draws["spread"].reshape(-1, 1), draws["sd"].reshape(-1, 1)]
-    low, mid, high = np.quantile(np.concatenate(columns, 1), [0.05, 0.5, 0.95], 0)
-    where = np.arange(len(names)) + 0.14 * (i - 2)
-    right.errorbar(
-        mid, where, xerr=[mid - low, high - mid], fmt="o", ms=3, color=colours[name]
+    rate = np.exp(
+        draws["base"].reshape(-1, 1) + draws["a"].mean(1)[:, None] + draws["f"]
     )
-right.set_yticks(range(len(names)), names)
-right.invert_yaxis()
-right.set_title("90 % intervals of the other latents")
-for axis in (left, right):
-    axis.spines[["top", "right"]].set_visible(False)
-figure.savefig(options.out / "quickstart.png", dpi=110)
+    low, high = np.quantile(rate, [0.05, 0.95], 0)
+    if name == "NUTS":
+        axis.fill_between(values, low, high, color="0.85", label=name)
+    else:
+        axis.plot(values, low, color=colours[name], label=name)
+        axis.plot(values, high, color=colours[name])
+axis.set(xlabel="index of chronic diseases", ylim=(0, 10), xlim=(0, 45))
+axis.set_title("400 people: visits")
+axis.legend(loc="upper left")
+axis, names = axes["latents"], ["base", "plan 1", "plan 5", "f(10)", "spread", "sd"]
+ten = int((values - 10).abs().argmin())
+for i, (name, draws) in enumerate(found.items()):
+    columns = [draws["base"], draws["a"][:, 0], draws["a"][:, 4], draws["f"][:, ten]]
+    columns = np.stack([*columns, draws["spread"], draws["sd"]], 1)
+    low, mid, high = np.quantile(columns, [0.05, 0.5, 0.95], 0)
+    place, error = np.arange(len(names)) + 0.18 * (i - 1.5), [mid - low, high - mid]
+    axis.errorbar(mid, place, xerr=error, fmt="o", ms=3, color=colours[name])
+axis.set_yticks(range(len(names)), names)
+axis.invert_yaxis()
+axis.set_title("their latents")
+axis = axes["many"]
+order = x_many[:, 0].argsort().view(-1, 100)
+axis.plot(
+    x_many[order, 0].mean(1), y_many[order].mean(1), ".", color="0.3", ms=4, alpha=0.5
+)
+low, high = np.quantile(bands["reference"], [0.05, 0.95], 0)
+label = f"reference, {longer:.0f} CPU s"
+axis.fill_between(grid[:, 0], low, high, color="0.75", label=label)
+low, high = np.quantile(bands["SVGP(24)"], [0.05, 0.95], 0)
+label = f"SVGP(24), {seconds:.0f} CPU s"
+axis.plot(grid, low, color="C0", lw=1, label=label)
+axis.plot(grid, high, color="C0", lw=1)
+axis.set(xlabel="x", ylim=(0, 3.2))
+axis.set_title("20,000 rows with inputs of their own: mean count")
+axis.legend()
+figure.savefig(options.out / "quickstart.png", dpi=120, metadata={"Software": None})
 print(f"The picture is in {options.out / 'quickstart.png'}")
 
 # %% [markdown]
 # ## What to read off
 #
-# * **The data inform `base + f`, not each alone.** NUTS says so: both are wide. So do the guides, because `base`, the
+# * **The data inform `base + f`, not each alone.** NUTS says so: both are wide. So does `SVGP(6)`, because `base`, the
 #   plans' effects and f have one Gaussian posterior together.
 # * **The mean field** cannot say so. Its predictions are as good as the others', but its interval of the intercept is
-#   several times too narrow. Its bound is lower by some nats, and its k-hat is the largest.
-# * **k-hat** says whether weights can correct the guide's draws: below 0.67 they can. It does not see that two
-#   inducing points are too few ([why](../docs/explanation/k-hat.md)); the bound does, and so does the band of f.
-# * **The guides take a second or two**, and even this short chain of NUTS takes several times as long. f has only 31
-#   values here.
-
-# %% [markdown]
+#   several times too narrow.
+# * **k-hat** does not see that two inducing points are too few ([why](../docs/explanation/k-hat.md)). The bound sees
+#   it, and so does `check`.
+#
 # ## All 20,190 people
 #
-# The same program takes mini-batches: `fit` passes the number of all rows as `size`.
+# How much more often do people see a doctor where care is free?
 
 # %%
 pyro.set_rng_seed(2)
-start = time.time()
 guide = AutoSparseGP(model, SVGP(8))
-fit(model, guide, everyone, steps=options.steps, batch_size=1024, progress=False)
+fit(model, guide, everyone, batch_size=1024, **settings)
 draws = predict(model, guide, *train[:2], num_samples=1000)
 a = draws["a"].reshape(1000, 5)
 ratio = (a[:, 0] - a[:, 4]).exp()
 low, high = ratio.quantile(torch.tensor([0.025, 0.975])).tolist()
-print(f"{time.time() - start:.0f} s")
 print("visits under free care, as a multiple of those under the plan that pays least:")
 print(f"{ratio.mean():.2f}, 95 % interval {low:.2f} to {high:.2f}")
 
@@ -247,18 +328,20 @@ print(f"{ratio.mean():.2f}, 95 % interval {low:.2f} to {high:.2f}")
 # %%
 if options.full:
     width = {name: draws["base"].std() for name, draws in found.items()}
-    assert rows["mean field"][0] < rows["SVGP(6)"][0] - 2  # its bound is lower
-    assert width["mean field"] < 0.3 * width["NUTS"]  # and its intercept too certain
-    for name in ("SVGP(6)", "SGPR(6)"):
-        assert 0.6 < width[name] / width["NUTS"] < 1.7
+    assert len(nuts["base"]) >= 300
+    assert width["mean field"] < 0.3 * width["NUTS"]  # its intercept is too certain
+    assert 0.8 < width["SVGP(6)"] / width["NUTS"] < 1.25
     assert rows["SVGP(2)"][0] < rows["SVGP(6)"][0] - 3  # too few inducing points
-    assert rows["mean field"][2] > rows["SVGP(6)"][2]  # k-hat
+    assert rows["SVGP(6)"][2] < 0.67  # k-hat
     assert all(abs(row[1] - rows["NUTS"][1]) < 0.05 for row in rows.values())
+    assert guides["SVGP(6)"].check(*train) == []
+    assert 0.9 < widths["SVGP(24)"] / widths["reference"] < 1.1
     assert low > 1  # free care is used more
 
 # %% [markdown]
 # ## What to try next
 #
+# * New to Gaussian processes: [first steps](first_steps.ipynb).
 # * Your own data: [which guide when](../docs/how-to/choose-a-guide.md).
 # * What the guide does with intercepts, groups and hyperparameters:
 #   [other latents](../docs/how-to/other-latents.md).
