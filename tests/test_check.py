@@ -96,16 +96,29 @@ def test_missing_inducing_points_are_told_of_all_latents():
     assert told >= {"f", "noise"}
 
 
+@pytest.mark.parametrize("family", [families.SVGP(12), families.Exact()], ids=["SVGP", "Exact"])
 @pytest.mark.filterwarnings("ignore:the noise variance of site")
-def test_what_float32_rounds_is_told():
+def test_what_float32_rounds_is_told(family):
+    """Alone: its bound is no posterior's, and what differs has that cause."""
     x, y = (part.float() for part in _data())
 
     def model(x, y=None):
         observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.2), x)), 1e-3), y)
 
-    (line,) = _trained(model, families.SVGP(12), x, y, steps=3).check()
+    (line,) = _trained(model, family, x, y, steps=3).check()
     assert line.startswith("'f': ")
     assert "float64" in line
+
+
+def test_a_normal_posterior_that_is_missed_asks_for_more_steps():
+    """Given all hyperparameters nothing is far from normal."""
+
+    def model(x, y=None):
+        observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.2), x)), 0.3), y)
+
+    (line,) = _trained(model, families.SVGP(12, natural=False), *_data(), steps=5).check()
+    assert line.startswith("'f': ")
+    assert line.endswith("because training has not brought 'f' to the optimum. Train longer.")
 
 
 def test_what_has_no_reference_is_named():

@@ -30,9 +30,10 @@ from pyro_sparsegp import (
 from pyro_sparsegp.gaussians.drawn import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import search
-from pyro_sparsegp.guide.check import Compared, moments_of
+from pyro_sparsegp.guide.check import Compared
 from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters, init_to_centre
+from pyro_sparsegp.guide.moments import moments_of
 from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.predictors import Predictors
 from pyro_sparsegp.program.traces import expectation

@@ -23,13 +23,14 @@ from tqdm.auto import tqdm
 
 from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
-from ..program.traces import bare, repeatable, whole_plates
+from ..program.traces import bare, is_observation, repeatable, whole_plates
 from .bounds import of_bound
 from .dense import AtValues, ByHessian
 from .field import index_of, slices
 from .first_call import explain_nan
 from .known import KnownGuide
 from .latents import FieldLatent
+from .moments import Moments, beside, moments_of, of_argument, said
 from .nested import Nested, Optimum
 from .runs import Priors
 from .search import ALL_ROWS, Search
@@ -42,8 +43,6 @@ _WIDER = 1.3
 _WIDEST = 5.0  # times its own width that q's best may be
 _PARTS = 1.0, 0.5, 0.25, 0.125  # of a step that are tried
 _LOST = 1.0  # nats that a basis leaves out and is told of
-_AWAY = 0.3  # standard deviations of a mean that are told
-_WIDTHS = 0.75, 1.33  # ratios of standard deviations beyond which they are told
 _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
 _NATS = 3.0  # between two modes, within which a lower one is told, and beyond which a fit tells of a higher one
@@ -52,7 +51,6 @@ _FEW = 50  # of a latent's values whose covariance is asked for
 _EXACT = 150  # rows at which GP sites' values have no basis
 _ROUNDED = 0.3  # of an entry of P⁻¹ that rounding may move
 _FULL = "SVGP", "SGPR", "Exact", "OrthogonalInducing", "CoupledCovariance"  # families of a full Gaussian
-_Moments = dict[str, tuple[Tensor, Tensor]]  # by name means and variances
 
 
 def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
@@ -72,7 +70,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
             with attempt() as asked:
                 search = partial(Search, guide, run, (args, kwargs), [], bar.update)
                 compared = Compared(guide, search(), lambda: search(AtValues).nested())
-                return bound + compared.lines((args, kwargs), whole)
+                return compared.of_rounding() or bound + compared.lines((args, kwargs), whole)
             names = ", ".join(map(repr, (*guide.facts.latents, *guide.facts.gps)))
             why = str(asked.error).splitlines()[0]
             return [*bound, f"check has nothing to compare {names} with: {why}. Compare with NUTS."]
@@ -137,6 +135,16 @@ class Compared:
         found, there = nested.predictors(theta)[0].detached(), nested.run(theta, x)[0]
         return all(found.tells(name, there, found.moved(x)) for name in found.links)
 
+    def of_rounding(self) -> list[str]:
+        """Whether rounding is the cause of all that is wrong."""
+        if float(self.best.precision.diagonal.max()) * torch.finfo(self.loc.dtype).eps <= _ROUNDED:
+            return []
+        names = ", ".join(map(repr, self.guide.facts.gps))
+        return [
+            f"{names}: the posterior is wrong, because {self.loc.dtype} rounds what data this precise say. Make a "
+            "new guide, and give it data in float64."
+        ]
+
     def lines(self, call: Any, whole: bool) -> list[str]:
         """All that is told."""
         self.call = call
@@ -144,12 +152,6 @@ class Compared:
         self.at_draws(num if whole else 2 * self.hyper.size + 8, whole)
         if len(self.found) <= self.hyper.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
-        if float(self.best.precision.diagonal.max()) * torch.finfo(self.loc.dtype).eps > _ROUNDED:
-            names = ", ".join(map(repr, self.guide.facts.gps))
-            return [
-                f"{names}: the posterior is wrong, because {self.loc.dtype} rounds what data this precise say. Make a "
-                "new guide, and give it data in float64."
-            ]
         small = self.of_inducing_points()
         late = self.of_newton(small)
         told = [*late.values(), *self.of_values(whole, late, small), *self.of_a_second_start(whole)]
@@ -167,7 +169,7 @@ class Compared:
         self.noise = noise[[found is not self.nested.none for found in tried]]
         self.seen = [self._moments(found) for found in self.found if meets]
 
-    def _moments(self, at: Optimum) -> _Moments:
+    def _moments(self, at: Optimum) -> Moments:
         """Means and variances of all values at a θ, of latents in unconstrained space."""
         (x, precision), layout = self.nested.of_means(at), self.nested.layout
         every = layout.extend(x + self.shift).requires_grad_()
@@ -183,7 +185,7 @@ class Compared:
 
     def _of_q(self, num: int) -> dict[str, tuple[Tensor, Tensor]]:
         """As :func:`moments_of`, q's, by so many draws, or at the medians of hyperparameters."""
-        guide, search, each = self.guide, self.search, list[_Moments]()
+        guide, search, each = self.guide, self.search, list[Moments]()
         asked = {"at_medians": True} if num == 1 else {"joint_up_to": 0}
         for _ in range(num):
             run = guide.run_at(*self.call, draws_data=False, **asked)
@@ -196,7 +198,7 @@ class Compared:
         known = {n: (loc.reshape(-1), sd[n].reshape(-1)) for n, loc in self.hyper.parts(self.loc).items()}
         return moments_of(each, self.loc.new_full((num,), 1 / num)) | known
 
-    def _given(self, run: Any) -> _Moments:
+    def _given(self, run: Any) -> Moments:
         """Means and variances given the hyperparameters, of a few normal latents whose prior mean is no other latent:
         a draw says less of them.
         """
@@ -235,9 +237,9 @@ class Compared:
             noise = 10 * torch.finfo(mean.dtype).eps * mean.abs()
             moves = (sd > noise) | (wide > noise)  # as the first entry of an LKJCholesky matrix does not
             ratios = (sd if name in self.apart else wide) / sd
-            away, ratio, is_off = _beside(((at - mean) / sd)[moves], ratios[moves])
+            away, ratio, is_off = beside(((at - mean) / sd)[moves], ratios[moves])
             if is_off and name not in late:
-                lines.append(f"{name!r}: {_said(away, ratio)}, {self._cause(name, late, small)}")
+                lines.append(f"{name!r}: {said(away, ratio)}, {self._cause(name, late, small)}")
         return lines
 
     def _cause(self, name: str, late: dict[str, str], small: dict[str, str]) -> str:
@@ -258,16 +260,25 @@ class Compared:
         family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
         if family not in _FULL:
             return f"because {family} has not the covariance of a full Gaussian. Take SVGP."
+        if not self.hyper.size and self._is_gaussian():  # all posteriors are normal
+            return f"because training has not brought {name!r} to the optimum. Train longer."
         return "because the posterior is far from normal. Weigh draws by diagnostics.psis, or take NUTS."
+
+    def _is_gaussian(self) -> bool:
+        """Whether data are normal around linear predictors."""
+        links = self.nested.links
+        data = {name for name, site in self.search.sites.items() if is_observation(site)}
+        kinds = all(type(bare(self.search.sites[name]["fn"])) is dist.Normal for name in data)
+        return kinds and links == {name: {"loc": "identity"} for name in data}
 
     def _cause_given(self, name: str) -> str:
         """An argument of the guide that is the cause; "" if none is."""
         guide, is_gp = self.guide, name in self.guide.facts.gps
         if self.apart and (is_gp or name in {*guide.joint.field, *self.apart}):
-            return _of_argument("point_estimates", guide.point_estimates, self.apart, "known")
+            return of_argument("point_estimates", guide.point_estimates, self.apart, "known")
         alone = [n for n in self.search.priors if guide.is_independent(n) and n not in self.apart]
         if alone and (is_gp or name in alone):
-            return _of_argument("independent", guide.independent, alone if is_gp else [name], "independent")
+            return of_argument("independent", guide.independent, alone if is_gp else [name], "independent")
         return ""
 
     def _weights(self) -> tuple[Tensor, ...]:
@@ -304,7 +315,7 @@ class Compared:
         """Of each hyperparameter how far N(a + Rm, RTTᵀRᵀ) is from q(θ), m and T being given."""
         sd = self.root.norm(dim=-1)
         step, wide = self.root @ moved / sd, (self.root @ widths).norm(dim=-1) / sd
-        return [(name, *_beside(step[rows], wide[rows])) for name, rows in self.hyper.rows.items()]
+        return [(name, *beside(step[rows], wide[rows])) for name, rows in self.hyper.rows.items()]
 
     def of_newton(self, small: dict[str, str]) -> dict[str, str]:
         """Of hyperparameters whose mean or width the bound would still move."""
@@ -329,7 +340,7 @@ class Compared:
             gain = gain + 0.5 * (values - values ** (1 - part) - part * values.log()).sum()
             if not off or (left(moved + draws @ widths.mT) - left(draws)).mean() > -0.5 * gain:
                 return {
-                    name: f"{name!r}: {_said(away, 1 / ratio)}, {self._cause(name, {name: ''}, small)}"
+                    name: f"{name!r}: {said(away, 1 / ratio)}, {self._cause(name, {name: ''}, small)}"
                     for name, away, ratio, _ in off
                 }
         return {}
@@ -365,38 +376,3 @@ class Compared:
     def _far(self, theta: Tensor, here: Tensor) -> float:
         """|R⁻¹(θ − here)|."""
         return float(torch.linalg.solve_triangular(self.root, (theta - here)[:, None], upper=False).norm())
-
-
-def moments_of(values: list[_Moments], weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """By name means and standard deviations over weighted draws of means and variances."""
-    found = {}
-    for name in values[0]:
-        # those of a prior of Python numbers have the default dtype
-        means, variances = (torch.stack(part).to(weights) for part in zip(*(each[name] for each in values)))
-        mean = weights @ means
-        # Var v = E Var[v | θ] + Var E[v | θ]
-        found[name] = mean, (weights @ (variances + (means - mean).square())).sqrt()
-    return found
-
-
-def _beside(moves: Tensor, ratios: Tensor) -> tuple[float, float, bool]:
-    """A root mean square in standard deviations, a mean ratio of widths, and whether they are told."""
-    away, ratio = float(moves.detach().square().mean().sqrt()), float(ratios.detach().mean())
-    return away, ratio, away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]
-
-
-def _said(away: float, ratio: float) -> str:
-    """A distance of means and a ratio of widths in words."""
-    words = [f"the mean is {away:.1f} standard deviations off"] * (away > _AWAY)
-    if ratio > _WIDTHS[1]:
-        words.append(f"the interval is {ratio:.1f} times too wide")
-    elif ratio < _WIDTHS[0]:
-        words.append(f"the interval is {1 / max(ratio, 1e-3):.1f} times too narrow")
-    return ", and ".join(words)
-
-
-def _of_argument(argument: str, given: Any, names: list[str], how: str) -> str:
-    """A cause that the guide was given."""
-    which = ", ".join(map(repr, names))
-    remedy = f"{argument}=True" if given is True else f"{which} from {argument}="
-    return f"because the guide treats {which} as {how}. Remove {remedy}."
