@@ -9,11 +9,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, JitTraceQuadrature_ELBO, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SGPR, SVGP
+from pyro_sparsegp.numerics.graphs import quickened, simplified
 
 from .models import FAMILIES, data, heteroscedastic, observed, poisson, refused, regression
 
@@ -54,6 +56,26 @@ def assert_recorded(model, family, calls, least=3, **options):
     assert replayed(recordings) >= least
     assert jit == plain
     return recordings
+
+
+def test_a_graph_computes_nothing_twice_but_what_is_written_to_or_drawn():
+    def function(x):
+        kept = x.clone()
+        before = kept * 2
+        kept.add_(1)
+        return [before + x.exp() + x.exp(), kept * 2, torch.randn_like(x) - torch.randn_like(x)]
+
+    x = torch.rand(3, 3, dtype=torch.float64)
+    graph = quickened(simplified(make_fx(function)(x), [x]), [x])
+    one, two, noise = graph(x)
+    torch.testing.assert_close(one, 2 * x + 2 * x.exp())
+    torch.testing.assert_close(two, 2 * (x + 1), rtol=0, atol=0)
+    assert noise.abs().min() > 0
+    names = [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
+    assert sum("exp" in name for name in names) == 1
+    assert sum("mul" in name for name in names) == 2
+    # Draws alone are called as PyTorch has them in graphs.
+    assert [name for name in names if name.startswith("aten")] == 2 * ["aten.randn_like.default"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

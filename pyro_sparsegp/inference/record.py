@@ -24,7 +24,7 @@ from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Natural, Tape, recording, steppers
 from ..guide import AutoSparseGP
 from ..numerics.decisions import Decisions, decided, deciding
-from ..numerics.graphs import Graph, captured, compiled, is_capturable, simplified
+from ..numerics.graphs import Graph, captured, compiled, is_capturable, quickened, simplified
 from ..numerics.linalg import flags_kept
 from ..program.traces import RandomState
 from .optimisers import FallingAdam, update_of
@@ -219,9 +219,11 @@ def record(
         return [read, *more]
 
     found.update.begin(False)
+    made = compiled(graph, inputs) if compile else None
+    graph = quickened(graph, inputs)
     found.graph = found.exact = partial(taking, graph.forward)
-    if compile:
-        found.graph = partial(taking, compiled(graph, inputs))
+    if made is not None:
+        found.graph = partial(taking, made)
         require_alike(found.exact, found.graph, inputs)
     elif is_capturable(graph, inputs):
         with suppress(RuntimeError):  # of an operation that no CUDA graph takes: replays go one by one
