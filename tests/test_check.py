@@ -39,6 +39,22 @@ def test_widths_are_compared_where_q_is_normal():
     assert guide.check() == []
 
 
+def _rows(x, y=None):
+    own, f = pyro.sample("own", dist.HalfNormal(0.5)), pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    with pyro.plate("data", N):
+        effect = pyro.sample("effect", dist.Normal(0.0, own))
+        pyro.sample("y", dist.Normal(effect + f, 0.3), obs=y)
+
+
+def test_weighted_points_mend_what_is_far_from_normal():
+    """Data without effects of rows leave the logarithm of their scale a long tail, which no normal has."""
+    guide = _trained(_rows, families.SVGP(12), *_data(), steps=60)
+    assert [line.split(": ")[0] for line in guide.check()] == ["'own'"]
+    assert "Call guide.integrate" in guide.check()[0]
+    guide.integrate(*_data())
+    assert guide.check() == []
+
+
 def test_the_objective_is_compared_with_draws(monkeypatch):
     guide = _trained(_plain, families.SVGP(12), *_data())
     loss = TraceQuadrature_ELBO.loss

@@ -153,7 +153,7 @@ class Compared:
         if len(self.found) <= self.hyper.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         small = self.of_inducing_points()
-        late = self.of_newton(small)
+        late = self.of_newton(small) if self.guide.core.points is None else {}  # a step does not move points
         told = [*late.values(), *self.of_values(whole, late, small), *self.of_a_second_start(whole)]
         return [*told, *small.values()]
 
@@ -194,8 +194,11 @@ class Compared:
             met = {n: (q.mean[..., some[n]], q.variance[..., some[n]]) for n, q in run.posteriors.items()}
             each.append({n: (value, 0 * value) for n, value in free.items()} | self._given(run))
             each[-1] |= {n: tuple(part.detach().reshape(-1)[:_ROWS] for part in parts) for n, parts in met.items()}
-        sd = self.hyper.parts(self.width)
+        sd, points = self.hyper.parts(self.width), guide.core.points
         known = {n: (loc.reshape(-1), sd[n].reshape(-1)) for n, loc in self.hyper.parts(self.loc).items()}
+        if points is not None and num > 1:
+            parts = [self.hyper.parts(theta).items() for theta in points.theta]
+            known = moments_of([{n: (v.reshape(-1), 0 * v.reshape(-1)) for n, v in p} for p in parts], points.weight)
         return moments_of(each, self.loc.new_full((num,), 1 / num)) | known
 
     def _given(self, run: Any) -> Moments:
@@ -262,7 +265,7 @@ class Compared:
             return f"because {family} has not the covariance of a full Gaussian. Take SVGP."
         if not self.hyper.size and self._is_gaussian():  # all posteriors are normal
             return f"because training has not brought {name!r} to the optimum. Train longer."
-        return "because the posterior is far from normal. Weigh draws by diagnostics.psis, or take NUTS."
+        return "because the posterior is far from normal. Call guide.integrate, or compare with NUTS."
 
     def _is_gaussian(self) -> bool:
         """Whether data are normal around linear predictors."""
