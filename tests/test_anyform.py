@@ -1,5 +1,8 @@
 """Programs in whatever form they are written: posteriors of latents beside f, against dense references."""
 
+import itertools
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -7,7 +10,8 @@ import torch
 from pyro.infer import SVI
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SVGP
+from pyro_sparsegp.families import SVGP, CoupledPrecision, InducingFamily, MeanFieldAdditive, OrthogonallyDecoupled
+from pyro_sparsegp.gaussians import Diagonal
 
 N, NOISE, KERNEL = 20, 0.3, kernels.Matern32(0.3)
 
@@ -90,6 +94,28 @@ def test_training_keeps_the_width_of_a_weight_of_f():
     assert guide.joint.intercepts == ("rho",)
     assert rho.mean().item() == pytest.approx(mean.item(), abs=0.3 * sd.item())
     assert rho.std().item() == pytest.approx(sd.item(), rel=0.25)
+
+
+def test_training_keeps_the_width_of_noise():
+    """Of few data: their precision falls as noise rises, in whichever way f is told of it."""
+    generator, x = torch.Generator().manual_seed(0), _inputs()
+    y = torch.sin(12 * x[:, 0]) + 0.3 * torch.randn(N, generator=generator)
+
+    def model(x, y=None):
+        noise, mu = pyro.sample("noise", dist.LogNormal(-1.0, 1.0)), pyro.sample("mu", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(mu + f, noise), obs=y)
+
+    def log_joint(log_noise):
+        cover = KERNEL(x) + 1 + (2 * log_noise).exp() * torch.eye(N)
+        return dist.MultivariateNormal(torch.zeros(N), cover).log_prob(y) + dist.Normal(-1.0, 1.0).log_prob(log_noise)
+
+    mean, sd, _ = _on_a_grid(torch.linspace(-3, 0.5, 300), log_joint)
+    guide, _ = _trained(model, SVGP(N, trainable=False), (x, y), 300)
+    noise = _draws(guide, "noise", (x,), 2000).log()
+    assert noise.mean().item() == pytest.approx(mean.item(), abs=0.15 * sd.item())
+    assert noise.std().item() == pytest.approx(sd.item(), rel=0.1)
 
 
 FEW = torch.tensor([[0.0], [0.3], [0.7], [1.0]], dtype=torch.float64)
@@ -182,3 +208,146 @@ def test_correlated_noise_beside_an_intercept():
     assert loss == pytest.approx(-evidence.item(), abs=0.01)
     assert mu.mean().item() == pytest.approx((gain @ y).item(), abs=0.1)
     assert mu.std().item() == pytest.approx((9 - gain @ ones).sqrt().item(), rel=0.1)
+
+
+def _weighted_sum(f, c, dose, y):
+    with pyro.plate("data", N):
+        pyro.sample("y", dist.Normal(f[..., 0, :] * dose + f[..., 1, :], 0.1), obs=y[0])
+
+
+def _plain_sum(f, c, dose, y):
+    with pyro.plate("data", N):
+        pyro.sample("y", dist.Normal(f.sum(-2) + c[..., :1], 0.1), obs=y[0])
+
+
+def _a_level_each(f, c, dose, y):
+    with pyro.plate("data", N):
+        pyro.sample("y", dist.Normal(f.mT + c[..., None, :], 0.1).to_event(1), obs=y.mT)
+
+
+OUTPUTS = [(_weighted_sum, False), (_plain_sum, True), (_a_level_each, True)]
+
+
+@pytest.mark.parametrize(("form", "levels"), OUTPUTS, ids=lambda value: getattr(value, "__name__", "")[1:])
+def test_outputs_of_one_site_that_meet_are_joint(form, levels):
+    """Two functions of one site, with levels of their own or a sum: the first step is at the exact posterior."""
+    generator, x = torch.Generator().manual_seed(0), _inputs()
+    dose, y = torch.rand(N, generator=generator), torch.randn(2, N, generator=generator)
+
+    def model(x, y):
+        c = pyro.sample("c", dist.Normal(torch.zeros(2), 3.0).to_event(1)) if levels else torch.zeros(2)
+        form(pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1)), c, dose, y)
+
+    zero = torch.zeros(2 * N + 2, requires_grad=True)
+
+    def means(values):
+        with pyro.poutine.trace() as trace:
+            form(values[: 2 * N].reshape(2, N), values[2 * N :] * levels, dose, y)
+        site = trace.trace.nodes["y"]
+        return getattr(site["fn"], "base_dist", site["fn"]).loc.reshape(-1), site["value"].reshape(-1)
+
+    slopes, value = torch.autograd.functional.jacobian(lambda v: means(v)[0], zero), means(zero)[1]
+    prior = torch.block_diag(KERNEL(x), KERNEL(x), 9 * torch.eye(2))
+    cover = slopes @ prior @ slopes.mT + 0.01 * torch.eye(len(value))
+    gain = torch.linalg.solve(cover, slopes @ prior).mT
+    mean, sd = gain @ value, (prior - gain @ slopes @ prior).diagonal().sqrt()
+    guide, loss = _trained(model, SVGP(N, trainable=False), (x, y), 1)
+    evidence = dist.MultivariateNormal(torch.zeros(len(value)), cover).log_prob(value)
+    assert loss == pytest.approx(-evidence.item(), abs=0.01)
+    with torch.no_grad():
+        q = guide.posterior(x, y)["f"]
+        assert torch.allclose(q.mean.reshape(-1), mean[: 2 * N], atol=0.01)
+        assert torch.allclose(q.stddev.reshape(-1), sd[: 2 * N], rtol=0.01)
+    for name, own in (("f", slice(0, 2 * N)), ("c", slice(2 * N, None)))[: 1 + levels]:
+        draws = _draws(guide, name, (x, y)).reshape(400, -1)
+        used = slopes.any(0)[own]
+        assert ((draws.mean(0) - mean[own]).abs() < 0.25 * sd[own])[used].all()
+        assert ((draws.std(0) / sd[own] - 1).abs() < 0.2)[used].all()
+
+
+def _plain(mu, x):
+    return mu + pyro.sample("f", GaussianProcess(KERNEL, x))
+
+
+def _deep(mu, x):
+    inner = pyro.sample("inner", GaussianProcess(KERNEL, x))
+    return mu + pyro.sample("f", GaussianProcess(KERNEL, inner[..., None]))
+
+
+def _without_level(mu, x):
+    return pyro.sample("f", GaussianProcess(KERNEL, pyro.sample("inner", GaussianProcess(KERNEL, x))[..., None]))
+
+
+APART = {
+    "deep": (_deep, SVGP(8), "values of GP site 'inner' enter another one. Compare with NUTS."),
+    "family": (_plain, OrthogonallyDecoupled(4, 4, num_columns=2), "has the family OrthogonallyDecoupled. Take SVGP"),
+    "large": (_plain, SVGP(12), "GP site 'f' has 12 coefficients. Take up to 10, by fewer inducing points."),
+    "joint": (_plain, SVGP(8), ""),
+    "no part": (_without_level, SVGP(8), ""),
+}
+
+
+@pytest.mark.parametrize(("form", "family", "why"), APART.values(), ids=APART)
+def test_latents_that_are_not_joint_with_f_are_named_with_the_reason(form, family, why, monkeypatch):
+    monkeypatch.setattr("pyro_sparsegp.guide.start.LARGEST", 10)
+
+    def model(x, y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+        loc = form(mu, x)
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(loc, 0.3), obs=y)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trained(model, family, (_inputs(), torch.sin(6 * _inputs()[:, 0])), 1)
+    told = [str(one.message) for one in caught if "independent of theirs" in str(one.message)]
+    assert len(told) == bool(why)
+    assert all("latents 'mu' move" in line and why in line for line in told)
+
+
+class _OwnFamily(InducingFamily):
+    def new_coefficients(self):
+        return Diagonal
+
+
+KEPT = {
+    "MeanFieldAdditive": (lambda z: MeanFieldAdditive(z, trainable=False), "blocks", 30),
+    "CoupledPrecision": (lambda z: CoupledPrecision(z, trainable=False), "all", 20),
+    "free": (lambda z: SVGP(z, trainable=False, natural=False), "all", 20),
+    "own": (lambda z: _OwnFamily(z, trainable=False), "entries", 400),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_family_keeps_its_own_posterior_beside_an_intercept(kind):
+    """The bound is the evidence less the divergence of the best q(w) of its kind, w's marginal being known."""
+    x, kernel = torch.rand(N, 2, generator=torch.Generator().manual_seed(0)), KERNEL[0] + KERNEL[1]
+    made, groups, steps = KEPT[kind]
+    z = x[:4] if kind in ("free", "own") else [x[:4, :1], x[:4, 1:]]
+    y = 2 + torch.sin(6 * x[:, 0]) + x[:, 1]
+
+    def model(x, y=None):
+        mu, f = pyro.sample("mu", dist.Normal(0.0, 3.0)), pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mu + f, 0.3), obs=y)
+
+    guide, loss = _trained(model, made(z), (x, y), steps)
+    assert guide.joint.followed == ("f",)
+    with torch.no_grad():
+        phi = torch.cat(guide.posterior(x, y)["f"].features, -1)
+    left = kernel.diag(x) - phi.square().sum(-1)
+    cover = phi @ phi.mT + 9 + 0.09 * torch.eye(N)
+    evidence = dist.MultivariateNormal(torch.zeros(N), cover).log_prob(y) - 0.5 * left.sum() / 0.09
+    marginal = torch.eye(phi.shape[1]) + phi.mT @ torch.linalg.solve(9 + 0.09 * torch.eye(N), phi)
+    sizes = {"all": [len(marginal)], "blocks": [4, 4], "entries": [1] * len(marginal)}[groups]
+    parts = [part.logdet() for part in _diagonal_blocks(marginal, sizes)]
+    assert loss == pytest.approx(-(evidence - 0.5 * (sum(parts) - marginal.logdet())).item(), abs=0.08)
+    inverses = [torch.linalg.inv(part) for part in _diagonal_blocks(marginal, sizes)]
+    gain = torch.linalg.solve(0.09 * torch.eye(N) + 9, torch.full((N,), 9.0))
+    sd = (9 - gain @ torch.full((N,), 9.0) + gain @ phi @ torch.block_diag(*inverses) @ phi.mT @ gain).sqrt()
+    assert _draws(guide, "mu", (x,)).std().item() == pytest.approx(sd.item(), rel=0.12)
+
+
+def _diagonal_blocks(matrix, sizes):
+    edges = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return [matrix[a:b, a:b] for a, b in itertools.pairwise(edges)]

@@ -109,7 +109,9 @@ def test_the_first_step_of_a_linear_gaussian_model_is_at_its_evidence(family, af
     mean, covariance, log_evidence, to_data = _exact(*data)
     guide, losses = _step(_linear(after), family, data, 3)
     assert set(guide.joint.field) == {"c", "g", "f"}
-    torch.testing.assert_close(-torch.tensor(losses), log_evidence.expand(3), rtol=0.0, atol=2e-3)
+    # a low rank takes a step to be exact
+    assert losses[0] == pytest.approx(-log_evidence.item(), abs=0.05 if guide.joint.followed else 2e-3)
+    torch.testing.assert_close(-torch.tensor(losses[1:]), log_evidence.expand(2), rtol=0.0, atol=2e-3)
     q = guide.posterior(x, group)["f"]
     torch.testing.assert_close(q.mean.detach(), mean[4:], rtol=0.0, atol=2e-3)
     torch.testing.assert_close(q.variance.detach(), covariance.diagonal()[4:], rtol=0.01, atol=0.0)
@@ -155,8 +157,8 @@ def _dense_laplace(x, group, y, s, tau):
     return density - 0.5 * torch.linalg.slogdet(inner)[1]
 
 
-def _nested(guide, data, owned=("a",)):
-    layout = Layout(guide.joint.field, {"f": 1}, owned)
+def _nested(guide, data):
+    layout = Layout(guide.joint.field, {"f": 1})
     priors = dict.fromkeys(guide.joint.hyper, dist.LogNormal(0.0, 1.0))
     hyper = Hyperparameters(priors, dict.fromkeys(priors, torch.tensor(1.0)), guide.like)
     return Nested(guide, layout, guide.joint.links, hyper, partial(run_standardised, guide, data, {}))
@@ -177,7 +179,6 @@ def test_nested_laplace_is_the_dense_one_and_its_gradient_its_own():
     data = _count_data()
     guide, _ = _step(_counts, families.SVGP(N, trainable=False), data)
     assert guide.joint.hyper == ("s", "tau")
-    assert guide.joint.owned == ("a",)
     nested, theta = _nested(guide, data), torch.tensor([-0.7, -0.3])
     found = nested.at(theta)
     s, tau = theta.exp()
@@ -186,9 +187,6 @@ def test_nested_laplace_is_the_dense_one_and_its_gradient_its_own():
     for i, move in enumerate(1e-4 * torch.eye(2)):
         slope = (nested.at(theta + move).value - nested.at(theta - move).value) / 2e-4
         assert found.slope[i].item() == pytest.approx(slope.item(), abs=2e-4)
-    dense = _nested(guide, data, ()).at(theta)
-    torch.testing.assert_close(dense.value, found.value)
-    torch.testing.assert_close(dense.slope, found.slope, rtol=1e-5, atol=1e-6)
 
 
 def test_hyperparameters_start_at_the_mode_with_its_curvature():
@@ -313,7 +311,7 @@ def test_q_follows_what_hyperparameters_and_inducing_inputs_move():
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
     for _ in range(2):
         svi.step(*data)  # Adam moves all inducing inputs by its rate
-        nested, mode = _nested(guide, data, ()), guide.together.mean.detach()
+        nested, mode = _nested(guide, data), guide.together.mean.detach()
         for move in (-1.0, 0.0, 1.0):
             theta = mode + move * guide.together.tril[0].detach()
             with poutine.condition(data={"length": theta.exp()[0]}):
@@ -1028,7 +1026,7 @@ BENT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the bound changes")
+@pytest.mark.filterwarnings("ignore:the bound changes", "ignore:latents 'b' move densities")
 @pytest.mark.parametrize("kind", BENT)
 def test_what_bends_at_a_kink_is_no_predictor(kind):
     x = torch.linspace(0, 1, 30)[:, None]

@@ -61,6 +61,10 @@ class Gaussian(ABC):
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         """Draws of w, a block ``(*shape, M_b)`` each; ``shape`` ends in the batch's shape."""
 
+    def draw(self) -> Tensor:
+        """A draw of all, ``(..., ΣM_b)``, that no step is told of."""
+        return torch.cat(self.rsample(self.batch_shape), -1)
+
     @abstractmethod
     def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
         """log dq/dp, log q(w) − log N(w; 0, I); projected data ask for f, the draw's centred values at the inputs."""

@@ -150,12 +150,16 @@ class NaturalGaussian(Natural):
         return min(seat.kept.numel(), self.seat.numel()) > 0
 
     def _seen_from(self, seat: Seat) -> Seen:
-        """The same sites from another seat, and under its level."""
+        """The same sites from another seat, and under its level and weight."""
         # Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
         loc = self._kept("loc")
         if not self._turns(seat):
             return Seen(loc, torch.zeros_like(loc), (self.gram,), seat)
         gram, near, rest = seat.turned(self.seat, self.gram, loc)
+        if seat.log_weight is not None:
+            # G ← cG and Pm ← cPm with the precision's factor c
+            factor = (seat.log_weight - self._buffers["log_weight"]).exp()
+            gram, rest = gram * factor, (factor - 1) * near + factor * rest
         if seat.level is not None and self.level.numel():
             # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ
             along = seat.coefficients(seat.level - self.level)
@@ -245,8 +249,13 @@ class NaturalGaussian(Natural):
         turn = stays = None
         if self._turns(seat):
             turn, stays = seat.turn(), self._stays
+        size: Any = 0.0
+        if turn is not None and seat.log_weight is not None:  # as T ← √c T, which takes Pm to √c Pm
+            size = 0.5 * (seat.log_weight - seat.log_weight.detach())
+            turn = turn + size * eye_like(turn)
         sites = self._precision(seen.parts), seen.near, seen.rest
         loc, covariance, trace, log_det = Known.apply(*sites, stays, turn, self._stack)
+        loc = loc + size * loc.detach()
         if seat.level is not None and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
             along = seen.seat.coefficients(seat.level - seat.level.detach())
@@ -273,6 +282,8 @@ class NaturalGaussian(Natural):
         self._buffers["seat"] = seat.kept.detach()
         if seat.level is not None:
             self._buffers["level"] = seat.level.detach()
+        if seat.log_weight is not None:
+            self._buffers["log_weight"] = seat.log_weight.detach()
 
     # Steps.
 
@@ -365,3 +376,8 @@ class NaturalGaussian(Natural):
             root = [root_of_inverse(whole[..., own, own], what)] if kind is DenseFactor else []
             factors.append(kind(loc[..., own], *root))
         return Product(self.sizes, factors, [group for _, group in self.layout])
+
+
+def is_full(coefficients: Any) -> bool:
+    """Whether q(w) has one full covariance, by natural steps."""
+    return type(coefficients) is NaturalGaussian and [kind for kind, _ in coefficients.layout] == [DenseFactor]

@@ -5,6 +5,7 @@ for given Gaussian sites, and one Gaussian over the coefficients of several GP s
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Optional
@@ -71,6 +72,9 @@ class Product(Gaussian):
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return self._split([factor.loc + factor.noise(shape) for factor in self.factors])
+
+    def draw(self) -> Tensor:
+        return torch.cat([factor.loc + factor.noise(self.batch_shape) for factor in self.factors], -1)
 
     def at(self, noise: Tensor) -> Tensor:
         """m + Rε of standard normal numbers, ``(S, M)``, of one factor."""
@@ -232,10 +236,17 @@ class Whole:
         self._taken: set[int] = set()
         self._counted = False
 
-    def share(self, *names: str) -> Share:
-        """What a site sees of its coefficients, and perhaps of other sites'; the first one has the divergence."""
-        first, self._counted = not self._counted, True
-        return Share(self, [block for name in names for block in self.blocks[name]], first)
+    def share(self, name: str, others: Sequence[str] = (), outputs: Sequence[int] = ()) -> Gaussian:
+        """What a site sees of its coefficients, and perhaps of other sites'; the first one has the divergence.
+
+        :param outputs: the shape of the site's functions, each of which has as many of its blocks, in turn.
+        """
+        own, beside = self.blocks[name], [block for other in others for block in self.blocks[other]]
+        each, shares = len(own) // math.prod(outputs), list[Gaussian]()
+        for start in range(0, len(own), each):
+            shares.append(Share(self, own[start : start + each] + beside, not self._counted))
+            self._counted = True
+        return OfOutputs(shares, outputs) if outputs else shares[0]
 
     def draw(self, site: int, shape: torch.Size) -> list[Tensor]:
         """A draw of all coefficients for a site: the last one, unless it has had that, or is another shape."""
@@ -297,6 +308,55 @@ class Share(Gaussian):
     @property
     def covariance_matrix(self) -> Tensor:
         return self.whole.q.marginal(self.blocks).covariance_matrix
+
+
+class OfOutputs(Gaussian):
+    """What a site of several functions sees of q: that of each, with blocks of the same sizes.
+
+    :param shape: of its functions.
+    """
+
+    def __init__(self, each: Sequence[Gaussian], shape: Sequence[int]) -> None:
+        self.each, self.batch_shape, self.sizes = list(each), torch.Size(shape), each[0].sizes
+
+    def _stacked(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+        return torch.stack(list(parts), dim).unflatten(dim, self.batch_shape)
+
+    def _of_each(self, features: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        whole = [phi.expand(*self.batch_shape, *phi.shape[-2:]).flatten(0, -3) for phi in features]
+        return list(zip(*whole))
+
+    @property
+    def loc(self) -> list[Tensor]:
+        return [self._stacked(parts) for parts in zip(*(q.loc for q in self.each))]
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        found = [q.moments(phi) for q, phi in zip(self.each, self._of_each(features))]
+        mean, change = map(self._stacked, zip(*found))
+        return mean, change
+
+    def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
+        return self._stacked([q.covariance_change(phi) for q, phi in zip(self.each, self._of_each(features))])
+
+    def kl(self) -> Tensor:
+        return self._stacked([q.kl() for q in self.each])
+
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        num = len(shape) - len(self.batch_shape)
+        draws = [q.rsample(shape[:num]) for q in self.each]
+        return [self._stacked(parts, num) for parts in zip(*draws)]
+
+    def log_ratio(self, w: Sequence[Tensor], f: Optional[Tensor] = None) -> Tensor:
+        num = w[0].dim() - 1 - len(self.batch_shape)
+        parts = zip(*(block.flatten(num, -2).unbind(num) for block in w))
+        return self._stacked([q.log_ratio(part) for q, part in zip(self.each, parts)], num)
+
+    def marginal(self, blocks: Sequence[int]) -> Gaussian:
+        return OfOutputs([q.marginal(blocks) for q in self.each], self.batch_shape)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        return self._stacked([q.covariance_matrix for q in self.each])
 
 
 class Shared(AbstractModule):

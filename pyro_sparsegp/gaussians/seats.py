@@ -44,6 +44,7 @@ class Seat:
 
     has_turn = True  # whether the way back is known, :meth:`turn`: else it is autograd's
     level: Optional[Tensor] = None  # values, as of u, that f adds to, such as a constant mean's, if they may move
+    log_weight: Optional[Tensor] = None  # of all data's precision, as by their noise, if it may move
 
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
@@ -53,6 +54,7 @@ class Seat:
         """This without its graph."""
         other = copy.copy(self)
         other.kept, other.level = self.kept.detach(), None if self.level is None else self.level.detach()
+        other.log_weight = None if self.log_weight is None else self.log_weight.detach()
         return other
 
     def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,7 +34,7 @@ from .moments import Moments, beside, moments_of, of_argument, said
 from .nested import Nested, Optimum
 from .runs import Priors
 from .search import ALL_ROWS, Search
-from .start import PATIENCE, is_open
+from .start import PATIENCE, obstacle
 
 _DRAWS = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
 _OWN = 100  # draws of q
@@ -119,7 +119,7 @@ class Compared:
     def _nested(self, in_any_way: bool) -> Nested:
         """F of a program, by linear predictors or of values in any way."""
         search, guide = self.search, self.guide
-        nested = search.nested() if is_open(guide) else None
+        nested = None if obstacle(guide) else search.nested()
         if nested is not None and self._is_linear(nested):
             return search.at_rows(nested, ALL_ROWS)
         if guide.facts.inner or not in_any_way:

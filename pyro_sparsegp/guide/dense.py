@@ -29,8 +29,8 @@ class AtValues(Standardised):
     """GP sites are their values at all inputs."""
 
     @staticmethod
-    def sizes_of(module: Any) -> list[int]:
-        return []
+    def sizes_of(module: Any, rows: int) -> list[int]:
+        return [rows] * module.batch_shape.numel()
 
     def _of_process(self, name: str, process: Any) -> Tensor:
         self.features[name], mean = [process.scale_tril], process.mean

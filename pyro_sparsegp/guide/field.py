@@ -6,7 +6,7 @@ share; its sites are about Lx, whose meaning θ does not change. Each parameter 
 affine function of x: its linear predictor.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Optional, Union
 
 import pyro
@@ -16,16 +16,18 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
+from torch.nn.functional import pad
 
 from ..approximations.on_sites import ExactGP
 from ..bases.base import Features
 from ..gaussians import AtRows, NaturalGaussian
+from ..gaussians.following import Following
 from ..gaussians.natural_arrow import NaturalArrow
 from ..gaussians.product import Shared
 from ..kernels import Kernel
 from ..numerics.arrow import Arrow, Dense, OneEach
 from ..numerics.functions import depends, jacobian
-from ..numerics.linalg import plus_one, residual_cholesky, side_by_side
+from ..numerics.linalg import plus_one, residual_cholesky, side_by_side, sum_blocks, times
 from ..process import GaussianProcess
 from ..program.asking import answers
 from ..program.enumeration import Enumeration
@@ -64,20 +66,12 @@ class Layout:
     :param field: of each GP site and normal latent, in order, the sizes of its blocks of x.
     :param residuals: of each GP site the number of standardised residuals: one, √ρ·t at all inputs, serves where no
         term depends on values at several.
-    :param owned: the latents with at most one value a datum, such as its group's.
-    :param eliminated: the one of these whose values meet the common entries alone, so that P is an :class:`Arrow`; it
-        is the field's last member.
+    :param eliminated: the field's last member, if each datum has at most one value of it, such as its group's, which
+        meets the common entries alone, so that P is an :class:`Arrow`.
     """
 
-    def __init__(
-        self,
-        field: Mapping[str, list[int]],
-        residuals: Mapping[str, int],
-        owned: Collection[str] = (),
-        eliminated: str = "",
-    ) -> None:
+    def __init__(self, field: Mapping[str, list[int]], residuals: Mapping[str, int], eliminated: str = "") -> None:
         self.field, self.residuals, self.eliminated = dict(field), dict(residuals), eliminated
-        self.owned = [name for name in self.field if name in owned]
         self.sizes = [size for sizes in self.field.values() for size in sizes]
         self.numbers = {name: sum(sizes) for name, sizes in self.field.items()}
         self.rows = slices(self.numbers)  # the entries of each member
@@ -85,41 +79,29 @@ class Layout:
         self.dense = self.num - self.numbers.get(eliminated, 0)
 
     def directions(self, like: Tensor) -> Tensor:
-        """Directions of x: one for each common entry, and two of owned latents, 1 and k, which give the k-th one's
-        slope.
+        """Directions of x: one for each common entry, and two of an eliminated latent, 1 and k, which give the k-th
+        value's slope.
         """
-        # A datum has one value of an owned latent, so that a direction of all its entries serves for each.
-        owned = like.new_zeros(2 * len(self.owned), self.extended)
-        for i, rows in enumerate(self.rows[name] for name in self.owned):
-            owned[2 * i, rows] = 1.0
-            owned[2 * i + 1, rows] = torch.arange(rows.stop - rows.start, device=like.device, dtype=like.dtype)
-        places = torch.cat([self.common(like), torch.arange(self.num, self.extended, device=like.device)])
-        each = like.new_zeros(len(places), self.extended).scatter(1, places[:, None], 1.0)
-        return torch.cat([each, owned])
+        # A datum has one value of it, so that a direction of all its entries serves for each.
+        num = self.num - self.dense
+        each = torch.cat([like.new_ones(1, num), torch.arange(num, device=like.device, dtype=like.dtype)[None]])
+        common, rest = torch.eye(self.extended - num).to(like).split([self.dense, self.extended - self.num], 1)
+        found = torch.cat([common, like.new_zeros(len(common), num), rest], 1)
+        return torch.cat([found, pad(each, (self.dense, self.extended - self.num))]) if self.eliminated else found
 
-    def common(self, like: Tensor) -> Tensor:
-        """The entries of x that are no owned latent's."""
-        return index_of(self.rows, [name for name in self.rows if name not in self.owned], like)
-
-    def split(self, found: Tensor) -> tuple[Any, Tensor, list[Tensor]]:
-        """J, ``(N, num)``, a tensor or :class:`OneEach`, that of residuals, and of each owned latent the entry that
-        each datum has, ``(N,)``.
+    def split(self, found: Tensor) -> tuple[Any, Tensor]:
+        """J, ``(N, num)``, a tensor or :class:`OneEach`, and that of residuals.
 
         :param found: J along :meth:`directions`.
         """
-        common, places = self.common(found), torch.arange(found.shape[-1], device=found.device)
-        first, rest, others = found.tensor_split([len(common), len(common) + self.extended - self.num])
-        rows, owned = first.mT, list[Tensor]()
-        if self.owned != [self.eliminated]:
-            rows = found.new_zeros(found.shape[-1], self.dense).index_copy(1, common, rows)
-        for name, (slope, moved) in zip(self.owned, others.unflatten(0, (-1, 2))):
-            # kj/j is which of the latent's values the datum has
-            owner = torch.where(slope == 0, 0.0, moved / slope).detach().round().long().clamp(0, self.numbers[name] - 1)
-            owned.append(self.rows[name].start + owner)
-            if name == self.eliminated:  # the last one
-                return OneEach(torch.cat([rows, slope[:, None]], 1), owner, self.numbers[name]), rest.mT, owned
-            rows = rows.index_put((places, owned[-1]), slope)
-        return rows, rest.mT, owned
+        common, rest, own = found.tensor_split([self.dense, self.dense + self.extended - self.num])
+        if not self.eliminated:
+            return common.mT, rest.mT
+        # kj/j is which of its values the datum has
+        slope, moved = own
+        num = self.num - self.dense
+        owner = torch.where(slope == 0, 0.0, moved / slope).detach().round().long().clamp(0, num - 1)
+        return OneEach(torch.cat([common, slope[None]]).mT, owner, num), rest.mT
 
     def nothing(self, like: Tensor) -> Any:
         """G = 0 of this layout."""
@@ -212,22 +194,23 @@ class Standardised(Messenger):
         msg["value"], msg["done"] = value, True
 
     @staticmethod
-    def sizes_of(module: Any) -> list[int]:
-        """How many entries each block of a GP site's basis has, if it has any."""
-        return list(module.basis.sizes)
+    def sizes_of(module: Any, rows: int) -> list[int]:
+        """How many entries each block of a GP site has, output by output; of values at so many rows without a basis."""
+        return list(module.basis.sizes or [rows]) * module.batch_shape.numel()
 
     def _of_process(self, name: str, process: Any) -> Tensor:
         """μ + φᵀw + Rt, with RRᵀ the residual's covariance; √ρ t of its variance where no term adds values up."""
         if name not in self.bases:
             self.bases[name] = basis_of(self.guide, name, process)
         basis = self.bases[name]
-        blocks = self.features[name] = basis(process.x)
-        x = self.x[name] if name in self.x else process.x.new_zeros(sum(phi.shape[-1] for phi in blocks))
-        w = x.split([phi.shape[-1] for phi in blocks])
-        value, t = process.mean + sum(phi @ part for phi, part in zip(blocks, w)), self.residuals[name]
-        if len(t) > 1:
+        blocks, outputs = basis(process.x), (*process.batch_shape, -1)
+        self.features[name], sizes = blocks, [phi.shape[-1] for phi in blocks]
+        x = self.x[name] if name in self.x else process.x.new_zeros(process.batch_shape.numel() * sum(sizes))
+        w, t = x.reshape(outputs).split(sizes, -1), self.residuals[name].reshape(outputs)
+        value = process.mean + sum_blocks(blocks, w)
+        if t.shape[-1] > 1:
             what = f"the residual covariance of site {name!r}"
-            return value + residual_cholesky(process.kernel(process.x), blocks, process.jitter, what) @ t
+            return value + times(residual_cholesky(process.kernel(process.x), blocks, process.jitter, what), t)
         # Values are taken one by one: their variances say all.
         left = process.variance - sum(phi.square().sum(-1) for phi in blocks)
         return value + left.clamp(min=torch.finfo(left.dtype).tiny).sqrt() * t
@@ -255,28 +238,49 @@ def run_standardised(
 
 def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     """Make q(x | θ), instead of the members' own posteriors."""
-    sizes, like = [size for own in field.values() for size in own], guide.like.new_zeros(1)
-    made = NaturalArrow(sizes, like) if guide.joint.eliminated else NaturalGaussian(sizes, (), like)
+    joint, sizes, like = guide.joint, [size for own in field.values() for size in own], guide.like.new_zeros(1)
+    rates = [getattr(guide.family_of(name), "rate", None) for name in field if name in guide.facts.gps]
+    rate = rates[0] if rates == rates[:1] * len(rates) else None
+    made: Any
+    if joint.followed:
+        (own,) = joint.followed
+        start = sum(map(len, list(field.values())[: list(field).index(own)]))
+        blocks = range(start, start + len(field[own]))
+        made = Following(guide.module_of(own).coefficients, blocks, sizes, like, rate)
+    else:
+        made = NaturalArrow(sizes, like, rate) if joint.eliminated else NaturalGaussian(sizes, (), like, rate=rate)
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
 def anchor_of(
     guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
 ) -> AtRows:
-    """Of each member A with u = Ax, whose meaning hyperparameters and inducing inputs do not change: its values at some
-    rows, and a latent's own, times what the program, in a run of these sites, multiplies them by.
+    """As coefficients want it: of each member A with u = Ax, whose meaning hyperparameters and inducing inputs do not
+    change: its values at some rows, and a latent's own, times what the program, in a run of these sites, multiplies
+    them by.
     """
     parts: list[Tensor] = []
     for i, name in enumerate(guide.joint.field):
         # exp(bᵀθ)A: of a non-centred latent u is what it is multiplied to
         factors = guide.joint.factors.get(name, {}).items()
         logs = [_unconstrained(sites[other]) @ guide.like.new_tensor(slopes) for other, slopes in factors]
-        at = side_by_side(bases[name](getattr(guide.field, f"rows_{i}"))) if name in bases else _scale_of(priors[name])
+        # priors of Python numbers are on the host, of the default dtype
+        factor = sum(logs, guide.like.new_zeros(())).exp()
+        if name in bases and name not in guide.joint.followed:
+            at = factor * side_by_side(bases[name](getattr(guide.field, f"rows_{i}")))
+            parts += at.expand(*guide.module_of(name).batch_shape, *at.shape[-2:]).reshape(-1, *at.shape[-2:])
+        if name in bases:
+            continue
+        at = _scale_of(priors[name]).to(guide.like)
         if name in guide.joint.row_effects and len(at) != sum(guide.joint.field[name]):  # of new rows
             at = at[:1].expand(sum(guide.joint.field[name]))
-        # priors of Python numbers are on the host, of the default dtype
-        parts.append(sum(logs, guide.like.new_zeros(())).exp() * at.to(guide.like))
+        parts.append(factor * at)
     anchor = AtRows(parts)
+    for own in guide.joint.followed:
+        return guide.module_of(own).coefficients.anchor_of(bases[own]), anchor
+    if weights := guide.joint.weights:
+        logs = [_unconstrained(sites[name]) @ guide.like.new_tensor(slopes) for name, slopes in weights.items()]
+        anchor.log_weight = sum(logs, guide.like.new_zeros(()))
     if guide.joint.intercepts:  # what they add to the values Ax: sites are about the sum, of which f is what they leave
         values = [
             _unconstrained(sites[name]) if name in guide.joint.unconstrained else sites[name]["value"].reshape(-1)

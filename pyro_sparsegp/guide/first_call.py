@@ -237,8 +237,8 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
     for group in guide.together_by_name:
         if not {*group} <= guide.joint.field.keys():
             raise ValueError(
-                f"GP sites {list(group)} can't have one posterior here. That takes GP sites of one output that enter "
-                "no other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, "
+                f"GP sites {list(group)} can't have one posterior here. That takes GP sites that enter no "
+                "other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, "
                 "as Normal(f + g[index], s) or a Poisson of its exp. Give each site a family of its own."
             )
     if guide.joint.field:

@@ -22,7 +22,7 @@ from .nested import Optimum
 from .points import Points
 from .runs import Priors
 from .search import Search
-from .start import PATIENCE, is_open
+from .start import PATIENCE, obstacle
 
 _STEP = 1.5  # standard deviations along an axis at which F is looked at
 _WIDTHS = 0.3, 4.0  # of a half of it, of those at the mode
@@ -33,11 +33,8 @@ _LEAST = 1e-6  # a weight
 
 def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) -> Points:
     """So many weighted points."""
-    if not is_open(guide):
-        raise ValueError(
-            "integrate takes latents of one value for all rows and GP sites of one output that enter no other, of "
-            "families on inducing points: this guide keeps its q(θ)."
-        )
+    if why := obstacle(guide):
+        raise ValueError(f"integrate takes latents that may have one posterior with GP sites, and {why}")
     bar = tqdm(desc="points", unit=" evaluations", delay=PATIENCE, leave=False)
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad(), bar:
         run = Priors(guide, at_medians=True).perform(args, kwargs)

@@ -43,8 +43,10 @@ class Joint:
     # in unconstrained space.
     intercepts: tuple[str, ...] = ()
     unconstrained: tuple[str, ...] = ()
-    owned: tuple[str, ...] = ()  # latents of which each datum has one value
-    eliminated: str = ""  # the last of these, whose values are no entries of a dense covariance
+    # By hyperparameters b, by which data's precision exp(bᵀθ) moves, as by their noise.
+    weights: Mapping[str, list[float]] = _field(default_factory=dict)
+    followed: tuple[str, ...] = ()  # a GP site whose q is its family's own, which latents follow
+    eliminated: str = ""  # a latent of which each datum has one value, and P no dense matrix
     row_effects: tuple[str, ...] = ()  # latents that have a value for each row
 
 

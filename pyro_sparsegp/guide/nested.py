@@ -255,11 +255,24 @@ class Nested:
             self.last = self.start
         return self.none
 
+    def weights(self, best: Optimum, theta: Tensor, found: Predictors) -> Tensor:
+        """∂ log tr JᵀWJ / ∂θ with x̂ that follows θ, and J that stays: what θ does to the precision of data."""
+        if not len(theta):
+            return theta.detach()
+        pull = jacobian(self._local(found, theta, best.x, best.precision).slope + 0 * theta.sum(), theta).detach()
+        # ∂x̂ = P⁻¹ ∂∇ℓ
+        x = best.x + best.precision.solve(pull.mT) @ (theta - theta.detach())
+        here, rows = self._local(found, theta, x, best.precision), found.detached().rows
+        parts = [weight @ (rows[one] * rows[other]).sum(-1) for (one, other), weight in here.weights.items()]
+        total: Any = sum(parts, 0 * theta.sum()) + (0.0 if here.matrix is None else here.matrix.diagonal().sum())
+        return jacobian(total.clamp(min=1e-3).log()[None], theta).detach()[:, 0]
+
     def follow(
-        self, best: Optimum, theta: Tensor, found: Predictors, turn: Optional[Tensor]
+        self, best: Optimum, theta: Tensor, found: Predictors, turn: Optional[Tensor], weights: Tensor
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """By θ, ``(D, num)``, how ∇(ℓ − ½|x|²) moves at x̂ beside what ``turn`` does; and by hyperparameter the moves m
-        of x, ``(V, num)``, that do the same as its value does, and as θ: (P − I)m is minus that.
+        """By θ, ``(D, num)``, how ∇(ℓ − ½|x|²) moves at x̂ beside what ``turn`` and ``weights`` do; and by
+        hyperparameter the moves m of x, ``(V, num)``, that do the same as its value does, and as θ: (P − I)m is minus
+        that.
 
         :param found: the linear predictors at ``theta``, with their graph, as the turn T of coefficients is; without
             one J stays.
@@ -271,7 +284,8 @@ class Nested:
             found.eta = eta
         pull = self._local(found, theta, best.x, best.precision).slope
         pull = pull if turn is None else pull - (turn.mT @ best.x - gram @ (turn @ best.x))
-        pull = jacobian(pull + 0 * theta.sum(), theta).detach()
+        # Pm ← exp(bᵀθ) Pm
+        pull = jacobian(pull + 0 * theta.sum(), theta).detach() - torch.outer(weights, best.x)
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
         if isinstance(gram, Arrow):
             moves = -gram.plus(_LEAST).solve(pull.mT).mT

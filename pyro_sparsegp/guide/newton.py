@@ -69,16 +69,11 @@ def by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tens
 
 def by_precision(found: Predictors, here: Local, precision: Union[Dense, Arrow]) -> Tensor:
     """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
-    along, total, common = dict[Place, Tensor](), found.x.new_zeros(()), found.layout.common(found.x)
+    total: Any = found.x.new_zeros(())
     if here.matrix is not None:
         total = 0.5 * (precision.covariance * here.matrix).sum()  # type: ignore[union-attr]
-    for place in found.rows:  # JC, where J has entries
-        if isinstance(precision, Arrow):
-            along[place] = precision.covariances(found.rows[place].detach())
-            continue
-        dense, owned = found.columns(place)
-        covariance = precision.covariance
-        along[place] = sum((entry * covariance[own] for own, entry in owned), dense @ covariance[common])
+    # JC, where J has entries
+    along = {place: precision.covariances(rows.detach()) for place, rows in found.rows.items()}
     for (one, other), weight in here.weights.items():
         # W is symmetric, so that tr(C ∂(JᵀWJ)) = 2 tr(CJᵀW ∂J) + tr(JCJᵀ ∂W)
         each = (along[one] * getattr(found.rows[other], "compact", found.rows[other])).sum(-1)
@@ -88,23 +83,13 @@ def by_precision(found: Predictors, here: Local, precision: Union[Dense, Arrow])
 
 def gram_of(found: Predictors, here: Local) -> Union[Tensor, Arrow]:
     """G = JᵀWJ = P − I, and what other densities add to it, without its graph."""
-    like, num, common = found.x.detach(), found.layout.num, found.layout.common(found.x)
-    total = found.layout.nothing(like)
-    if isinstance(total, Arrow):
-        rows = {place: found.rows[place].detach() for place in found.rows}
-        each = (rows[one].gram(weight.detach(), rows[other]) for (one, other), weight in here.weights.items())
-        return sum(each, total)
-    total = total if here.matrix is None else here.matrix.detach().clone()
-    parts = {place: found.columns(place) for place in found.rows}
+    total = found.layout.nothing(found.x.detach())
+    if here.matrix is not None:
+        total = here.matrix.detach().clone()
     for (one, other), weight in here.weights.items():
-        (first, owned), (second, others) = parts[one], parts[other]
-        # J = [columns of all | of owned latents, an entry a row]: of products the columns of all first
-        right = weight.detach()[:, None] * second
-        columns = like.new_zeros(num, len(common)).index_copy(0, common, first.mT @ right)
-        for own, entry in owned:
-            columns = columns.index_add(0, own, entry * right)
-            for its, again in others:  # two entries of a datum make one of P
-                product = weight.detach() * (entry * again)[:, 0]
-                total = total.index_put((own, its), product, accumulate=True)
-        total = total.index_add(1, common, columns)
-    return total.index_copy(0, common, total.index_select(1, common).mT)
+        first, second = found.rows[one].detach(), found.rows[other].detach()
+        if isinstance(total, Arrow):
+            total = total + first.gram(weight.detach(), second)
+        else:
+            total = total + first.mT @ (weight.detach()[:, None] * second)
+    return total

@@ -41,7 +41,6 @@ class Linked(NamedTuple):
     """How observed sites depend on a field."""
 
     links: dict[str, dict[str, str]]  # by site and parameter, the link under which it is affine in x
-    owned: list[str]  # latents of which each datum has one value
     bent: dict[str, list[str]]  # by site, the members in which it is affine under no link
     flat: list[str]  # members whose prior is flat where data are
     jumps: list[str]  # sites that move without a slope
@@ -66,16 +65,16 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
     with torch.no_grad():
         start, *ends = (traces.sample_sites(run(place)) for place in (base, *places))
 
-    def found(name: str, of_site: dict[str, str]) -> tuple[list[str], dict[str, str], list[Tensor]]:
-        """The members in which predictors are not affine, their links, and their slopes."""
+    def found(name: str, of_site: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+        """The members in which predictors are not affine, and their links."""
         its = Predictors(here, {name: of_site}, x, layout, lambda given: run(x, given).nodes).detached()
         its.sites, its.again = start, lambda given: run(base, given).nodes
         its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
         tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
         off = [member for member, is_told in zip(members, tells) if not is_told] or members * (not tells[-1])
-        return list(dict.fromkeys(off)), of_site, list(its.rows.values())
+        return list(dict.fromkeys(off)), of_site
 
-    linked, slopes, total = Linked({}, [], {}, [], []), list[Tensor](), 0.0 * x.sum()
+    linked, total = Linked({}, {}, [], []), 0.0 * x.sum()
     for name, site in here.items():
         fn = bare(site["fn"])
         density = fn.log_prob(site["value"]) if traces.is_observation(site) else base
@@ -93,23 +92,18 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         jumps = any(not torch.equal(traces.parameters(there)[key], made_of[key]) for key, there in still)
         linked.jumps.extend([name] * (jumps or getattr(fn, "piecewise_constant", False)))
         # Links come first, as in mu + k f without k; then the values of f, if each datum has one.
-        if not jumps and all(not layout.residuals.keys().isdisjoint(off) for off, *_ in tried):
+        if not jumps and all(not layout.residuals.keys().isdisjoint(off) for off, _ in tried):
             tried += [found(name, {gp: VALUE}) for gp in _one_each(here, density, layout)[:1]]
         # Where no parameter is to be asked, densities move with these members all the same.
         (by_x,) = torch.autograd.grad(density.sum(), x, retain_graph=True)
-        tried.append(([member for member, own in layout.rows.items() if by_x[own].any()], {}, []))
-        off, links, rows = min(tried, key=lambda each: len(each[0]))
+        tried.append(([member for member, own in layout.rows.items() if by_x[own].any()], {}))
+        off, links = min(tried, key=lambda each: len(each[0]))
         if off:
             linked.bent[name] = off
         elif links:
             linked.links[name] = links
-        slopes += rows
     (pull,) = torch.autograd.grad(total, x)
     linked.flat.extend(name for name, own in layout.rows.items() if _is_flat(here[name], pull[own]))
-    several = [n for n, num in layout.numbers.items() if n not in {*layout.residuals, layout.eliminated} and num > 1]
-    dense = [getattr(J, "common", J) for J in slopes]
-    linked.owned.extend(n for n in several if all(((J[:, layout.rows[n]] != 0).sum(1) <= 1).all() for J in dense))
-    linked.owned.extend([layout.eliminated] * bool(layout.eliminated))
     return linked
 
 
@@ -218,13 +212,12 @@ class Predictors:
         self.rows: dict[Place, Any] = {}
         self.residuals: dict[Place, Tensor] = {}
         self.layout = layout
-        self._owned: dict[Place, list[Tensor]] = {}
         # One way back for all predictors; none, in a step without some of the data.
         every = jacobian(torch.cat([x[:0], *self.eta.values()]), x, layout.directions(x))
         for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
             if places[place] == VALUE:  # f, of which its density says how it moves with all others
                 part = part + self._beside(*place)
-            self.rows[place], self.residuals[place], self._owned[place] = layout.split(part)
+            self.rows[place], self.residuals[place] = layout.split(part)
         if layout.eliminated:  # predictors of a datum have one owner, unless they are of two, which does not tell
             for one, other in self.pairs:
                 a, b = self.rows[one], self.rows[other]
@@ -301,13 +294,6 @@ class Predictors:
     def back(self, slopes: Mapping[Place, Tensor]) -> Tensor:
         """Σ Jᵀv, ``(num,)``, of numbers v by place."""
         return sum((slope @ self.rows[place] for place, slope in slopes.items()), self.x.new_zeros(self.layout.num))
-
-    def columns(self, place: Place) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """J without its graph, as what products take of it: the columns that are no owned latent's, ``(N, C)``, and of
-        each owned latent the column in which each datum has an entry, ``(N,)``, and these entries, ``(N, 1)``.
-        """
-        rows = self.rows[place].detach()
-        return rows[:, self.layout.common(rows)], [(own, rows.gather(1, own[:, None])) for own in self._owned[place]]
 
     def covariances(self, precision: Any) -> dict[Pair, Tensor]:
         """Of each datum's predictors, by :attr:`pairs`, where x ~ N(·, P⁻¹)."""

@@ -209,7 +209,8 @@ class Posteriors(Run):
         if self._ahead is not None:
             alone: Any = self.settled(name, process), self._ahead.bases[name], ()
             process, basis, latents = self._with_means.get(name, alone)
-            posterior: Any = kind(process, basis, self._ahead.whole.share(name, *latents), name)
+            share = self._ahead.whole.share(name, latents, process.batch_shape)
+            posterior: Any = kind(process, basis, share, name)
         elif isinstance(module, SiteGP):
             reading = self.conditions.readings.get(name)
             posterior = module(process, name, kind, getattr(reading, "sites", None), not self.call.same)

@@ -68,6 +68,7 @@ class Search:
         self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
         self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
         self.stay, self.kept = dict[str, Tensor](), list[str]()  # and latents that are not eliminated
+        self.why = ""  # there is no F, and what to do
         self.is_exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (MOST_VALUES, MOST_VALUES) if self.is_exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
         if guide.joint.row_effects:  # whose number is that of the rows
@@ -118,7 +119,10 @@ class Search:
         if not normal and self.rows == self.num:
             return normal  # a run of the program less: test_a_first_step_from_the_mode_has_met_the_data
         x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
-        handler = self.handler(guide, x, {name: guide.like.new_zeros(1) for name in self.gps})
+        residuals = {
+            name: guide.like.new_zeros(n) for name, n in guide.facts.residuals(dict.fromkeys(self.gps, 1)).items()
+        }
+        handler = self.handler(guide, x, residuals)
         are_fewer = False
         with attempt() if self.rows < self.num else nullcontext():
             sites = sample_sites(self.run(handler, without(self.held, normal)))
@@ -139,17 +143,18 @@ class Search:
     def nested(self) -> Optional[Nested]:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
         guide, facts, rows = self.guide, self.guide.facts, self.rows
-        if not {*guide.joint.row_effects} <= {*self.normal}:
+        if effects := without(dict.fromkeys(guide.joint.row_effects), self.normal):
+            names = ", ".join(map(repr, effects))
+            self.why = f"scales or inputs are made of {names}, of single rows. Integrate these out in the likelihood."
             return None
         modules = guide.modules_by_site().items()
-        sizes = {name: self.handler.sizes_of(module) or [rows] for name, module in modules}
+        sizes = {name: self.handler.sizes_of(module, rows) for name, module in modules}
         sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
         field = {name: sizes[name] for name in self.sites if name in sizes}
         eliminated = self._eliminated()
         if eliminated:
             field[eliminated] = field.pop(eliminated)  # the last one
-        owned, residuals = [eliminated] * bool(eliminated), facts.residuals(dict.fromkeys(self.gps, self.num))
-        layout = Layout(field, residuals, owned, eliminated)
+        layout = Layout(field, facts.residuals(dict.fromkeys(self.gps, self.num)), eliminated)
         numbers = layout.extended - layout.num + layout.dense
         if layout.dense > LARGEST or numbers * rows > _MOST_SLOPES:
             raise Unsupported(f"{numbers} numbers that are normal a priori, at {rows} rows, are too many")
@@ -178,9 +183,14 @@ class Search:
             if (nested is not None and not nested.drawn) or {*linked.flat} & moved:
                 return nested
             self._split(normal)
-        if not {*facts.downstream} - {*self.normal} <= seen or linked.flat:
+        unseen = sorted({*facts.downstream} - {*self.normal} - seen)
+        if unseen or linked.flat:
+            self.why = (
+                f"the density of site {unseen[0]!r} jumps. Take one with slopes."
+                if unseen
+                else f"the prior of {linked.flat[0]!r} is flat. Give it a density."
+            )
             return None
-        layout = Layout(field, layout.residuals, linked.owned * (not linked.bent), eliminated)
         return Nested(guide, layout, linked.links, self.hyper, self.run, self.handler, list(linked.bent))
 
     def _eliminated(self) -> str:

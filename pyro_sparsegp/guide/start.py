@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
@@ -17,10 +18,14 @@ from ..approximations.free import SparseGP
 from ..approximations.on_sites import ExactGP, ExpectationGP, OptimalGP
 from ..bases.inducing import InducingPoints
 from ..gaussians import NaturalGaussian
+from ..gaussians.natural import is_full
+from ..numerics.functions import depends
+from ..numerics.linalg import eye_like
 from ..program.asking import Unsupported, attempt
 from ..program.checks import holds_part
+from ..program.handlers import held_runs
 from ..program.traces import as_process, bare, whole_plates
-from .field import LARGEST, anchor_of, index_of, make_field
+from .field import LARGEST, anchor_of, index_of, is_normal_prior, make_field
 from .known import KnownGuide
 from .latents import couple, drop_latents
 from .nested import Nested, Optimum
@@ -29,6 +34,7 @@ from .search import ALL_ROWS, MOST_VALUES, Search, without
 
 _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
 _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
+_NARROWER = 0.2  # of a hyperparameter's precision, from which data's precision follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 PATIENCE = 2.0  # seconds, after which a search shows a bar
 _DRAWS = 3  # of the prior, beside the first call's own values
@@ -43,47 +49,78 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     effects = [name for name, prior in local.items() if few and type(bare(prior)) is dist.Normal]
     guide.join(row_effects=tuple(effects))
     try:
-        _start(guide, run, args, kwargs)
+        why = _start(guide, run, args, kwargs)
     finally:
         guide.join(row_effects=tuple(name for name in effects if name in guide.joint.field))
-
-
-def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
-    facts = guide.facts
-    asked = (guide.able_to_couple or facts.meeting) and guide.independent is not True
-    if not (asked or guide.together_by_name) or not is_open(guide):
-        return
-    bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
-    with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
-        _find(Search(guide, run, (args, kwargs), [], bar.update))
-    if sought.error is not None and facts.latents and not guide.joint.row_effects:
+    apart = _apart(guide, run, args, kwargs) if why else []
+    if apart:
         warnings.warn(
-            f"the mode of latents {', '.join(map(repr, facts.latents))} was not found "
-            f"({str(sought.error).splitlines()[0]}). They start where init_loc_fn says, each with an independent "
-            "posterior, so intervals may be too narrow. Mend that, or give init_loc_fn a nearer start.",
+            f"latents {', '.join(map(repr, apart))} move densities along with GP sites "
+            f"{', '.join(map(repr, facts.gps))}, and have posteriors independent of theirs: intervals of both are too "
+            f"narrow. The reason is that {why}",
             stacklevel=6,
         )
 
 
-def is_open(guide: KnownGuide) -> bool:
-    """Whether there is a start: every latent is one of all rows, and GP sites are single functions on a basis."""
+def _apart(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """The normal latents of all rows that move densities which GP sites move, too, and are not joint with these."""
     facts = guide.facts
-    # Processes have other rows each, at which they would find other modes.
-    is_one = not (torch.distributed.is_initialized() or facts.inner or len(guide.able_to_couple) < len(facts.latents))
-    return is_one and all(
-        type(module) in (SparseGP, OptimalGP, ExactGP, ExpectationGP)
-        and not module.batch_shape
-        and module.family.get("num_columns") is None
-        and sum(module.basis.sizes) <= LARGEST
-        for module in guide.modules_by_site().values()
-    )
+    if guide.on_sites and all(gp.is_quadratic for gp in facts.gps.values()):  # of which f follows each draw of latents
+        return []
+    others = without(facts.latents, [*guide.joint.field, *guide.joint.hyper, *facts.local_latents])
+    names = [n for n in others if is_normal_prior(run.sites[n]["infer"]["prior"])]
+    values = {n: run.values[n].detach() for n in names if not (guide.is_point(n) or guide.is_independent(n))}
+    with torch.enable_grad(), pyro.validation_enabled(False):
+        moved = {name: value.requires_grad_() for name, value in values.items()}
+        sites = held_runs(guide.model, run.trace, args, kwargs)(moved).nodes
+        below = [sites[name] for name in facts.downstream if name in sites]
+        densities = [site["fn"].log_prob(site["value"]) for site in below]
+    return [name for name, value in moved.items() if any(depends(density, value) for density in densities)]
 
 
-def _find(search: Search) -> None:
-    """Take θ to the mode, and start q there."""
+def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> str:
+    """As :func:`start`; what keeps latents apart, and what to do, if anything does and it was not told."""
+    facts = guide.facts
+    asked = (guide.able_to_couple or facts.meeting or facts.has_outputs_that_meet) and guide.independent is not True
+    if not (asked or guide.together_by_name) or (why := obstacle(guide)):
+        return why if asked else ""
+    bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
+    with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
+        return _find(Search(guide, run, (args, kwargs), [], bar.update))
+    if facts.latents and not guide.joint.row_effects:
+        warnings.warn(
+            f"the mode of latents {', '.join(map(repr, facts.latents))} was not found "
+            f"({str(sought.error).splitlines()[0]}). They start where init_loc_fn says, each with an independent "
+            "posterior, so intervals may be too narrow. Mend that, or give init_loc_fn a nearer start.",
+            stacklevel=7,
+        )
+    return ""
+
+
+def obstacle(guide: KnownGuide) -> str:
+    """Why a guide's latents and GP sites are not one posterior, and what to do; "" if nothing is in the way."""
+    facts = guide.facts
+    if torch.distributed.is_initialized():  # processes have other rows each, at which they would find other modes
+        return "several processes train. Make the guide's first step in one, and load its state."
+    if facts.inner:
+        return f"values of GP site {facts.inner[0]!r} enter another one. Compare with NUTS."
+    if own := without(facts.latents, guide.able_to_couple):
+        name, how = next(iter(own)), "has a value for each row" if {*own} & {*facts.local_latents} else "is overridden"
+        return f"the posterior of latent {name!r} {how}. Integrate it out in the likelihood."
+    for name, module in guide.modules_by_site().items():
+        family = module.family["name"]
+        if type(module) not in (SparseGP, OptimalGP, ExactGP, ExpectationGP) or module.family.get("num_columns"):
+            return f"GP site {name!r} has the family {family}. Take SVGP(64)."
+        if (num := sum(module.basis.sizes) * module.batch_shape.numel()) > LARGEST:
+            return f"GP site {name!r} has {num} coefficients. Take up to {LARGEST}, by fewer inducing points."
+    return ""
+
+
+def _find(search: Search) -> str:
+    """Take θ to the mode, and start q there; what keeps latents apart, if anything does."""
     nested, theta = search.nested(), search.hyper.of(search.held)
     if nested is None:
-        return
+        return search.why
     if search.guide.search and search.hyper.size:
         # From some rows first, where an evaluation is cheap: from there it is not far to the mode of all.
         best = nested.mode(map(nested.tried, [theta, *search.hyper.draws(_DRAWS)]))
@@ -95,7 +132,7 @@ def _find(search: Search) -> None:
         best = nested.at(theta)
     if not best.value.isfinite():
         raise Unsupported("no start has a finite density")
-    _Mode(search, nested, best).start()
+    return _Mode(search, nested, best).start()
 
 
 class _Mode:
@@ -108,36 +145,34 @@ class _Mode:
         self.theta = best.theta.clone().requires_grad_()  # which shows whether inputs move with θ
         self.found, self.handler = nested.predictors(self.theta)
 
-    def start(self) -> None:
-        """Start q there."""
+    def start(self) -> str:
+        """Start q there; what keeps latents apart, if anything does."""
         guide, facts, hyper, layout = self.guide, self.facts, self.search.hyper, self.layout
         free = {n for n in facts.latents if not guide.is_point(n) and not guide.is_independent(n)}
         joint = [name for name in hyper.rows if name in free]
         guide.join(hyper=tuple(joint))
         field = [name for name in layout.field if name in {*facts.gps, *free}]
         self._make_field(field)
+        self.weights = self._weights(index_of(hyper.rows, [] if guide.joint.followed else joint, self.theta))
         intercepts = self._intercepts()
         if not self._wants_field(field, intercepts):
             del guide.field
             field = []
-            guide.join(field={}, factors={}, eliminated="")
-        left = [name for name in self.search.normal if name in free.difference(field)]
-        if left and self.search.is_exact and self.search.rows < self.search.num:
-            warnings.warn(
-                f"latents {', '.join(map(repr, left))} have one posterior with f under Exact() up to {MOST_VALUES} "
-                f"rows, and these are {self.search.num}: intervals of both are too narrow. Take SVGP(64).",
-                stacklevel=7,
-            )
+            guide.join(field={}, factors={}, eliminated="", followed=())
         self._set_others([*joint, *field])
         if joint:
             index = index_of(hyper.rows, joint, self.theta)
             couple(guide, self.best.theta[index], torch.linalg.cholesky(self.covariance[index][:, index]))
         if field:
             self._start_field(field, intercepts)
-            return
+            return ""
         for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
             if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
                 self._put(q, q.anchor_of(self.handler.bases[name]), [name])
+        is_exact = self.search.is_exact
+        if is_exact and self.search.rows < self.search.num:
+            return f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."
+        return f"inputs of {self.facts.gps} move, or plates take a part of the rows. Take SVGP(64)." * is_exact
 
     def _set_others(self, joint: Collection[str]) -> None:
         """Start independent posteriors at the mode, with the variances given all other latents."""
@@ -160,9 +195,10 @@ class _Mode:
         guide, facts, inputs = self.guide, self.facts, self.search.inputs
         sizes = {name: self.layout.field[name] for name in field}
         guide.join(field=sizes, eliminated=self.layout.eliminated, factors=self._factors())
+        guide.join(followed=tuple(self._of_own_family(field)))
         make_field(guide, sizes)
         for i, name in enumerate(field):
-            if name in facts.gps:  # its inputs at which q(x) is about its values
+            if name in facts.gps and name not in guide.joint.followed:  # its inputs at which q(x) is about its values
                 x = inputs[name].detach()
                 num = min(len(x), max(_ROWS, _EACH * sum(sizes[name])))
                 guide.field.register_buffer(f"rows_{i}", x[torch.linspace(0, len(x) - 1, num, device=x.device).long()])
@@ -171,11 +207,13 @@ class _Mode:
         """Put q(x | θ) to the mode."""
         guide, facts, handler = self.guide, self.facts, self.handler
         links = {name: dict(links) for name, links in self.nested.links.items()}
-        guide.join(links=links, drawn=tuple(self.nested.drawn), owned=tuple(self.layout.owned))
+        guide.join(links=links, drawn=tuple(self.nested.drawn))
         for name, module in guide.modules_by_site().items():
             if isinstance(module, ExactGP):  # whose values at all rows are coefficients of a basis
                 module.basis = InducingPoints([self.search.inputs[name]], trainable=False)
         drop_latents(guide, [name for name in field if name not in facts.gps])
+        parts = self.search.hyper.parts(self.weights).items()
+        guide.join(weights={name: part.reshape(-1).tolist() for name, part in parts if part.any()})
         anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
         if intercepts:
             moves = torch.cat(list(intercepts.values()), -1)[index_of(self.layout.rows, field, self.theta)]
@@ -183,7 +221,28 @@ class _Mode:
             guide.field.register_buffer("slopes", anchor.detached.values(moves))
             guide.join(intercepts=tuple(intercepts))
             anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
+        if guide.joint.followed:
+            index, best = index_of(self.layout.rows, field, self.theta), self.best
+            guide.field.coefficients.begin(anchor, (best.root @ best.root.mT)[index][:, index], best.x[index])
+            return
         self._put(guide.field.coefficients, anchor, field)
+
+    def _of_own_family(self, field: list[str]) -> list[str]:
+        """The GP site that keeps its family's own posterior, which is no full Gaussian by natural steps."""
+        modules = {name: module for name, module in self.guide.modules_by_site().items() if name in field}
+        known = {name: module.coefficients for name, module in modules.items() if isinstance(module, SparseGP)}
+        own = [name for name, q in known.items() if not is_full(q)]
+        alone = len(modules) == 1 < len(field) and not (self.layout.eliminated or self.nested.drawn)
+        if own and not (alone and not self.facts.gps[own[0]].outputs):
+            warnings.warn(
+                f"{', '.join(map(repr, field))} have one Gaussian with a full covariance, not the families of GP sites "
+                f"{', '.join(map(repr, own))}. These are kept by one GP site of one function, beside latents of fewer "
+                "than 100 values in which predictors are affine. Give independent=True to keep them here.",
+                stacklevel=8,
+            )
+        elif own:
+            return own
+        return []
 
     def _factors(self) -> dict[str, dict[str, list[float]]]:
         """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
@@ -210,8 +269,20 @@ class _Mode:
             return
         index = index_of(self.layout.rows, members, self.theta)
         # exp(−½ xᵀPx + xᵀPx̂) over the prior's exp(−½|x|²)
-        given = (self.best.root @ self.best.root.mT)[index][:, index]
-        coefficients.put_sums(anchor, given - torch.eye(len(index)).to(given), given @ self.best.x[index])
+        given, x = (self.best.root @ self.best.root.mT)[index][:, index], self.best.x[index]
+        if shape := coefficients.batch_shape:  # independent outputs
+            given = given.unflatten(0, (shape.numel(), -1)).unflatten(2, (shape.numel(), -1))
+            given = given.diagonal(dim1=0, dim2=2).movedim(-1, 0).unflatten(0, shape)
+            x = x.view(*shape, -1)
+        coefficients.put_sums(anchor, given - eye_like(given), (given @ x[..., None])[..., 0])
+
+    def _weights(self, index: Tensor) -> Tensor:
+        """By hyperparameters b, by which data's precision exp(bᵀθ) moves, where that says much of their widths."""
+        by, best = self.nested.weights(self.best, self.theta, self.found), self.best
+        # A P that stays takes ½b² tr(P⁻¹G)² from log|P|'s curvature by θ: test_training_keeps_the_width_of_noise.
+        informed = len(best.x) - best.precision.variances.sum()
+        narrows = 0.5 * by.square() * informed * self.covariance.diagonal() > _NARROWER
+        return torch.zeros_like(by).index_copy(0, index, (by * narrows)[index])
 
     def _wants_field(self, field: list[str], intercepts: Collection[str]) -> bool:
         """Whether GP sites meet in a density, or a latent is to be joint with them."""
@@ -221,9 +292,10 @@ class _Mode:
         # test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
         stays = not (search.is_exact and (search.rows < search.num or search.is_part or moves))
         # an intercept of another prior, which f follows by itself on sites
-        follows = bool(intercepts or (self.nested.drawn and self.guide.joint.hyper))
+        follows = bool(intercepts or self.weights.any() or (self.nested.drawn and self.guide.joint.hyper))
         follows = follows and all(type(module) is SparseGP for module in modules)
         meets = len(field) > len(modules) or bool(self.facts.meeting or self.guide.together_by_name)
+        meets = meets or self.facts.has_outputs_that_meet
         return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
 
     def _intercepts(self) -> dict[str, Tensor]:
@@ -231,7 +303,7 @@ class _Mode:
         moves of x, ``(num, V)``, that do to ∇ℓ what their values do, or θ.
         """
         nested, best, moves, unconstrained = self.nested, self.best, dict[str, Tensor](), list[str]()
-        if not self.guide.joint.hyper:
+        if not self.guide.joint.hyper or self.guide.joint.followed:
             return moves
         pull, here = self._followed(best, self.theta)
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
@@ -255,8 +327,8 @@ class _Mode:
         """As :meth:`Nested.follow`, of the sites that the field has now."""
         found, handler = self.nested.predictors(theta)
         if self.layout.eliminated:  # of which no dense T is made
-            return self.nested.follow(best, theta, found, None)
+            return self.nested.follow(best, theta, found, None, self.weights)
         index = index_of(self.layout.rows, self.guide.joint.field, theta)
         turn = torch.eye(self.layout.num).to(theta)
         turn[index[:, None], index] = anchor_of(self.guide, handler.bases, handler.priors, found.sites).turn()
-        return self.nested.follow(best, theta, found, turn)
+        return self.nested.follow(best, theta, found, turn, self.weights)

@@ -80,6 +80,8 @@ def _make_parameters(guide: KnownGuide, modules: Mapping[str, Any], tensors: Map
         couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
     if joint.field:
         make_field(guide, joint.field)
+    if joint.weights:
+        guide.field.coefficients.register_buffer("log_weight", guide.like.new_zeros(()))
     if joint.intercepts:
         guide.field.register_buffer("slopes", torch.zeros_like(tensors["field.slopes"]))
 

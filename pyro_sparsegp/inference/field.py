@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gaussians.steps import recorded
 from ..guide import AutoSparseGP
 from ..guide.field import Layout, Standardised, run_standardised
 from ..guide.predictors import Densities, Pair, Place, Predictors, design
@@ -31,7 +32,7 @@ def bound_of_field(
     ahead = Priors(guide)
     model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead=ahead)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
-    whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.owned, joint.eliminated)
+    whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.eliminated)
     loc = torch.cat(whole.q.loc, -1).detach()
     nodes: Any = model_trace.nodes  # a handler may hold some of the latents
     held = free_values(whole_trace) | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
@@ -52,8 +53,7 @@ def bound_of_field(
         if torch.is_grad_enabled() and guide.core.looks in _LOOKS:
             with repeatable(x), torch.no_grad():
                 # a draw that no step is told of
-                parts = [factor.loc + factor.noise(torch.Size()) for factor in whole.q.factors]  # type: ignore[attr-defined]
-                away = torch.cat([*parts, torch.randn_like(x[layout.num :])], -1)
+                away = torch.cat([whole.q.draw(), torch.randn_like(x[layout.num :])], -1)
                 there, eta = run({}, away), found.moved(away - x)
                 bent = [name for name in links if not found.tells(name, there, eta)]
             for name in bent:
@@ -69,7 +69,10 @@ def bound_of_field(
         eta, covariance = _moments(whole.q, layout, found)
     drawn = Densities(lambda at: run({}, at), [name for name in seen if name in joint.drawn], layout)
     first = guide_trace.nodes[next(iter(joint.field))]
-    total = found.expected(eta, covariance, num_nodes) - weighted_sum(whole.q.kl(), {**first, "mask": None})
+    expected = found.expected(eta, covariance, num_nodes)
+    if joint.followed and recorded() is not None:
+        guide.field.coefficients.note(_gram(found, expected, covariance))
+    total = expected - weighted_sum(whole.q.kl(), {**first, "mask": None})
     if drawn.names:
         # E ℓ over points of q, of which natural steps have E ∇ℓ and E ∇²ℓ
         own, rest = design(layout.extended, loc).tensor_split([layout.num], -1)
@@ -79,6 +82,16 @@ def bound_of_field(
     total = total - sum(weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below)
     total = total + log_density_minus_kl(model_trace, guide_trace, {*joint.field, *data} - {*below})
     return total if torch.is_grad_enabled() else total.detach()
+
+
+def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor]) -> Tensor:
+    """JᵀHJ with H = −E ∇²ℓ by each predictor, where that is positive."""
+    total = found.layout.nothing(found.x.detach())
+    for place, rows in found.rows.items():
+        # E ∇²ℓ = 2 ∂E[ℓ]/∂C
+        (slope,) = torch.autograd.grad(expected, covariance[place, place], retain_graph=True)
+        total = total + rows.detach().mT @ ((-2 * slope).clamp(min=0)[:, None] * rows.detach())
+    return total
 
 
 def _moments(q: Any, layout: Layout, found: Predictors) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:

@@ -115,6 +115,10 @@ class Dense:
         columns = right if right.dim() > 1 else right[:, None]
         return torch.cholesky_solve(columns, self.root).view_as(right)
 
+    def covariances(self, phi: Tensor) -> Tensor:
+        """ΦP⁻¹, ``(N, M)``."""
+        return phi @ self.covariance
+
     def white(self, phi: Tensor) -> Tensor:
         """``(M, N)``: products of two such matrices add up to diag(ΦP⁻¹Ψᵀ)."""
         return torch.linalg.solve_triangular(self.root, phi.mT, upper=False)

@@ -184,6 +184,11 @@ class Structure:
 
     # How densities depend on GP sites.
 
+    @property
+    def has_outputs_that_meet(self) -> bool:
+        """Whether a term of a density has several outputs of one GP site."""
+        return any(gp.depends == Depends.DATAWISE for gp in self.gps.values())
+
     def neighbours(self, name: str) -> set[str]:
         """The GP sites that meet this one in a term of a density."""
         return {other for pair in self.meeting if name in pair for other in pair} - {name}
@@ -194,7 +199,8 @@ class Structure:
 
     def residuals(self, rows: Mapping[str, int]) -> dict[str, int]:
         """How many standardised residuals GP sites of so many rows have."""
-        return {name: num if name in self.coupled else 1 for name, num in rows.items()}
+        each = {name: num if name in self.coupled else 1 for name, num in rows.items()}
+        return {name: num * math.prod(self.gps[name].outputs) for name, num in each.items()}
 
     def axes(self, most: float = MAX_AXES) -> dict[str, tuple[int, ...]]:
         """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out."""
