@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 import pyro
@@ -159,6 +160,13 @@ class _Mode:
             del guide.field
             field = []
             guide.join(field={}, factors={}, eliminated="", followed=())
+        elif self.own and not guide.joint.followed:
+            warnings.warn(
+                f"{', '.join(map(repr, field))} have one Gaussian with a full covariance, not the families of GP sites "
+                f"{', '.join(map(repr, self.own))}. These are kept by one GP site of one function, beside latents of "
+                "fewer than 100 values in which predictors are affine. Give independent=True to keep them here.",
+                stacklevel=7,
+            )
         self._set_others([*joint, *field])
         if joint:
             index = index_of(hyper.rows, joint, self.theta)
@@ -195,7 +203,8 @@ class _Mode:
         guide, facts, inputs = self.guide, self.facts, self.search.inputs
         sizes = {name: self.layout.field[name] for name in field}
         guide.join(field=sizes, eliminated=self.layout.eliminated, factors=self._factors())
-        guide.join(followed=tuple(self._of_own_family(field)))
+        self.own = self._of_own_families(field)
+        guide.join(followed=tuple(self.own) if self._keeps(field) else ())
         make_field(guide, sizes)
         for i, name in enumerate(field):
             if name in facts.gps and name not in guide.joint.followed:  # its inputs at which q(x) is about its values
@@ -227,22 +236,18 @@ class _Mode:
             return
         self._put(guide.field.coefficients, anchor, field)
 
-    def _of_own_family(self, field: list[str]) -> list[str]:
-        """The GP site that keeps its family's own posterior, which is no full Gaussian by natural steps."""
-        modules = {name: module for name, module in self.guide.modules_by_site().items() if name in field}
-        known = {name: module.coefficients for name, module in modules.items() if isinstance(module, SparseGP)}
-        own = [name for name, q in known.items() if not is_full(q)]
-        alone = len(modules) == 1 < len(field) and not (self.layout.eliminated or self.nested.drawn)
-        if own and not (alone and not self.facts.gps[own[0]].outputs):
-            warnings.warn(
-                f"{', '.join(map(repr, field))} have one Gaussian with a full covariance, not the families of GP sites "
-                f"{', '.join(map(repr, own))}. These are kept by one GP site of one function, beside latents of fewer "
-                "than 100 values in which predictors are affine. Give independent=True to keep them here.",
-                stacklevel=8,
-            )
-        elif own:
-            return own
-        return []
+    def _of_own_families(self, field: list[str]) -> list[str]:
+        """The GP sites whose families have another posterior than a full Gaussian by natural steps."""
+        modules = {name: self.guide.module_of(name) for name in field if name in self.facts.gps}
+        asked = {*chain(*self.guide.together_by_name)}  # to have one posterior
+        known = {n: m.coefficients for n, m in modules.items() if isinstance(m, SparseGP) and n not in asked}
+        return [name for name, q in known.items() if not is_full(q)]
+
+    def _keeps(self, field: list[str]) -> bool:
+        """Whether such a site keeps it: one of one function, which latents alone follow."""
+        gps = [self.facts.gps[name] for name in field if name in self.facts.gps]
+        is_plain = not (self.layout.eliminated or self.nested.drawn)
+        return bool(self.own) and is_plain and len(gps) == 1 < len(field) and not gps[0].outputs
 
     def _factors(self) -> dict[str, dict[str, list[float]]]:
         """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
@@ -293,7 +298,7 @@ class _Mode:
         stays = not (search.is_exact and (search.rows < search.num or search.is_part or moves))
         # an intercept of another prior, which f follows by itself on sites
         follows = bool(intercepts or self.weights.any() or (self.nested.drawn and self.guide.joint.hyper))
-        follows = follows and all(type(module) is SparseGP for module in modules)
+        follows = follows and all(type(module) is SparseGP for module in modules) and not self.own
         meets = len(field) > len(modules) or bool(self.facts.meeting or self.guide.together_by_name)
         meets = meets or self.facts.has_outputs_that_meet
         return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
