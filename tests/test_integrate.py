@@ -201,7 +201,7 @@ def test_what_has_no_approximation_is_refused_and_few_points_are_told():
 
     with pytest.warns(UserWarning, match="independent of GP sites"):
         guide = prepared(per_row, families.SVGP(8), X, _data())
-    refused("one value for all rows", guide.integrate, X, _data())
+    refused("has a value for each row. Integrate it out", guide.integrate, X, _data())
 
     def many(x, y=None):
         scales = pyro.sample("scales", dist.HalfCauchy(torch.ones(9)).to_event(1))

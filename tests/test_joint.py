@@ -257,7 +257,7 @@ def test_a_mean_made_of_another_sites_values_is_told_of():
 
 
 def test_a_sum_inside_indices():
-    """f0 at each place and a deviation of each group there: told of where posteriors are separate, dense in one."""
+    """f0 at each place and a deviation of each group there, as sites or as outputs of one: the dense posterior."""
     row, noise = torch.arange(20), 0.2
     places, group = row % 10, row % 2
     x, y = torch.linspace(0.0, 1.0, 10)[:, None], torch.randn(20, generator=torch.Generator().manual_seed(0))
@@ -273,19 +273,19 @@ def test_a_sum_inside_indices():
         g = pyro.sample("g", GaussianProcess(own, x).expand([2]).to_event(1))
         return observed(dist.Normal(f0[places] + g[group, places], noise), y)
 
-    with pytest.warns(UserWarning, match=r"GP sites 'f0', 'g' enter densities by their sum"):
-        AutoSparseGP(of_one_site, families.SVGP(4))(x, y)
-    guide = AutoSparseGP(model, {("f0", "g0", "g1"): families.SVGP(x, trainable=False)})
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))
-    for _ in range(8):
-        svi.step(x, y)
     A = torch.zeros(20, 30)
     A[row, places] = A[row, 10 + 10 * group + places] = 1.0
     K = torch.block_diag(shared(x), own(x), own(x))
     gain = K @ A.mT @ torch.linalg.inv(A @ K @ A.mT + noise**2 * torch.eye(20))
-    q = guide.posterior(x)["f0"]
-    torch.testing.assert_close(q.mean, (gain @ y)[:10], rtol=0, atol=1e-3)
-    torch.testing.assert_close(q.stddev, (K - gain @ A @ K).diagonal()[:10].sqrt(), rtol=0, atol=1e-3)
+    family = families.SVGP(x, trainable=False)
+    for program, given in ((model, {("f0", "g0", "g1"): family}), (of_one_site, family)):
+        guide = AutoSparseGP(program, given)
+        svi = pyro.infer.SVI(program, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))
+        for _ in range(8):
+            svi.step(x, y)
+        q = guide.posterior(x)["f0"]
+        torch.testing.assert_close(q.mean, (gain @ y)[:10], rtol=0, atol=1e-3)
+        torch.testing.assert_close(q.stddev, (K - gain @ A @ K).diagonal()[:10].sqrt(), rtol=0, atol=1e-3)
 
 
 def hierarchical(x, y=None):
@@ -383,22 +383,16 @@ def test_names_that_are_no_groups(given, match):
         (("f", "k"), _model(), r"no family is given for GP site 'g'.*\['f', 'k'\]"),
         (("f", "g", "k"), _model(), r"families names \['k'\]"),
         (("f", "g", "y"), _model(), r"families names \['y'\]"),
-        (("f", "g"), "shapes", "sites of one output"),
         (("f", "g"), "deep", "can't have one posterior here"),
     ],
 )
 def test_sites_that_can_not_have_one_posterior(names, model, match):
-    def shapes(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KF, x).expand([2]).to_event(1))
-        g = pyro.sample("g", GaussianProcess(KG, x))
-        observed(dist.Normal(f.sum(0) + g, NOISE), y)
-
     def deep(x, y=None):
         f = pyro.sample("f", GaussianProcess(KF, x))
         g = pyro.sample("g", GaussianProcess(KG, f[:, None]))
         observed(dist.Normal(g, NOISE), y)
 
-    model = {"shapes": shapes, "deep": deep}.get(model, model) if isinstance(model, str) else model
+    model = deep if model == "deep" else model
     guide = AutoSparseGP(model, {names: families.SVGP(4)})
     with pytest.raises(ValueError, match=match):
         guide(*_data())

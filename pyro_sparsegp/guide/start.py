@@ -105,9 +105,10 @@ def obstacle(guide: KnownGuide) -> str:
         return "several processes train. Make the guide's first step in one, and load its state."
     if facts.inner:
         return f"values of GP site {facts.inner[0]!r} enter another one. Compare with NUTS."
-    if own := without(facts.latents, guide.able_to_couple):
-        name, how = next(iter(own)), "has a value for each row" if {*own} & {*facts.local_latents} else "is overridden"
-        return f"the posterior of latent {name!r} {how}. Integrate it out in the likelihood."
+    for name in without(facts.latents, guide.able_to_couple):
+        if name in facts.local_latents:
+            return f"latent {name!r} has a value for each row. Integrate it out in the likelihood."
+        return f"get_posterior gives latent {name!r} a posterior of its own. Leave that to the guide."
     for name, module in guide.modules_by_site().items():
         family = module.family["name"]
         if type(module) not in (SparseGP, OptimalGP, ExactGP, ExpectationGP) or module.family.get("num_columns"):
