@@ -158,7 +158,7 @@ class NaturalGaussian(Natural):
         gram, near, rest = seat.turned(self.seat, self.gram, loc)
         if seat.log_weight is not None:
             # G ← cG and Pm ← cPm with the precision's factor c
-            factor = (seat.log_weight - self._buffers["log_weight"]).exp()
+            factor = (seat.log_weight - self._buffers["log_weight"]).exp()  # type: ignore[operator]
             gram, rest = gram * factor, (factor - 1) * near + factor * rest
         if seat.level is not None and self.level.numel():
             # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ

@@ -241,7 +241,7 @@ class Whole:
 
         :param outputs: the shape of the site's functions, each of which has as many of its blocks, in turn.
         """
-        own, beside = self.blocks[name], [block for other in others for block in self.blocks[other]]
+        own, beside = list(self.blocks[name]), [block for other in others for block in self.blocks[other]]
         each, shares = len(own) // math.prod(outputs), list[Gaussian]()
         for start in range(0, len(own), each):
             shares.append(Share(self, own[start : start + each] + beside, not self._counted))

@@ -252,9 +252,7 @@ def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
-def anchor_of(
-    guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]
-) -> AtRows:
+def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]) -> Any:
     """As coefficients want it: of each member A with u = Ax, whose meaning hyperparameters and inducing inputs do not
     change: its values at some rows, and a latent's own, times what the program, in a run of these sites, multiplies
     them by.

@@ -74,7 +74,7 @@ def _apart(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     with torch.enable_grad(), pyro.validation_enabled(False):
         moved = {name: value.requires_grad_() for name, value in values.items()}
         sites = held_runs(guide.model, run.trace, args, kwargs)(moved).nodes
-        below = [sites[name] for name in facts.downstream if name in sites]
+        below: list[Any] = [sites[name] for name in facts.downstream if name in sites]
         densities = [site["fn"].log_prob(site["value"]) for site in below]
     return [name for name, value in moved.items() if any(depends(density, value) for density in densities)]
 
