@@ -184,12 +184,10 @@ class Search:
                 return nested
             self._split(normal)
         unseen = sorted({*facts.downstream} - {*self.normal} - seen)
-        if unseen or linked.flat:
-            self.why = (
-                f"the density of site {unseen[0]!r} jumps. Take one with slopes."
-                if unseen
-                else f"the prior of {linked.flat[0]!r} is flat. Give it a density."
-            )
+        why = [f"the density of site {name!r} jumps. Take one with slopes." for name in unseen]
+        why += [f"the prior of {name!r} is flat. Give it a density." for name in linked.flat]
+        if why:
+            self.why = why[0]
             return None
         return Nested(guide, layout, linked.links, self.hyper, self.run, self.handler, list(linked.bent))
 
