@@ -83,7 +83,9 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     """As :func:`start`; what keeps latents apart, and what to do, if anything does and it was not told."""
     facts = guide.facts
     asked = (guide.able_to_couple or facts.meeting or facts.has_outputs_that_meet) and guide.independent is not True
-    if not (asked or guide.together_by_name) or (why := obstacle(guide)):
+    if not (asked or guide.together_by_name):
+        return ""
+    if why := obstacle(guide):
         return why * bool(asked)
     bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
     with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
