@@ -295,7 +295,7 @@ class AutoSparseGP(SiteMessenger):
         args, kwargs = self._or_of_training(what, args, kwargs)
         self._ready(args, kwargs)
         if not handlers.observes(self.model, self.facts.data, self.like, args, kwargs):
-            raise ValueError(f"{what} is about the data: give it the training arguments, guide.{what}(x, y)")
+            raise ValueError(f"{what} is about the data: give it the training arguments, {what}(x, y)")
         return args, kwargs
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
