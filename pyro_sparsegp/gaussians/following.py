@@ -166,19 +166,15 @@ class Following(Coefficients):
 
     @torch.no_grad()
     def note(self, gram: Tensor) -> None:
-        """Take note of JᵀHJ of all in a step."""
-        self._buffers["known"] = (1 - _RATE) * self.known + _RATE * self._of_rest(gram)
-
-    def _of_rest(self, matrix: Tensor) -> Tensor:
-        """Rows of v, and columns of v and then of w."""
+        """Take note of v's rows of JᵀHJ in a step."""
         own, rest = self.places
-        return matrix[rest][:, torch.cat([rest, own])]
+        self._buffers["known"] = (1 - _RATE) * self.known + _RATE * gram[:, torch.cat([rest, own])]
 
     @torch.no_grad()
     def begin(self, anchor: Any, precision: Tensor, mean: Tensor) -> None:
         """Have q near N(m, P⁻¹), of all."""
-        known = self._of_rest(precision - torch.eye(len(precision)).to(precision))
         own, rest = self.places
+        known = (precision - torch.eye(len(precision)).to(precision))[rest][:, torch.cat([rest, own])]
         self._buffers["known"], num = known, len(known)
         along = torch.linalg.solve(plus_one(known[:, :num]), known[:, num:])
         # P_ww − P_wvP_vv⁻¹P_vw = I + LLᵀ

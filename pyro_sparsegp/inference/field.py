@@ -71,7 +71,8 @@ def bound_of_field(
     first = guide_trace.nodes[next(iter(joint.field))]
     expected = found.expected(eta, covariance, num_nodes)
     if joint.followed and recorded() is not None:
-        guide.field.coefficients.note(_gram(found, expected, covariance))
+        following = guide.field.coefficients
+        following.note(_gram(found, expected, covariance, following.places[1]))
     total = expected - weighted_sum(whole.q.kl(), {**first, "mask": None})
     if drawn.names:
         # E ℓ over points of q, of which natural steps have E ∇ℓ and E ∇²ℓ
@@ -84,13 +85,13 @@ def bound_of_field(
     return total if torch.is_grad_enabled() else total.detach()
 
 
-def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor]) -> Tensor:
-    """JᵀHJ with H = −E ∇²ℓ by each predictor, where that is positive."""
-    total = found.layout.nothing(found.x.detach())
+def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor], of: Tensor) -> Tensor:
+    """Some rows of JᵀHJ with H = −E ∇²ℓ by each predictor, where that is positive."""
+    total = found.x.new_zeros(len(of), found.layout.num)
     for place, rows in found.rows.items():
         # E ∇²ℓ = 2 ∂E[ℓ]/∂C
         (slope,) = torch.autograd.grad(expected, covariance[place, place], retain_graph=True)
-        total = total + rows.detach().mT @ ((-2 * slope).clamp(min=0)[:, None] * rows.detach())
+        total = total + rows.detach()[:, of].mT @ ((-2 * slope).clamp(min=0)[:, None] * rows.detach())
     return total
 
 
