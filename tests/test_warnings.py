@@ -20,7 +20,7 @@ WARNINGS = {
     "has a value for each datum": "or use quadrature in pyro.factor.",
     "are not what they were around the values of": "for a kink beside a latent give independent=True.",
     "have one Gaussian with a full covariance": "Give independent=True to keep them here.",
-    "and have posteriors independent of theirs": "The reason is that {}",
+    "and have posteriors independent of these": "The reason is that {}",
     "has a variance correction relative to the training inputs": "before or after training.",
     "is made of values of GP site": "plus the values of a GP site of mean 0.",
     "is drawn from the model, not as it was learned": "and leave the latent in its own.",

@@ -62,7 +62,7 @@ class Gaussian(ABC):
         """Draws of w, a block ``(*shape, M_b)`` each; ``shape`` ends in the batch's shape."""
 
     def draw(self) -> Tensor:
-        """A draw of all, ``(..., ΣM_b)``, that no step is told of."""
+        """A draw of all, ``(..., ΣM_b)``, that no record keeps."""
         return torch.cat(self.rsample(self.batch_shape), -1)
 
     @abstractmethod

@@ -2,8 +2,8 @@
 
     q(w, v) = q(w) N(v; m − Aw, S),  A = P_vv⁻¹P_vw of the precision P = I + JᵀHJ of both.
 
-With v = u − Aw, u ~ N(m, S) is independent of w, and a predictor J_w w + J_v v is (J_w − J_v A)w + J_v u: w has
-features of which latents took their part, so that a family's blocks, rank or optimiser are its own.
+With v = u − Aw, u ~ N(m, S) is independent of w, and a predictor J_w w + J_v v is (J_w − J_v A)w + J_v u. So w has
+features less what latents explain of them, and a family keeps its blocks, its rank and its optimiser.
 """
 
 from collections.abc import Sequence

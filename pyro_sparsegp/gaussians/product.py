@@ -239,7 +239,7 @@ class Whole:
     def share(self, name: str, others: Sequence[str] = (), outputs: Sequence[int] = ()) -> Gaussian:
         """What a site sees of its coefficients, and perhaps of other sites'; the first one has the divergence.
 
-        :param outputs: the shape of the site's functions, each of which has as many of its blocks, in turn.
+        :param outputs: the shape of the site's functions. Each has as many of its blocks, in turn.
         """
         own, beside = list(self.blocks[name]), [block for other in others for block in self.blocks[other]]
         each, shares = len(own) // math.prod(outputs), list[Gaussian]()

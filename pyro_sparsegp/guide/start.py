@@ -57,7 +57,7 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     if apart:
         warnings.warn(
             f"latents {', '.join(map(repr, apart))} move densities along with GP sites "
-            f"{', '.join(map(repr, facts.gps))}, and have posteriors independent of theirs: intervals of both are too "
+            f"{', '.join(map(repr, facts.gps))}, and have posteriors independent of these: intervals of both are too "
             f"narrow. The reason is that {why}",
             stacklevel=6,
         )
@@ -285,7 +285,7 @@ class _Mode:
         coefficients.put_sums(anchor, given - eye_like(given), (given @ x[..., None])[..., 0])
 
     def _weights(self, index: Tensor) -> Tensor:
-        """By hyperparameters b, by which data's precision exp(bᵀθ) moves, where that says much of their widths."""
+        """By hyperparameters b: data's precision moves as exp(bᵀθ), where that says much of their widths."""
         by, best = self.nested.weights(self.best, self.theta, self.found), self.best
         # A P that stays takes ½b² tr(P⁻¹G)² from log|P|'s curvature by θ: test_training_keeps_the_width_of_noise.
         informed = len(best.x) - best.precision.variances.sum()
