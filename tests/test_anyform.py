@@ -13,6 +13,8 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.families import SVGP, CoupledPrecision, InducingFamily, MeanFieldAdditive, OrthogonallyDecoupled
 from pyro_sparsegp.gaussians import Diagonal
 
+from .models import restored
+
 N, NOISE, KERNEL = 20, 0.3, kernels.Matern32(0.3)
 
 
@@ -346,6 +348,8 @@ def test_a_family_keeps_its_own_posterior_beside_an_intercept(kind):
     gain = torch.linalg.solve(0.09 * torch.eye(N) + 9, torch.full((N,), 9.0))
     sd = (9 - gain @ torch.full((N,), 9.0) + gain @ phi @ torch.block_diag(*inverses) @ phi.mT @ gain).sqrt()
     assert _draws(guide, "mu", (x,)).std().item() == pytest.approx(sd.item(), rel=0.12)
+    again = restored(guide, model, made(z)).posterior(x, y)["f"]
+    torch.testing.assert_close(again.variance, guide.posterior(x, y)["f"].variance)
 
 
 def _diagonal_blocks(matrix, sizes):
