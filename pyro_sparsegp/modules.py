@@ -8,6 +8,7 @@ from typing import Any
 
 import pyro
 from pyro.nn import PyroModule
+from torch import nn
 
 _named: weakref.WeakValueDictionary[str, PyroModule] = weakref.WeakValueDictionary()  # by take_name, and alive
 
@@ -38,7 +39,7 @@ def drop_stored(name: str) -> None:
         del store[key]
 
 
-def size_buffers(module: Any, state: dict[str, Any], prefix: str) -> None:
+def size_buffers(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Give a module's buffers the shapes that they have in a state about to be loaded: training says their size."""
     for name, buffer in list(module.named_buffers(recurse=False)):
         if prefix + name in state:
@@ -53,7 +54,7 @@ def path_of(name: str) -> str:
     return ".".join(part + "_" * bool({part, part.rstrip("_")} & _TAKEN) for part in name.split("."))
 
 
-def at_path(module: Any, path: str) -> Any:
+def at_path(module: nn.Module, path: str) -> Any:
     """What a module has under a dotted name, or ``None``."""
     try:
         return attrgetter(path)(module)

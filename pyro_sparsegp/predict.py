@@ -36,11 +36,11 @@ Call = tuple[tuple, dict[str, Any]]  # arguments of the model
 def predict(
     model: Callable,
     result: Union[AutoSparseGP, MCMC, Samples],
-    *args: Any,
+    *args: object,
     num_samples: Optional[int] = None,
     joint: bool = True,
     data: Optional[tuple] = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> dict[str, Tensor]:
     """Posterior draws of every site of the model at new inputs.
 
@@ -136,7 +136,7 @@ def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None
             ) from error
 
 
-def sampled(model: Callable, result: Any, data: Optional[Call]) -> tuple[Callable, dict[str, Tensor], Call]:
+def sampled(model: Callable, result: object, data: Optional[Call]) -> tuple[Callable, dict[str, Tensor], Call]:
     """The model without whitening, MCMC's samples, ``(chain, draw, ...)`` each, and the training arguments."""
     # Trained takes whitened draws back to function values itself.
     while isinstance(model, ReparamHandler) and isinstance(model.msngr.config, Whitening):
@@ -173,7 +173,7 @@ class AtNewInputs(Messenger):
         with whole_plates(), self:
             return poutine.trace(model).get_trace(*args, **kwargs)
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: dict[str, Any]) -> None:
         name, process = msg["name"], as_process(msg["fn"])[0]
         require_own_rows({name: msg})
         if msg["is_observed"]:
@@ -203,7 +203,7 @@ class Trained(Messenger):
         classes = [own.name for own in summed.latents.values() if seen and role_of(own.plates) == Role.ALL]
         self.values = {**sample, **summed.draw_of(classes)}
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: dict[str, Any]) -> None:
         name, sample, process = msg["name"], self.sample, as_process(msg["fn"])[0]
         if msg["is_observed"]:
             return
@@ -219,7 +219,7 @@ class Trained(Messenger):
     def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
         """A run at other inputs; if ``marginal``, values are drawn one by one, discrete latents of rows summed out."""
 
-        def function(msg: Any, process: GaussianProcess) -> None:
+        def function(msg: dict[str, Any], process: GaussianProcess) -> None:
             given: Any = process.given(*self.known[msg["name"]])
             msg["fn"] = given.to_event(msg["fn"].event_dim - 1)
             if marginal:
@@ -239,7 +239,7 @@ class WhitenReparam(Reparam):
     (Murray and Adams, 2010, section 3: the prior's scale no longer constrains the values.)
     """
 
-    def apply(self, msg: Any) -> Any:
+    def apply(self, msg: dict[str, Any]) -> Any:
         """Replace the GP site by its whitened noise and a deterministic value."""
         name, fn, value = msg["name"], msg["fn"], msg["value"]
         process, _ = as_process(fn)

@@ -14,6 +14,7 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import constraints
 
+from .kernels import Kernel
 from .kernels.algebra import Foreign, as_kernel
 from .kernels.base import hyperparameters
 from .numerics.functions import broadcast_shapes
@@ -50,7 +51,7 @@ class GaussianProcess(TorchDistribution):
     support = constraints.real_vector
 
     def __init__(
-        self, kernel: Any, x: Tensor, mean: Mean = None, jitter: Jitter = None, validate_args: Optional[bool] = None
+        self, kernel: Kernel, x: Tensor, mean: Mean = None, jitter: Jitter = None, validate_args: Optional[bool] = None
     ) -> None:
         _require_inputs(x)
         self.kernel = as_kernel(kernel, "GaussianProcess's kernel").on_columns(x.shape[-1])
@@ -130,7 +131,7 @@ class GaussianProcess(TorchDistribution):
         """The same process, where a diagonal term max k − k(x, x) of its kernel takes the maximum over ``rows``."""
         return self.with_kernel(self.kernel.relative_to(rows))
 
-    def with_kernel(self, kernel: Any) -> GaussianProcess:
+    def with_kernel(self, kernel: Kernel) -> GaussianProcess:
         """The process with the same inputs and mean and another kernel of the same batch shape."""
         if kernel is self.kernel:
             return self
@@ -176,7 +177,7 @@ class GaussianProcess(TorchDistribution):
         conditioned = GaussianProcess(left, self.x, conditional_mean, self.jitter)
         return conditioned.expand(broadcast_shapes(self.batch_shape, white.shape[:-2]))
 
-    def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
+    def expand(self, batch_shape: torch.Size, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
         """Independent copies with the given batch shape."""
         new = self._get_checked_instance(GaussianProcess, _instance)
         vars(new).update(vars(self))  # the factor with it, if there is one: copies share it
@@ -210,7 +211,7 @@ class GaussianProcess(TorchDistribution):
         return f"GaussianProcess({self.kernel!r}, x: {tuple(self.x.shape)}, batch_shape: {tuple(self.batch_shape)})"
 
 
-def _require_inputs(x: Any) -> None:
+def _require_inputs(x: Tensor) -> None:
     what = "GaussianProcess's x must"
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

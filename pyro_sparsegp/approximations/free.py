@@ -93,7 +93,7 @@ class SparseGP(AbstractModule):
             self.coefficients.start(self.coefficients.anchor_of(features), shown)
             self.coefficients.put_mean(towards(phi, (values - process.mean)[..., None], 1e-4)[..., 0])
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         rows = state_dict.get(prefix + "rows")
         self.rows = None if rows is None else torch.empty_like(rows, device=next(self.parameters(), rows).device)
         self.num_rows = int(state_dict.pop(prefix + "num_rows", 0))  # older files have none

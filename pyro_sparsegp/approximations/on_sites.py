@@ -12,6 +12,7 @@ from torch import Tensor
 from ..bases import Basis
 from ..bases.actions import DenseActions, Policy, project
 from ..bases.additive import ConditionalFeatures
+from ..bases.base import Features
 from ..bases.inducing import features_of
 from ..bases.variables import Values
 from ..gaussians import Coefficients, Gaussian, Product, ProjectedGaussian, optimal
@@ -91,7 +92,7 @@ class SiteGP(AbstractModule):
 
     @abstractmethod
     def given(
-        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, known: Any = None
+        self, process: GaussianProcess, name: str, kind: Kind, sites: Sites, known: object = None
     ) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``; ``known`` is :meth:`prepared` at their inputs, if it is."""
 
@@ -132,7 +133,7 @@ class OptimalGP(SiteGP):
         features = self.basis(process.kernel, process.jitter, name)
         return features, features(x)
 
-    def conditioned(self, features: Any, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
+    def conditioned(self, features: Features, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
         """The features that the posterior has, Φ of them at the sites' inputs, and q(w) given the sites."""
         # S⁻¹ = I + ΦᵀΛΦ, S⁻¹m = Φᵀλ(z − μ)
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
@@ -164,11 +165,11 @@ class SemiCollapsedGP(OptimalGP):
     ``others``, which are free.
     """
 
-    def __init__(self, basis: Basis, others: Coefficients, *args: Any) -> None:
+    def __init__(self, basis: Basis, others: Coefficients, *args: object) -> None:
         super().__init__(basis, *args)
         self.others = others
 
-    def conditioned(self, features: Any, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
+    def conditioned(self, features: Features, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
         # q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂
         # (Shi, Titsias and Mnih, 2020, eq. 9 and appendix C)
         others = self.others()
@@ -205,7 +206,7 @@ class ExactWeightSpaceGP(OptimalGP):
             features.explicit(x)  # kept there with its graph, for the marginals; of many rows it is never whole
         return features, None
 
-    def conditioned(self, features: Any, phi: Any, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
+    def conditioned(self, features: Any, phi: Tensor, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
         with gradients_by(sites):
             gram, pull = features.gram(sites)
             return features, None, from_natural(gram, pull, features.sizes, None, name)
@@ -341,7 +342,7 @@ class ExpectationGP(AbstractModule):
         """What is needed to make the module anew before its state is loaded, in plain Python."""
         return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         state_dict.pop(prefix + "fingerprints", None)  # of releases that knew rows by them
         size_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)

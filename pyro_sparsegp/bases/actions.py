@@ -16,6 +16,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..gaussians.sites import Sites
+from ..kernels import Kernel
 from ..modules import AbstractModule
 from ..numerics.decisions import decided
 from ..numerics.functions import at_once, broadcast_shapes, dropping, in_pieces, shape_of
@@ -43,7 +44,7 @@ class Actions(ABC):
     def right(self, block: Tensor) -> Tensor:
         """AS for A ``(..., B, N)`` with columns in the order of :attr:`inputs`."""
 
-    def gram(self, kernel: Any) -> Tensor:
+    def gram(self, kernel: Kernel) -> Tensor:
         """k(X, X)S, ``(..., N, i)``, with rows in the data's order."""
         return kernel_times(kernel, self.inputs, self)
 
@@ -78,7 +79,7 @@ class BlockActions(Actions):
     def left(self, columns: Tensor) -> Tensor:
         return _sums(columns.index_select(-2, self.order) * self.weights[..., None], self.sizes, -2)
 
-    def gram(self, kernel: Any) -> Tensor:
+    def gram(self, kernel: Kernel) -> Tensor:
         # k is symmetric: rows of blocks against the columns from them on give both sides of the diagonal.
         num, most, ends = self.inputs.shape[-2], at_once(self.inputs), list(itertools.accumulate(self.sizes))
         if num * num <= most or num * self.sizes[0] > 16 * most:  # all at once; or blocks so large that rows are cut
@@ -157,7 +158,7 @@ def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
 class ProjectedFeatures(CrossFeatures):
     """ψ(x) = R⁻¹Sᵀk(X, x) with RRᵀ = SᵀKS + D, the covariance of f with h = R⁻¹(Sᵀ(f(X) − μ) + ε), h ~ N(0, I)."""
 
-    def __init__(self, kernel: Any, actions: Actions, factor: Tensor, covariance: Tensor) -> None:
+    def __init__(self, kernel: Kernel, actions: Actions, factor: Tensor, covariance: Tensor) -> None:
         super().__init__(kernel, (factor.shape[-1],))
         self.actions, self.factor, self.covariance = actions, factor, covariance
 
@@ -173,7 +174,7 @@ class ProjectedFeatures(CrossFeatures):
         return self.of(kernel_times(self.cross, x, self.actions))
 
 
-def project(kernel: Any, actions: Actions, name: str) -> tuple[ProjectedFeatures, Tensor]:
+def project(kernel: Kernel, actions: Actions, name: str) -> tuple[ProjectedFeatures, Tensor]:
     """The basis under ``actions`` and k(x, X)S at the training inputs, ``(..., N, i)``."""
     # RRᵀ = SᵀKS + D (algorithm S2)
     products = actions.gram(kernel)
@@ -192,19 +193,19 @@ class Policy(AbstractModule):
         super().__init__()
         self.num = num
 
-    def forward(self, kernel: Any, sites: Sites, name: str) -> Actions:
+    def forward(self, kernel: Kernel, sites: Sites, name: str) -> Actions:
         """The actions of a run."""
         if self.rows not in (None, rows := sites.inputs.shape[-2]):
             raise ValueError(f"actions of site {name!r} are for {self.rows} rows, got {rows}: make a new guide")
         return self.actions(kernel, sites, name)
 
-    def actions(self, kernel: Any, sites: Sites, name: str) -> Actions:
+    def actions(self, kernel: Kernel, sites: Sites, name: str) -> Actions:
         """Those at rows that they belong to: constants of the step, whose gradient is that at fixed actions."""
         with torch.no_grad():
             directions = self.directions(kernel, sites)
         return DenseActions(sites, directions)
 
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+    def directions(self, kernel: Kernel, sites: Sites) -> Tensor:
         """T, ``(..., N, i)``: orthonormal columns, or zeros."""
         raise NotImplementedError
 
@@ -219,7 +220,7 @@ class BlockPolicy(Policy):
         # T = 1, so S = Λ: an action starts as the average of its block's data, weighted by precision
         self.values: Any = PyroParam(inputs.new_ones(*batch_shape, self.rows))
 
-    def actions(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
+    def actions(self, kernel: Kernel, sites: Sites, name: str) -> BlockActions:
         return BlockActions(sites, self.values, self.order, _sizes(len(self.order), self.num))
 
 
@@ -233,7 +234,7 @@ class KrylovPolicy(Policy):
         super().__init__(num)
         self.tolerance = tolerance
 
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+    def directions(self, kernel: Kernel, sites: Sites) -> Tensor:
         multiply = _whitened(kernel, sites)
         start = white(sites)
         shape = broadcast_shapes(start.shape, multiply(start[..., None])[..., 0].shape)
@@ -269,7 +270,7 @@ class KrylovPolicy(Policy):
 class EigenPolicy(Policy):
     """The top eigenvectors of Λ^½KΛ^½, the actions of least posterior entropy (lemma S5)."""
 
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+    def directions(self, kernel: Kernel, sites: Sites) -> Tensor:
         multiply = _whitened(kernel, sites)
         rows = sites.inputs.shape[-2]
         num = min(self.num, rows)
@@ -297,7 +298,7 @@ class RandomPolicy(Policy):
         self.rows = inputs.shape[-2]
         self.register_buffer("draws", torch.randn(self.rows, min(num, self.rows)).to(inputs))
 
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+    def directions(self, kernel: Kernel, sites: Sites) -> Tensor:
         return _orthonormal(self.draws, sites.precision)
 
 
@@ -309,7 +310,7 @@ class UserPolicy(Policy):
         # each guide owns its parameters
         self.policy = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else policy
 
-    def actions(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
+    def actions(self, kernel: Kernel, sites: Sites, name: str) -> DenseActions:
         matrix = self.policy(kernel, sites)
         rows = sites.inputs.shape[-2]
         if not isinstance(matrix, Tensor) or matrix.dim() < 2 or matrix.shape[-2:] != (rows, self.num):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..gaussians.base import Gaussian
+from ..kernels import Kernel
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
 from ..numerics.functions import broadcast_shapes, in_pieces
@@ -216,7 +217,7 @@ class Additive(Basis):
         """The bases of the summands."""
         return [getattr(self, f"term_{i}") for i in range(len(self.names))]
 
-    def forward(self, kernel: Any, jitter: Optional[float], name: str) -> AdditiveFeatures:
+    def forward(self, kernel: Kernel, jitter: Optional[float], name: str) -> AdditiveFeatures:
         terms = kernel.terms
         if (names := term_names(kernel)) != self.names:
             now, before = list(names), list(self.names)

@@ -14,6 +14,7 @@ from typing import Any, Optional, Self
 from torch import Tensor
 
 from ..gaussians.base import Gaussian
+from ..kernels import Kernel
 from ..modules import AbstractModule
 from ..numerics.arguments import Documented
 
@@ -74,7 +75,7 @@ class Features(Documented, ABC):
 class CrossFeatures(Features):
     """φ from covariances with f: of the whole f, or of a summand f_c, whose own kernel these are then."""
 
-    def of_summand(self, cross: Any) -> Self:
+    def of_summand(self, cross: object) -> Self:
         """The same coefficients' features of another function, whose covariance with f is ``cross``."""
         part = copy.copy(self)
         part.cross = cross
@@ -89,7 +90,7 @@ class Basis(AbstractModule):
     """A module that owns what defines φ; calling it with a kernel gives :class:`Features`."""
 
     @abstractmethod
-    def forward(self, kernel: Any, jitter: Optional[float], name: str) -> Features:
+    def forward(self, kernel: Kernel, jitter: Optional[float], name: str) -> Features:
         """φ under ``kernel``; ``name`` is the site's, for errors."""
 
     @abstractmethod

@@ -17,6 +17,7 @@ from ..gaussians.base import Gaussian
 from ..gaussians.product import sums_of
 from ..gaussians.seats import AtRows
 from ..gaussians.sites import Sites
+from ..kernels import Kernel
 from ..numerics.functions import by_rows, dropping, is_long, pieces
 from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features, Moments
@@ -40,7 +41,7 @@ class ExplicitFeatures(Basis):
         num, most = x.shape[-2], max(_ROWS, _EACH * size)
         return cls(size, x if num <= most else x[..., torch.randperm(num, device=x.device)[:most], :])
 
-    def forward(self, kernel: Any, jitter: Optional[float], name: str) -> KernelFeatures:
+    def forward(self, kernel: Kernel, jitter: Optional[float], name: str) -> KernelFeatures:
         return KernelFeatures(kernel, self.sizes, self.rows)
 
     def spec(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class KernelFeatures(Features):
             self._known = x, self._explicit(self.kernel, x)
         return self._known[1]
 
-    def _explicit(self, kernel: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _explicit(self, kernel: Kernel, x: Tensor) -> tuple[Tensor, Tensor]:
         found = kernel.explicit(x)
         if found is None or found[0].shape[-1] != self.size:
             have = "no" if found is None else found[0].shape[-1]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import Matern12, Matern32, Matern52, Scaled, Select
+from ..kernels import Kernel, Matern12, Matern32, Matern52, Scaled, Select
 from ..kernels.base import as_tensor, require_one
 from ..numerics.arguments import require_count
 from .variables import InducingVariables
@@ -80,13 +80,13 @@ class FourierCoefficients(InducingVariables):
         gram = torch.diag_embed(integrals) + at_end @ precision @ at_end.mT
         return gram, gram.diagonal(dim1=-2, dim2=-1).sqrt()
 
-    def covariance(self, kernel: Any) -> Tensor:
+    def covariance(self, kernel: Kernel) -> Tensor:
         # The scale of u is free: with unit variances the jitter of a Cholesky factor is relative to each of them.
         matern, _, _ = _parts(kernel)
         gram, norms = self._norms(_rate(matern, self.interval), _ORDERS[type(matern)])
         return gram / (norms[..., :, None] * norms[..., None, :])
 
-    def cross(self, kernel: Any, x: Tensor) -> Tensor:
+    def cross(self, kernel: Kernel, x: Tensor) -> Tensor:
         matern, variance, columns = _parts(kernel)
         if columns is None:
             require_one(x, "FourierCoefficients are of one input", "kernel[column]")

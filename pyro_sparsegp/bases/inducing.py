@@ -17,6 +17,7 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
+from ..kernels import Kernel
 from ..kernels.base import hyperparameters
 from ..numerics.functions import in_chunks
 from ..numerics.linalg import PRECISE, Whitening, default_jitter, side_by_side, solve_lower, whitening
@@ -112,7 +113,7 @@ class InducingPoints(Basis):
             else:
                 self.register_buffer(f"inputs_{i}", z)
 
-    def _keep(self, name: str, values: Any, like: Tensor, dtype: torch.dtype) -> None:
+    def _keep(self, name: str, values: object, like: Tensor, dtype: torch.dtype) -> None:
         self.register_buffer(name, None if values is None else torch.tensor(values).to(like.device, dtype), False)
 
     @classmethod
@@ -155,7 +156,7 @@ class InducingPoints(Basis):
         return basis
 
     @torch.no_grad()
-    def ordered(self, kernel: Any) -> InducingPoints:
+    def ordered(self, kernel: Kernel) -> InducingPoints:
         """This basis with the inputs of each set in the order :func:`coarse_to_fine`."""
         # natural steps keep what q says about Lw where L moves
         for i, part in enumerate(self.variables()):
@@ -172,7 +173,7 @@ class InducingPoints(Basis):
                 getattr(self, f"inputs_{i}").copy_(given)
         self.units = self.unit = None
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         # Inputs that were learned can be held from here on, and the other way round.
         held, learned = "", "_unconstrained"
         there, here = (held, learned) if self.trainable else (learned, held)
@@ -215,7 +216,7 @@ class InducingPoints(Basis):
             found.append(Values(torch.where(self.held, z.detach(), z) if self.codes else z))
         return found
 
-    def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
+    def forward(self, kernel: Kernel, jitter: Optional[float], name: str) -> InducingFeatures:
         if any(self.of_source) and kernel.source is None:
             raise ValueError(f"the kernel of site {name!r}, {kernel!r}, has no source, but had in the first call")
         return features_of(kernel, self.variables(), self.jitter if jitter is None else jitter, name)
@@ -250,7 +251,7 @@ def _units(x: Tensor, sets: Sequence[Any]) -> Optional[list[float]]:
     return torch.exp2(exponents).tolist() if (exponents < 0).any() else None
 
 
-def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float], name: str) -> InducingFeatures:
+def features_of(kernel: Kernel, variables: list[Variables], jitter: Optional[float], name: str) -> InducingFeatures:
     """φ of inducing variables under a kernel; the jitter of K_uu is relative."""
     # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
     exact = widened(kernel, variables)

@@ -7,6 +7,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from ..kernels import Kernel
 from ..numerics.arguments import require_count
 
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
@@ -16,7 +17,7 @@ Init = Union[str, Initialiser, None]  # None is by the number of rows
 
 
 @torch.no_grad()
-def pivots(kernel: Any, x: Tensor, num: int, at_random: bool = False) -> Tensor:
+def pivots(kernel: Kernel, x: Tensor, num: int, at_random: bool = False) -> Tensor:
     """``num`` rows of x, ``(N, D)``, each where the variance given the earlier ones is largest, or drawn by it."""
     # A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk, 2020,
     # section 7), or a randomly pivoted one (Chen, Epperly, Tropp and Webber, 2025), in O(N·num²). Where points are too
@@ -51,7 +52,7 @@ def some_distinct(x: Tensor, most: int) -> Tensor:
 
 
 @torch.no_grad()
-def k_means(kernel: Any, x: Tensor, num: int, most: int = 20_000) -> Tensor:
+def k_means(kernel: Optional[Kernel], x: Tensor, num: int, most: int = 20_000) -> Tensor:
     """``num`` centres of Lloyd's k-means on standardised columns of at most max(``most``, 20·num) random rows."""
     x = x[torch.randperm(x.shape[0], device=x.device)[: max(most, 20 * num)]]
     spread = x.std(0, correction=0)
@@ -72,7 +73,7 @@ def _flat_mean(value: Tensor, event_dim: int) -> Tensor:
 
 
 @torch.no_grad()
-def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
+def regular_grid(kernel: Kernel, x: Tensor, num: int) -> Tensor:
     """At most ``num`` points of a regular grid over the range of the one or two columns that the kernel reads."""
     read = kernel.columns
     columns = range(x.shape[-1]) if read is None else read
@@ -119,7 +120,7 @@ _MANY = 1024  # rows above which points are taken to be too few for them
 
 
 def choose_inputs(
-    kernel: Any, x: Tensor, counts: Sequence[int], init: Init, name: str, columns: Optional[Sequence[int]] = None
+    kernel: Kernel, x: Tensor, counts: Sequence[int], init: Init, name: str, columns: Optional[Sequence[int]] = None
 ) -> Sequence[Tensor]:
     """Sets of so many inducing inputs each, chosen together among x, ``(..., N, D)``, by the ``columns`` read."""
     rows = x.detach().flatten(0, -2)

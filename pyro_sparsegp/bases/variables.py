@@ -6,8 +6,9 @@ All that a basis needs of them are covariances, K_uu and K_fu (van der Wilk et a
 from abc import abstractmethod
 from typing import Any, Union
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..kernels import Kernel
 from ..kernels.base import in_any_dtype
 from ..modules import AbstractModule
 from ..numerics.linalg import wider
@@ -53,11 +54,11 @@ class InducingVariables(AbstractModule):
         return f"{type(self).__name__}({self.size})"
 
     @abstractmethod
-    def covariance(self, kernel: Any) -> Tensor:
+    def covariance(self, kernel: Kernel) -> Tensor:
         """K_uu, ``(..., M, M)``, under the prior's kernel."""
 
     @abstractmethod
-    def cross(self, kernel: Any, x: Tensor) -> Tensor:
+    def cross(self, kernel: Kernel, x: Tensor) -> Tensor:
         """K_fu, the covariance of f(xₙ) with u_m, ``(..., N, M)``."""
 
 
@@ -67,17 +68,17 @@ class Values:
     def __init__(self, z: Tensor) -> None:
         self.z, self.size = z, z.shape[-2]
 
-    def covariance(self, kernel: Any) -> Tensor:
+    def covariance(self, kernel: Kernel) -> Tensor:
         return kernel(self.z)
 
-    def cross(self, kernel: Any, x: Tensor) -> Tensor:
+    def cross(self, kernel: Kernel, x: Tensor) -> Tensor:
         return kernel(x, self.z)
 
 
 class SourceValues(Values):
     """u = g(Z), for inputs of g, ``(M, d)``, where f(x) = Σ_p w_p g(x_p), such as the response to image patches."""
 
-    def covariance(self, kernel: Any) -> Tensor:
+    def covariance(self, kernel: Kernel) -> Tensor:
         return kernel.source(self.z)
 
     def cross(self, kernel: Any, x: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class SourceValues(Values):
 Variables = Union[InducingVariables, Values]  # a set of inducing variables
 
 
-def widened(kernel: Any, variables: list[Any]) -> list[Any]:
+def widened(kernel: Kernel, variables: list[Any]) -> list[Any]:
     """The sets with inputs in float64, where these are float32 and all kernels follow; otherwise the same list."""
     narrow = [part for part in variables if isinstance(part, Values) and wider(part.z) != part.z.dtype]
     if len(narrow) < len(variables):
@@ -105,7 +106,7 @@ def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:
     return value
 
 
-def freeze(module: Any) -> None:
+def freeze(module: nn.Module) -> None:
     """Make a module's parameters buffers: they stay as they are."""
     for part in module.modules():
         for name in [name.removesuffix("_unconstrained") for name in part._parameters]:  # as Pyro has a PyroParam
@@ -114,7 +115,7 @@ def freeze(module: Any) -> None:
             part.register_buffer(name, value)
 
 
-def between(kernel: Any, first: Variables, second: Variables) -> Tensor:
+def between(kernel: Kernel, first: Variables, second: Variables) -> Tensor:
     """The covariance of two sets of inducing variables, ``(..., M, M')``."""
     if type(first) is Values:
         return second.cross(kernel, first.z)

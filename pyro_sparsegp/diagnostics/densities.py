@@ -52,7 +52,7 @@ class _Plan:
     others: list[str] = field(default_factory=list)  # at fixed nodes
 
 
-def _masked(site: Any) -> Tensor:
+def _masked(site: dict[str, Any]) -> Tensor:
     """A site's log densities, 0 where masked."""
     return torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]))
 

@@ -15,6 +15,7 @@ import xarray
 from torch import Tensor
 
 from ..distributions.probit import Probit
+from ..guide import AutoSparseGP
 from ..numerics.arguments import require_count
 from ..program.traces import bare, unmasked, unmasked_rows
 from .densities import DensityReader
@@ -71,13 +72,13 @@ class PredictiveScores:
 
 def predictive_scores(
     model: Callable,
-    guide: Any,
-    *args: Any,
+    guide: AutoSparseGP,
+    *args: object,
     num_samples: int = 100,
     probs: Sequence[float] = (0.5, 0.9, 0.95),
     var_name: Optional[str] = None,
     seed: Optional[int] = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PredictiveScores:
     """Scores of a posterior's predictions of observations: held-out ones, or the training data.
 
@@ -144,7 +145,7 @@ def predictive_scores(
     return PredictiveScores(xarray.DataTree.from_dict({"predictive_scores": dataset}), method, tuple(probs))
 
 
-def _method(reader: DensityReader, node: Any) -> tuple[str, Callable[..., dict[str, Tensor]]]:
+def _method(reader: DensityReader, node: dict[str, Any]) -> tuple[str, Callable[..., dict[str, Tensor]]]:
     """How a site is scored: a name, and a function of data and of normal predictions, log densities or draws."""
     fn, plan = bare(node["fn"]), reader.plans[node["name"]]
     if isinstance(fn, torch.distributions.Categorical):

@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
 from pyro.infer import MCMC
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -170,7 +171,7 @@ class GuideSource(Source, Messenger):
                 draw.predictions = predictions(elsewhere.run(self.model, *new), latents)
         return draw
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: dict[str, Any]) -> None:
         """Answers at a GP site of the guide's run: draws coefficients, and function values given those."""
         draw, name, q = self.draw, msg["name"], without_event(msg["fn"])[0]
         if not isinstance(q, SparsePosterior):
@@ -189,7 +190,7 @@ class GuideSource(Source, Messenger):
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
         msg["value"] = _drawn(values, name in self.facts.coupled)
 
-    def _at_new_inputs(self, msg: Any, prior: Any) -> None:
+    def _at_new_inputs(self, msg: dict[str, Any], prior: TorchDistribution) -> None:
         """Answers at a GP site of the model's run at new inputs: f | w ~ N(h, ρ), of many rows by its marginals."""
         w = self.draw.posterior.get(f"{msg['name']}_w")
         if w is not None:
@@ -206,7 +207,7 @@ def _drawn(values: SparsePosterior, joint: bool) -> Tensor:
 class SampleSource(Source):
     """Draws from MCMC samples, ``(chain, draw, ...)``; if ``old`` are training's arguments, of values given those."""
 
-    def __init__(self, model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool) -> None:
+    def __init__(self, model: Callable, result: object, args: tuple, kwargs: dict[str, Any], marginal: bool) -> None:
         has_run = isinstance(result, MCMC)
         model, samples, old = sampled(model, result, None if has_run else (args, kwargs))
         super().__init__(model, args, kwargs, posterior="mcmc", target="exact")
@@ -259,7 +260,7 @@ class SampleSource(Source):
         return draw
 
 
-def as_source(model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> Source:
+def as_source(model: Callable, result: object, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> Source:
     """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples."""
     order = "then the guide or the MCMC, then the training data: (model, guide, x, y)"
     if not callable(model) or isinstance(getattr(model, "guide", model), AutoSparseGP):
@@ -295,11 +296,11 @@ def seeded(seed: Optional[int]) -> Iterator[None]:
         yield
 
 
-def log_density_of(site: Any) -> Tensor:
+def log_density_of(site: dict[str, Any]) -> Tensor:
     """The log density of a site's value, summed, with the site's scale and mask."""
     return weighted_sum(torch.as_tensor(site["fn"].log_prob(site["value"])).double(), site)
 
 
-def is_factor(site: Any) -> bool:
+def is_factor(site: dict[str, Any]) -> bool:
     """Whether a site is ``pyro.factor``'s: a log density of no data."""
     return isinstance(bare(site["fn"]), dist.Unit)

@@ -11,6 +11,7 @@ from arviz_base import make_attrs
 from torch import Tensor
 
 from .._version import __version__
+from ..guide import AutoSparseGP
 from ..inference.batches import arguments_of
 from ..numerics.arguments import require_count
 from ..program.data import signature_of
@@ -24,8 +25,8 @@ _OF_DATA = ("observed_data", "posterior_predictive", "predictions")
 
 def to_datatree(
     model: Callable,
-    guide: Any,
-    *args: Any,
+    guide: AutoSparseGP,
+    *args: object,
     num_samples: int = 1000,
     predict: Union[Tensor, tuple, Mapping[str, Any], None] = None,
     include_f: bool = False,
@@ -34,7 +35,7 @@ def to_datatree(
     coords: Optional[Mapping[str, Any]] = None,
     dims: Optional[Mapping[str, Sequence[str]]] = None,
     seed: Optional[int] = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
 
@@ -178,7 +179,7 @@ class Table:
         return [*known, *(f"{name}_dim_{i}" for i in range(len(known), len(shape)))][: len(shape)]
 
 
-def plate_names(name: str, site: Any) -> list[str]:
+def plate_names(name: str, site: dict[str, Any]) -> list[str]:
     """Names of a site's dimensions: a plate names its own, others are ``{site}_dim_{i}``."""
     batch_shape = site["fn"].batch_shape
     names = [f"{name}_dim_{i}" for i in range(len(batch_shape) + len(site["fn"].event_shape))]

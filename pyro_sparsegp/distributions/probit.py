@@ -42,13 +42,13 @@ class Probit(TorchDistribution):
         """Φ(f)Φ(−f)."""
         return torch.special.ndtr(self.f) * torch.special.ndtr(-self.f)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Probit:
+    def expand(self, batch_shape: torch.Size, _instance: object = None) -> Probit:
         """The same distribution with the given batch shape."""
         new = Probit(self.f.expand(torch.Size(batch_shape)), validate_args=False)
         new._validate_args = self._validate_args  # a plate expands, and data in it are checked, too
         return new
 
-    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
         """Draws, 0 or 1 in f's dtype."""
         with torch.no_grad():
             return torch.bernoulli(self.mean.expand(self._extended_shape(sample_shape)))

@@ -82,14 +82,14 @@ class RobustMax(TorchDistribution):
         error = self.epsilon[..., None]
         return (1 - error) * wins + error / (self.num_classes - 1) * (1 - wins)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> RobustMax:
+    def expand(self, batch_shape: torch.Size, _instance: object = None) -> RobustMax:
         """The same distribution with the given batch shape."""
         shape = torch.Size(batch_shape)
         new = RobustMax(self.f.expand(*shape, self.num_classes), self.epsilon.expand(shape), validate_args=False)
         new._validate_args = self._validate_args  # a plate expands, and data in it are checked, too
         return new
 
-    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
         """Draws of classes, integers."""
         with torch.no_grad():
             return torch.distributions.Categorical(self.probs, validate_args=False).sample(torch.Size(sample_shape))

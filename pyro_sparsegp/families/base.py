@@ -84,7 +84,7 @@ class BasisFamily(Family):
         return rebuilt(spec, like, self.trainable, self.sets(len(spec.get("parts", ()))))
 
     @abstractmethod
-    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor) -> Any:
+    def on_basis(self, basis: object, batch_shape: Sequence[int], x: Tensor) -> Any:
         """The module of a basis, for inputs x."""
 
     def build(self, process: GaussianProcess, name: str) -> Any:
@@ -210,7 +210,7 @@ class OptimalFamily(SiteFamily, BasisFamily):
         require_matrix(process, name)
         return super().build(process, name)
 
-    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: Any) -> OptimalGP:
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: object) -> OptimalGP:
         return self.module(basis, *more, x, batch_shape, self.declared(), self.rate, self.updates)
 
 
@@ -239,7 +239,7 @@ def require_matrix(process: GaussianProcess, name: str) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Tensor) -> Any:
     if isinstance(value, Tensor):
         return len(value)
     if isinstance(value, (list, tuple)):

@@ -12,6 +12,7 @@ from ..bases import Basis
 from ..bases.inducing import Inducing, InducingPoints
 from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
+from ..kernels import Kernel
 from ..numerics.arguments import require_choice, require_count
 from ..process import GaussianProcess
 from .base import BasisFamily, ExpectationFamily, FreeFormFamily, NewCoefficients, OptimalFamily
@@ -41,7 +42,7 @@ class OnInducingPoints(BasisFamily):
         return self.points(process.kernel, process.x, self.sets(), name)
 
     def points(
-        self, kernel: Any, x: Tensor, sets: Sequence[Inducing], name: str, columns: Optional[Sequence[int]] = None
+        self, kernel: Kernel, x: Tensor, sets: Sequence[Inducing], name: str, columns: Optional[Sequence[int]] = None
     ) -> InducingPoints:
         """The inducing points of a kernel at the inputs of a first call, in the columns that it reads."""
         if kernel.depends_on_rows:
@@ -217,7 +218,7 @@ class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
 
     module: ClassVar = SemiCollapsedGP
 
-    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: Any) -> OptimalGP:
+    def on_basis(self, basis: Any, batch_shape: Sequence[int], x: Tensor, *more: object) -> OptimalGP:
         kind = BlockCholesky if self.covariance == "free" else Identity
         return super().on_basis(basis, batch_shape, x, kind(basis.sizes[1:], batch_shape, x))
 

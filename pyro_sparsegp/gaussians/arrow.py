@@ -16,7 +16,7 @@ class ArrowFactor(Factor):
         super().__init__(loc)
         self.precision = precision
 
-    def moments(self, phi: Any) -> tuple[Tensor, Tensor]:
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ); Φ is a tensor, or has one entry of the last block a row."""
         if isinstance(phi, Tensor):
             return phi @ self.loc, self.precision.white(phi).square().sum(0) - phi.square().sum(-1)

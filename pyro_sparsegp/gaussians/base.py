@@ -147,7 +147,7 @@ class Coefficients(Documented, AbstractModule):
             (I + λΦᵀΦ)⁻¹, the prior's where they have no rows.
         """
 
-    def anchor_of(self, features: Any, mean: Any = None) -> Any:
+    def anchor_of(self, features: object, mean: object = None) -> Any:
         """L of a run's features, for :meth:`forward`; ``None`` where it is about w alone. Of a mean function q may
         follow a constant one.
         """

@@ -96,7 +96,7 @@ class _Moments(Unmapped):
         return phi @ loc, torch.linalg.vecdot(scaled, phi), scaled
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: Tensor, output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:2], output[2])
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)  # a matrix of zeros for the last output
@@ -108,7 +108,7 @@ class _Moments(Unmapped):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
+    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: object) -> Any:
         phi, loc, scaled = ctx.saved_tensors
         a, c = phi.new_zeros(len(phi)) if a is None else a, phi.new_zeros(len(phi)) if c is None else c
         by_covariance = gram(phi, phi * c[:, None]) if ctx.needs_input_grad[2] else None

@@ -91,7 +91,7 @@ class Formed:
         """The blocks of P̂ on its diagonal."""
         return self.stack.diagonal(self.matrix)
 
-    def solve(self, right: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def solve(self, right: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         """P̂⁻¹ of a wide vector, and a flag that is not 0 if P̂ has no Cholesky factor."""
         return solved(self.matrix, right)
 
@@ -243,7 +243,7 @@ class NaturalLowRank(NaturalGaussian):
     def hold_by_draws(self) -> None:
         """Nothing: where draws alone show curvatures these sites are held as others."""
 
-    def anchor_of(self, features: Any, mean: Any = None) -> Any:
+    def anchor_of(self, features: Any, mean: object = None) -> Any:
         return features.anchors  # its blocks on the diagonal, in a list
 
     # States have the parts block by block.
@@ -260,7 +260,7 @@ class NaturalLowRank(NaturalGaussian):
                 parts = self._stack.blocks(value, square=name != "low_rank")
             destination.update((f"{prefix}{name}_{b}", part.contiguous()) for b, part in enumerate(parts))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         joins = {"loc": side_by_side, "low_rank": self._stack.rows}
         for name in _KEPT:
             keys = [f"{prefix}{name}_{b}" for b in range(len(self.sizes))]
@@ -275,7 +275,7 @@ class NaturalLowRank(NaturalGaussian):
         some = any(part.numel() for part in parts)
         return self._stack.squares([p if p.numel() else e for p, e in zip(parts, eyes)]) if some else parts[0]
 
-    def start(self, anchor: Any, features: Sequence[Tensor]) -> None:
+    def start(self, anchor: object, features: Sequence[Tensor]) -> None:
         """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
         stack = self._stack
         small = torch.cat(stack.blocks(self.low_rank.detach()), -2)

@@ -98,19 +98,19 @@ class NaturalGaussian(Natural):
         self.register_buffer("level", like.new_zeros(0))  # μ that the sums belong to, (..., M), where it moves
 
     @staticmethod
-    def takes(kind: Any) -> bool:
+    def takes(kind: object) -> bool:
         """Whether the posteriors of that kind are products of factors with a full covariance or the prior's."""
         layout = getattr(kind, "layout", None)
         return layout is not None and all(factor in (DenseFactor, IdentityFactor) for factor, _ in layout(1))
 
-    def start(self, anchor: Any, features: Sequence[Tensor]) -> None:
+    def start(self, anchor: object, features: Sequence[Tensor]) -> None:
         phi, seat = side_by_side(features), self._seat(anchor)
         # I + G = I + λΦᵀΦ
         self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
         if type(seat) is Seat:  # features at rows do not move before the first step, which has them with it
             self.seat = seat.kept.detach()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         softness = torch.as_tensor(state_dict.pop(prefix + "softness", self.softness))  # one for each block, once
         self.softness = round(float(softness.flatten()[0]), 6)  # some were saved in float32
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -215,7 +215,7 @@ class NaturalGaussian(Natural):
 
     # How q is given.
 
-    def forward(self, anchor: Any = None) -> Product:
+    def forward(self, anchor: object = None) -> Product:
         """q(w); sites are about L, or a seat."""
         seat, record = self._seat(anchor), recorded()
         if record is None:
@@ -337,7 +337,7 @@ class NaturalGaussian(Natural):
     # Sums of sites for others.
 
     @torch.no_grad()
-    def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
+    def sums(self, anchor: object) -> tuple[Tensor, Tensor]:
         """G = P − I and r = Pm under L; before the first step the prior's, 0: a start is a guess."""
         seat = self._seat(anchor)
         if self.is_tilted:  # by plain gradients: test_rows_are_added_to_what_plain_gradients_taught
@@ -349,7 +349,7 @@ class NaturalGaussian(Natural):
         return (self.steps > 0) * self._gram(seen.parts), (self.steps > 0) * pull
 
     @torch.no_grad()
-    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
+    def put_sums(self, anchor: object, gram: Tensor, pull: Tensor) -> None:
         """Have q be that of G and r under L, of more rows than a batch, or the nearest with its mean: steps go on at a
         later one's rate.
         """
@@ -360,7 +360,7 @@ class NaturalGaussian(Natural):
         loc = torch.cholesky_solve(pull.expand(precision.shape[:-1]).to(factor)[..., None], factor)[..., 0]
         self._put_known(loc, self._nearest(precision), anchor)
 
-    def _put_known(self, loc: Tensor, parts: Parts, anchor: Any) -> None:
+    def _put_known(self, loc: Tensor, parts: Parts, anchor: object) -> None:
         self._put(loc, parts, self._seat(anchor))
         self.steps = max(self.steps, _KNOWN)
 

@@ -82,6 +82,6 @@ class NaturalArrow(NaturalGaussian):
         return new.parts, shift, is_cut, rate.new_tensor(float(not is_positive))
 
     @torch.no_grad()
-    def put_sums(self, anchor: Any, gram: Any, pull: Tensor) -> None:
+    def put_sums(self, anchor: object, gram: Any, pull: Tensor) -> None:
         """Have q be that of G, an arrow, and r under L: steps go on at a later one's rate."""
         self._put_known(gram.plus(1.0).solve(pull), gram.parts, anchor)

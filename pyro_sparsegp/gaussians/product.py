@@ -367,6 +367,6 @@ class Shared(AbstractModule):
         self.coefficients, blocks = coefficients, iter(range(sum(numbers.values())))
         self.blocks = {name: list(itertools.islice(blocks, number)) for name, number in numbers.items()}
 
-    def forward(self, anchor: Any = None) -> Whole:
+    def forward(self, anchor: object = None) -> Whole:
         """q(w) for a run."""
         return Whole(self.coefficients(anchor), self.blocks)

@@ -134,7 +134,7 @@ class Known(Unmapped):
 
     @staticmethod
     def forward(
-        precision: Tensor, near: Tensor, rest: Tensor, stays: Any, turn: Any, stack: Stack
+        precision: Tensor, near: Tensor, rest: Tensor, stays: object, turn: object, stack: Stack
     ) -> tuple[Tensor, ...]:
         upper = cholesky(precision, 0.0, "I + G of natural steps").mT  # by columns, as the library wants it
         covariance = torch.cholesky_inverse(upper, upper=True).mT
@@ -143,7 +143,7 @@ class Known(Unmapped):
         return loc, covariance, covariance.diagonal().sum(), -2 * upper.diagonal().log().sum()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
         ctx.save_for_backward(*output[:2])
         *_, ctx.stays, turn, ctx.stack = inputs  # constants
         ctx.turned = None if turn is None else turn.shape

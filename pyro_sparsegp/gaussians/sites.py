@@ -5,7 +5,7 @@ They are held as (λ, λ(z − μ)), so that λ = 0, a masked or uninformative d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -141,7 +141,7 @@ class KeptSites(AbstractModule):
     def memory(self, saved: tuple[Any, ...]) -> None:
         self.inputs, self.precision, self.linear, self.truncated, self.progress = saved
 
-    def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, function: Callable, *args: object, **kwargs: object) -> Any:
         moved = {name: function(self.progress[name]) for name in ("pace", "halved")}
         self.progress |= {"mean": None, "variance": None, **moved}
         return super()._apply(function, *args, **kwargs)
@@ -151,7 +151,7 @@ class KeptSites(AbstractModule):
         self.inputs, self.precision, self.linear = self.inputs[:0], self.precision[..., :0], self.linear[..., :0]
         self.start_over()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         size_buffers(self, state_dict, prefix)
         state_dict.pop(prefix + "corrected", None)  # of releases that kept other sites for predictions
         self.progress |= {"mean": None, "variance": None}

@@ -17,7 +17,7 @@ from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..modules import size_buffers
 from ..numerics.arrow import OneEach
@@ -147,7 +147,7 @@ class Record:
         self.tensors: list[Tensor] = []
         self._passes: dict[Any, list[Pass]] = {}
 
-    def new(self, module: Any, base: Any) -> Pass:
+    def new(self, module: nn.Module, base: object) -> Pass:
         """A pass of a module's."""
         one = Pass(self, base)
         self._passes.setdefault(module, []).append(one)
@@ -353,7 +353,7 @@ class Natural(Coefficients):
         if not self.is_tilted:
             destination.pop(prefix + "tilt", None)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         self.steps = int(state_dict.pop(prefix + "steps", 0))
         state_dict.pop(prefix + "unit_unconstrained", None)
         if "tilt" in self._parameters:

@@ -108,7 +108,7 @@ class AutoSparseGP(SiteMessenger):
         kinds = [f"{kind}: {', '.join(names)}" for kind, names in of_kinds.items() if names]
         return f"{head}\n  {kinds[0]}\n  {'; '.join(kinds[1:]) or 'no other latents'}\n{indent(str(facts), '  ')}"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def __call__(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Draw every site, running the model once.
 
         :returns: latent, deterministic and observed sites' values by name.
@@ -141,7 +141,7 @@ class AutoSparseGP(SiteMessenger):
         if torch.is_grad_enabled():
             self.row_share = note_step(run, args, kwargs)
 
-    def prepare(self, *args: Any, **kwargs: Any) -> None:
+    def prepare(self, *args: object, **kwargs: object) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
         core = self.core if self.core.facts.gps else initialise(self, args, kwargs)
         if core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
@@ -157,7 +157,7 @@ class AutoSparseGP(SiteMessenger):
                     check_parameters(self, args, kwargs)
         core.loaded = False
 
-    def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
+    def absorb(self, *args: object, forget: float = 0.0, **kwargs: object) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
 
         q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) keeps two sums over all rows so far, (G₀, r₀). absorb adds the sites
@@ -175,7 +175,7 @@ class AutoSparseGP(SiteMessenger):
         self.core.points = None
         absorb(self, args, kwargs, forget)
 
-    def check(self, *args: Any, **kwargs: Any) -> list[str]:
+    def check(self, *args: object, **kwargs: object) -> list[str]:
         """Check the posteriors of the latents and of f after training: a line for each that is wrong, with what to do.
 
         The reference is the nested Laplace approximation of the posterior at draws of the hyperparameters, above 20,000
@@ -186,7 +186,7 @@ class AutoSparseGP(SiteMessenger):
         """
         return check(self, *self._with_data("check", args, kwargs))
 
-    def integrate(self, *args: Any, num_points: int = 200, **kwargs: Any) -> Points:
+    def integrate(self, *args: object, num_points: int = 200, **kwargs: object) -> Points:
         """After training replace q(θ) by weighted points, each with its own q(u | θ), as INLA does.
 
         One normal is too narrow for hyperparameters that few data inform, such as the variance of five groups. From now
@@ -206,7 +206,7 @@ class AutoSparseGP(SiteMessenger):
         self.core.points = integrate(self, args, kwargs, num_points)
         return self.core.points
 
-    def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
+    def posterior(self, *args: object, **kwargs: object) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, with other latents at their posterior medians.
 
         The variance includes the uncertainty of latents with normal priors; that of hyperparameters is in
@@ -218,7 +218,7 @@ class AutoSparseGP(SiteMessenger):
         args, kwargs = self._or_of_training("posterior", args, kwargs)
         return self.run_at(args, kwargs, at_medians=True, draws_data=False).posteriors
 
-    def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
+    def draw(self, *args: object, joint: bool = True, **kwargs: object) -> dict[str, Tensor]:
         """A draw of every site at new inputs. Subsampling is off. Latents under the data plate are drawn from the
         model, or as learned if all arguments are the training data; discrete ones given the data, if there are any.
 
@@ -229,13 +229,13 @@ class AutoSparseGP(SiteMessenger):
         known = () if run.call.inputs else self.facts.classes
         return run.values | handlers.given_data(self.model, run.trace, args, kwargs, known)
 
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
         args, kwargs = self._or_of_training("median", args, kwargs)
         found = self.run_at(args, kwargs, at_medians=True, draws_data=False).values
         return {name: value for name, value in found.items() if name not in [*self.facts.data, *self.facts.discrete]}
 
-    def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
+    def quantiles(self, quantiles: object, *args: object, num_draws: int = 1000, **kwargs: object) -> dict[str, Tensor]:
         """Quantiles, ``(Q, ...)``, of each latent, and of each GP site at these inputs. Without inputs: of the latents.
 
         >>> guide.quantiles([0.05, 0.5, 0.95])["length"]           # doctest: +SKIP
@@ -248,7 +248,7 @@ class AutoSparseGP(SiteMessenger):
         draws = self._marginal_draws("quantiles", args, kwargs, num_draws)
         return {name: value.quantile(levels, 0) for name, value in draws.items()}
 
-    def summary(self, *args: Any, num_draws: int = 1000, **kwargs: Any) -> Summary:
+    def summary(self, *args: object, num_draws: int = 1000, **kwargs: object) -> Summary:
         """Mean, standard deviation and 90 % interval of each latent, and of each GP site at these inputs, as a table.
 
         >>> print(guide.summary())  # doctest: +SKIP

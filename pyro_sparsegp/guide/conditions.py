@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..approximations.on_sites import ProjectedGP, SiteGP
 from ..gaussians.sites import KeptSites, Sites, update, within_reach
@@ -57,7 +57,7 @@ class _UnderLatents(Priors):
     reads: Collection[str] = ()  # the GP sites by whose values, moves off the prior's mean, densities are derived
     moves: dict[str, Tensor] = field(init=False, default_factory=dict)
 
-    def answer(self, name: str, process: GaussianProcess, module: Any) -> Any:
+    def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Any:
         if name in self.reads:
             self.moves[name] = torch.zeros_like(process.mean, requires_grad=True)
             return process.mean + self.moves[name]

@@ -21,7 +21,7 @@ def items_of_draws(guide: KnownGuide, num: int) -> dict[Any, Tensor]:
     if data is None or not (are_all and guide.on_sites and guide.has_random_latents):
         return each
 
-    def one(_: Any) -> dict[Any, Tensor]:
+    def one(_: object) -> dict[Any, Tensor]:
         with handlers.unrecorded(same=True, learns=False), traces.whole_plates():
             run = Priors(guide).perform(data.args, data.kwargs)
         return {name: run.values[name] for name in core.facts.latents if name in run.values}

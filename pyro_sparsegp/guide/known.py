@@ -70,7 +70,7 @@ class Core:
     modules: dict[str, Any] = _field(default_factory=dict)  # the variational modules of GP sites
 
 
-def _require_arguments(model: Any, families: Mapping[Any, Any], named: Mapping[str, Any], start: Any) -> None:
+def _require_arguments(model: object, families: Mapping[Any, Any], named: Mapping[str, Any], start: object) -> None:
     """Raise if a guide's arguments are none: ``families`` by groups of names, and ``named``, names of sites."""
     if not callable(model):
         raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
@@ -237,7 +237,7 @@ class KnownGuide(AutoNormalMessenger):
         """Whether what it knows belongs to single rows of the training data."""
         return self.on_sites or bool(self.core.facts.local_latents or self.core.facts.classes)
 
-    def is_given(self, name: str, site: Any) -> bool:
+    def is_given(self, name: str, site: dict[str, Any]) -> bool:
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""
         known = self.core.facts.downstream
         # It stands in no plate, and its density does not move with f.

@@ -77,7 +77,7 @@ class OfPrior(TorchDistribution):
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, prior: Any) -> None:
+    def __init__(self, prior: TorchDistribution) -> None:
         self.prior = prior
         super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
@@ -87,7 +87,9 @@ class _Part(OfPrior):
 
     has_rsample = True
 
-    def __init__(self, drawn: Union[Drawn, Point], rows: slice, shape: torch.Size, name: str, prior: Any) -> None:
+    def __init__(
+        self, drawn: Union[Drawn, Point], rows: slice, shape: torch.Size, name: str, prior: TorchDistribution
+    ) -> None:
         super().__init__(prior)
         self.drawn: Any = drawn
         self.rows, self.sizes, self.name = rows, shape, name
@@ -96,14 +98,14 @@ class _Part(OfPrior):
         self.transform: Any = ExpTransform() if is_positive else biject_to(prior.support)
         self.draw: Optional[tuple[Tensor, Tensor]] = None  # z and its value, once asked for
 
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: object = torch.Size()) -> Tensor:
         if sample_shape:
             raise ValueError(f"site {self.name!r} stands {SAMPLES_ARE_VECTORISED}")
         z = self.drawn.value[self.rows].reshape(self.sizes)
         self.draw = z, self.transform(z)
         return self.draw[1]
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+    def expand(self, batch_shape: torch.Size, _instance: object = None) -> Any:
         """As any distribution; GP sites refuse plates over samples: test_guide.py, test_vectorised_samples."""
         return ExpandedDistribution(self, batch_shape)
 
@@ -142,7 +144,7 @@ def couple(guide: KnownGuide, loc: Tensor, root: Tensor) -> None:
     guide.together = DrawnGaussian(loc, root)
 
 
-def _place(guide: KnownGuide, name: str, prior: Any) -> tuple[slice, torch.Size]:
+def _place(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[slice, torch.Size]:
     """Where a latent's entries are among all, and its values' shape: in plates of one, as its prior has it."""
     latents, coupled = guide.facts.latents, guide.joint.hyper
     start = sum(latents[other].numel for other in coupled[: coupled.index(name)])
@@ -157,13 +159,13 @@ def _place(guide: KnownGuide, name: str, prior: Any) -> tuple[slice, torch.Size]
     return slice(start, start + known.numel()), shape
 
 
-def coupled_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
+def coupled_params(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[Tensor, Tensor]:
     """The mean of a coupled latent, and its standard deviation given those before it."""
     rows, shape = _place(guide, name, prior)
     return guide.together.mean[rows].reshape(shape), guide.together.tril.diagonal()[rows].reshape(shape)
 
 
-def coupled_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
+def coupled_posterior(guide: KnownGuide, name: str, prior: TorchDistribution) -> Any:
     """The posterior of a coupled latent in a run: its part of the draw of all."""
     run, drawn = guide.run, guide.run.drawn
     if isinstance(drawn, Point):
@@ -193,7 +195,7 @@ class FieldLatent(OfPrior):
 
     has_rsample = True
 
-    def __init__(self, prior: Any, share: Share) -> None:
+    def __init__(self, prior: TorchDistribution, share: Share) -> None:
         super().__init__(prior)
         self.share = share
         self.drawn: Optional[list[Tensor]] = None  # x, where its value is a draw of its own
@@ -228,7 +230,7 @@ def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
     return q.spread(q.share.kl())
 
 
-def init_to_centre(site: Any) -> Tensor:
+def init_to_centre(site: dict[str, Any]) -> Tensor:
     """A prior's mean; or its median, where the mean is not finite or beyond nine tenths of the draws, as for
     half-Cauchy and wide log-normal priors.
     """

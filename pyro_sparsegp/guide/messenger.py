@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide.initialization import init_to_sample
 from pyro.infer.autoguide.utils import helpful_support_errors
 from pyro.poutine.runtime import get_plates
@@ -30,7 +31,7 @@ from .points import Point
 from .state import resume, saved_of
 
 
-def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
+def _require_latent(guide: KnownGuide, name: str, prior: TorchDistribution) -> None:
     twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):
         raise ValueError(
@@ -52,7 +53,7 @@ def _require_latent(guide: KnownGuide, name: str, prior: Any) -> None:
             )
 
 
-def _is_new(guide: KnownGuide, name: str, prior: Any) -> bool:
+def _is_new(guide: KnownGuide, name: str, prior: TorchDistribution) -> bool:
     """Whether a latent is none of the guide's, or under the data plate and at other data than there were."""
     facts = guide.core.facts
     if name not in facts.latents:
@@ -82,7 +83,7 @@ def _is_new(guide: KnownGuide, name: str, prior: Any) -> bool:
     )
 
 
-def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
+def _new_latent(guide: KnownGuide, name: str, prior: GaussianProcess) -> None:
     if isinstance(traces.bare(prior), dist.Delta):
         raise ValueError(f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic")
     with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
@@ -111,7 +112,7 @@ def _resume_name(guide: KnownGuide, name: str) -> bool:
 class SiteMessenger(KnownGuide):
     """Pyro's mean-field guide, whose GP sites are answered by their families' modules, and others may be coupled."""
 
-    def _get_params(self, name: str, prior: Any) -> tuple[Tensor, Tensor]:
+    def _get_params(self, name: str, prior: TorchDistribution) -> tuple[Tensor, Tensor]:
         """The mean and standard deviation of a latent in unconstrained space; they are made where there are none."""
         if name in self.core.joint.hyper:
             return coupled_params(self, name, prior)
@@ -123,7 +124,7 @@ class SiteMessenger(KnownGuide):
             return self._get_params(name, prior)
         return loc, loc if self.is_point(name) else attrgetter(path)(self.scales)
 
-    def get_posterior(self, name: str, prior: Any) -> Any:
+    def get_posterior(self, name: str, prior: TorchDistribution) -> Any:
         """The posterior of a site, given its prior under the values drawn upstream: of GP sites a
         :class:`SparsePosterior`. Override it for others, as in Pyro.
         """
@@ -142,7 +143,7 @@ class SiteMessenger(KnownGuide):
         answer = run.answer(name, process, module)
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
 
-    def _posterior_of_latent(self, name: str, prior: Any) -> Any:
+    def _posterior_of_latent(self, name: str, prior: TorchDistribution) -> Any:
         run, facts, joint = self.run, self.core.facts, self.core.joint
         own = facts.latents.get(name)
         # Before anything is learned every latent is the guide's.
@@ -259,7 +260,7 @@ class SiteMessenger(KnownGuide):
                 model_trace.nodes[name] = {**site, "fn": site["infer"]["prior"]}
         return model_trace, guide_trace
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
         if self.structure is not None and not self.core.loaded:
             conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
         super()._save_to_state_dict(*args, **kwargs)
@@ -271,7 +272,7 @@ class SiteMessenger(KnownGuide):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         """Make what a saved state is to be loaded into; raise if it is of another model, or of other families."""
         if saved := state_dict.get(prefix + "_extra_state"):
             tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
@@ -283,7 +284,7 @@ class SiteMessenger(KnownGuide):
         # Its name is its own inside another module, too: two of these may hold guides under one attribute's name.
         super()._pyro_set_supermodule(self._pyro_name, context)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, *args: Any, **kwargs: object) -> Any:
         self.like = args[0](self.like)
         if self.core.data is not None:
             self.core.data = self.core.data.mapped(args[0], self.model)

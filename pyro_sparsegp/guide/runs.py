@@ -11,8 +11,9 @@ from typing import Any, Optional, Self, Union
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoNormalMessenger
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..approximations.on_sites import SiteGP
 from ..gaussians.drawn import Drawn
@@ -104,7 +105,7 @@ class Run(ABC):
         known = self.guide.core.facts.data
         return {name: site for name, site in self.sites.items() if site["is_observed"] and name in known}
 
-    def note_new(self, name: str, prior: Any) -> None:  # noqa: B027, priors alone are asked for these
+    def note_new(self, name: str, prior: TorchDistribution) -> None:  # noqa: B027, priors alone are asked for these
         """Take note of the prior of a member of the field at rows that it has no values of."""
 
     def module(self, name: str, process: GaussianProcess) -> Any:
@@ -112,7 +113,7 @@ class Run(ABC):
         return self.guide.module_of(name)
 
     @abstractmethod
-    def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
+    def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Union[Tensor, SparsePosterior]:
         """The answer at a GP site: a posterior to be drawn from, or a value."""
 
     def settled(self, name: str, process: GaussianProcess) -> GaussianProcess:
@@ -120,7 +121,7 @@ class Run(ABC):
         module = self.guide.corrected_modules().get(name) if self.call.new else None
         return process if module is None else module.settled(process)
 
-    def free(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
+    def free(self, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]) -> Any:
         """The posterior of a free family, in groups of the inputs that a layer above couples."""
         posterior = module(self.settled(name, process), name, kind)
         if isinstance(posterior, GroupedSite):
@@ -134,14 +135,14 @@ class Priors(Run):
 
     normal: dict[str, Any] = field(init=False, default_factory=dict)  # priors of these others
 
-    def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
+    def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Tensor:
         return process.mean
 
-    def note_new(self, name: str, prior: Any) -> None:
+    def note_new(self, name: str, prior: TorchDistribution) -> None:
         """Take note of the prior of a member of the field at rows that it has no values of."""
         self.normal[name] = prior
 
-    def latent_of_field(self, name: str, prior: Any) -> Tensor:
+    def latent_of_field(self, name: str, prior: TorchDistribution) -> Tensor:
         """The answer at a latent of the field."""
         self.normal[name] = prior
         return prior.mean
@@ -198,12 +199,12 @@ class Posteriors(Run):
                 self._with_means = with_means(processes, zeros, ahead.bases)
         return super().perform(args, kwargs)
 
-    def latent_of_field(self, name: str, prior: Any) -> Any:
+    def latent_of_field(self, name: str, prior: TorchDistribution) -> Any:
         """The answer at a latent of the field: its posterior, or a value."""
         posterior = FieldLatent(prior, self._ahead.whole.share(name))
         return posterior.mean if self.at_medians else posterior
 
-    def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
+    def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Union[Tensor, SparsePosterior]:
         joint, nodes = self.at_medians or process.event_shape[0] <= self.joint_up_to, self.nodes or {}
         kind = NodeSite if name in nodes else Site if joint else self.guide.kind_of_draws(name)
         if self._ahead is not None:
@@ -275,7 +276,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
     return share_of_rows(run)
 
 
-def _is_prior(site: Any) -> bool:
+def _is_prior(site: dict[str, Any]) -> bool:
     return site["fn"] is site["infer"].get("prior")
 
 
@@ -354,7 +355,7 @@ def share_of_rows(run: Run) -> float:
     return least if known else 0.0
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     """Whether two scales are one number; tensors are not asked, which would be read back from a device."""
     return isinstance(one, (int, float)) and isinstance(other, (int, float)) and math.isclose(one, other)
 

@@ -33,7 +33,7 @@ class Batch:
 
 
 def as_batches(
-    data: Any, batch_size: Optional[int], size: Optional[int], device: Device, seed: int
+    data: object, batch_size: Optional[int], size: Optional[int], device: Device, seed: int
 ) -> Union[TensorBatches, LoadedBatches]:
     """Batches of ``data``, as :func:`~pyro_sparsegp.fit` takes them."""
     if isinstance(data, (Tensor, np.ndarray, tuple, Mapping)):
@@ -50,12 +50,12 @@ def as_batches(
     return LoadedBatches(data, size, device, seed)
 
 
-def arguments_of(data: Any) -> tuple[tuple, dict[str, Any]]:
+def arguments_of(data: object) -> tuple[tuple, dict[str, Any]]:
     """A model's positional and keyword arguments out of a tensor, a tuple or list, or a dict of them; arrays, which may
     be memory maps, as tensors that share their memory.
     """
 
-    def of(value: Any) -> Any:
+    def of(value: Tensor) -> Any:
         return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
     with warnings.catch_warnings():
@@ -65,7 +65,7 @@ def arguments_of(data: Any) -> tuple[tuple, dict[str, Any]]:
         return tuple(map(of, data if isinstance(data, (tuple, list)) else (data,))), {}
 
 
-def _rows(*arguments: Any) -> list[int]:
+def _rows(*arguments: object) -> list[int]:
     """How many rows the tensors that have any have."""
     return [len(value) for value in tensors(arguments) if value.dim()]
 

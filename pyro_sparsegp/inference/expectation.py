@@ -99,7 +99,7 @@ class ExpectationPropagation:
         #: by GP site, how its updates go
         self.progress: dict[str, Progress] = {}
 
-    def step(self, *args: Any, indices: Optional[Tensor] = None, **kwargs: Any) -> float:
+    def step(self, *args: object, indices: Optional[Tensor] = None, **kwargs: object) -> float:
         """Refine the sites, once or to convergence, and take one step of the optimiser.
 
         :param args: the model's arguments, with the data.
@@ -111,14 +111,14 @@ class ExpectationPropagation:
         """
         return self._work(args, kwargs, indices, 1 if self.schedule == "inner" else self.max_sweeps, train=True)
 
-    def sweep(self, *args: Any, indices: Optional[Tensor] = None, num: int = 1, **kwargs: Any) -> float:
+    def sweep(self, *args: object, indices: Optional[Tensor] = None, num: int = 1, **kwargs: object) -> float:
         """Refine the sites ``num`` times, or to convergence if that comes first, with all parameters held.
 
         :returns: as :meth:`step`.
         """
         return self._work(args, kwargs, indices, num, train=False)
 
-    def evaluate_loss(self, *args: Any, indices: Optional[Tensor] = None, **kwargs: Any) -> float:
+    def evaluate_loss(self, *args: object, indices: Optional[Tensor] = None, **kwargs: object) -> float:
         """−log Z_EP − log p(other latents) at sites and parameters as they are, in nats."""
         return self._work(args, kwargs, indices, 0, train=False)
 

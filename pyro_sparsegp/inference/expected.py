@@ -122,7 +122,7 @@ def divergence(guide_site: Any, model_site: Any) -> Tensor:
     return weighted_sum(value, guide_site)
 
 
-def weighted_sum(value: Tensor, site: Any) -> Tensor:
+def weighted_sum(value: Tensor, site: dict[str, Any]) -> Tensor:
     """The sum of a site's terms, with its scale and mask."""
     return scale_and_mask(value, site["scale"], site["mask"]).sum()
 
@@ -280,7 +280,9 @@ def require_shown(shown: bool) -> None:
         raise Unsupported("the graph does not show what densities make of function values")
 
 
-def _functions(site: Any, made: Mapping[Any, str], moving: Collection[str]) -> dict[str, tuple[str, list[Elementwise]]]:
+def _functions(
+    site: dict[str, Any], made: Mapping[Any, str], moving: Collection[str]
+) -> dict[str, tuple[str, list[Elementwise]]]:
     """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise;
     raise if others depend on any, as ``moving`` says. ``made``: GP sites by the nodes of the graph of their values.
     """

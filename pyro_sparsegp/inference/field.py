@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gaussians.base import Gaussian
 from ..gaussians.steps import recorded
 from ..guide import AutoSparseGP
 from ..guide.field import Layout, Standardised, run_standardised
@@ -95,7 +96,7 @@ def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor]
     return total
 
 
-def _moments(q: Any, layout: Layout, found: Predictors) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:
+def _moments(q: Gaussian, layout: Layout, found: Predictors) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:
     """The means of the linear predictors of a run with the field at its mean, and covariances of pairs."""
     eta: dict[Place, Tensor] = {}
     marginals: dict[Place, Any] = {}  # as they are recorded

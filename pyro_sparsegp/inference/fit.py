@@ -150,7 +150,7 @@ def _method(
     optim: Optional[PyroOptim],
     loss: Optional[ELBO],
     method: Any,
-    group: Any,
+    group: object,
     jit: bool,
 ) -> Union[SVI, ExpectationPropagation]:
     """What takes the steps."""
@@ -387,7 +387,7 @@ def _interrupts() -> Iterator[list[int]]:
     """A Ctrl-C is noted in this list, so that no step is cut in two; a second one raises KeyboardInterrupt at once."""
     noted: list[int] = []
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: object) -> None:
         if noted:
             raise KeyboardInterrupt
         noted.append(number)

@@ -52,13 +52,13 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
         thirty seconds. Losses are then equal up to rounding.
     """
 
-    def __init__(self, num_nodes: int = 20, num_particles: int = 1, *, compile: bool = False, **kwargs: Any) -> None:
+    def __init__(self, num_nodes: int = 20, num_particles: int = 1, *, compile: bool = False, **kwargs: object) -> None:
         super().__init__(num_nodes, num_particles, **kwargs)
         self.compile = compile
         self.optim: Optional[FallingAdam] = None  # whose steps are recorded, too: fit's
         self._recordings: WeakKeyDictionary[AutoSparseGP, Recordings] = WeakKeyDictionary()
 
-    def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
+    def loss_and_grads(self, model: Callable, guide: AutoSparseGP, *args: object, **kwargs: object) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'."""
         step = Step(self, own_guide(model, guide, "JitTraceQuadrature_ELBO"), guide, args, kwargs)
         recordings = self._recordings.setdefault(step.guide, Recordings(self.compile))
@@ -100,7 +100,7 @@ class Step:
         """What the graph depends on but numbers."""
         places: dict[int, int] = {}  # a tensor may stand at several
 
-        def kind(leaf: Any) -> Any:
+        def kind(leaf: Tensor) -> Any:
             if isinstance(leaf, Tensor):
                 place = places.setdefault(id(leaf), len(places))
                 return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, place
@@ -158,7 +158,7 @@ class Recordings:
             step.elbo._note(replay.loss, step.guide, step.wrapped, step.args, step.kwargs)
         return replay.loss
 
-    def _left(self, step: Step, recording: Recording, key: Any) -> float:
+    def _left(self, step: Step, recording: Recording, key: object) -> float:
         """A plain step where a replay failed; if most of a recording's replays fail, it is given up."""
         if recording.failures > max(_PATIENCE, recording.steps / 2):
             self.found.pop(key)

@@ -150,7 +150,7 @@ def share_rates(guide: AutoSparseGP, share: float) -> None:
         module.share = share
 
 
-def shared_step(svi: SVI, *args: Any, **kwargs: Any) -> float:
+def shared_step(svi: SVI, *args: object, **kwargs: object) -> float:
     """A step of SVI by the gradients of all processes' batches joined, within :func:`sharing`, and its loss, of them
     all; natural steps are by the sums of all of them, too.
     """

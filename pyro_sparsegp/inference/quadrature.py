@@ -15,7 +15,7 @@ from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.elbo import ELBOModule
 from pyro.infer.util import torch_item
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..bases.actions import ProjectedFeatures
 from ..gaussians.steps import Record, recording
@@ -73,7 +73,7 @@ class TraceQuadrature_ELBO(ELBO):
     :param num_particles: the number of draws of other latents to average over.
     """
 
-    def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: Any) -> None:
+    def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: object) -> None:
         require_count(num_nodes, "TraceQuadrature_ELBO's num_nodes")
         if kwargs.get("vectorize_particles"):
             raise ValueError(
@@ -84,7 +84,7 @@ class TraceQuadrature_ELBO(ELBO):
         self.num_nodes = num_nodes
         self._known: WeakKeyDictionary[AutoSparseGP, _Known] = WeakKeyDictionary()
 
-    def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
+    def loss(self, model: Callable, guide: AutoSparseGP, *args: object, **kwargs: object) -> float:
         """Minus the bound, in nats.
 
         :raises ValueError: if it is NaN or infinite, naming the sites.
@@ -93,7 +93,7 @@ class TraceQuadrature_ELBO(ELBO):
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
         return finite("the bound", loss, guide, args, kwargs)
 
-    def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
+    def loss_and_grads(self, model: Callable, guide: AutoSparseGP, *args: object, **kwargs: object) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'.
 
         Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, on the
@@ -126,7 +126,7 @@ class TraceQuadrature_ELBO(ELBO):
         self._note(value, unwrapped, guide, args, kwargs)
         return value
 
-    def _note(self, value: float, guide: AutoSparseGP, wrapped: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _note(self, value: float, guide: AutoSparseGP, wrapped: object, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note a step's loss; at some steps look whether nodes are enough."""
         closed, known = guide.core.forms, self._known[guide]
         before, known.loss, known.call = known.loss, value, (args, kwargs)
@@ -159,7 +159,7 @@ class TraceQuadrature_ELBO(ELBO):
                 stacklevel=5,
             )
 
-    def _evaluated(self, unwrapped: Any, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
+    def _evaluated(self, unwrapped: Any, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
         """The loss, as a tensor and as a number, and what natural steps are to know of it."""
         # The number is read together with the flags of factorisations. Where one failed, it is evaluated anew, from the
         # same state and with the same random numbers, and each flag is looked at, as it is in a first call.
@@ -181,7 +181,7 @@ class TraceQuadrature_ELBO(ELBO):
             loss = self._minus_bound(unwrapped, guide, args, kwargs)
         return loss, finite("the bound", loss, guide, args, kwargs), record
 
-    def _check_gradients(self, guide: Any, record: Record) -> None:
+    def _check_gradients(self, guide: AutoSparseGP, record: Record) -> None:
         """Raise if they are not finite. The signs of curvatures, which natural steps ask for, are read at one look."""
         grads = {name: p.grad for name, p in guide.named_parameters() if p.grad is not None}
         signs = record.signs
@@ -202,20 +202,20 @@ class TraceQuadrature_ELBO(ELBO):
             "on one another; or too large a learning rate."
         )
 
-    def __call__(self, model: Any, guide: Any) -> ELBOModule:
+    def __call__(self, model: nn.Module, guide: AutoSparseGP) -> ELBOModule:
         """The loss as a module of the model's and the guide's parameters, called with the model's arguments.
 
         It has its parameters once the guide has: after the guide's first call, or a loaded state.
         """
         return _Module(model, guide, self)
 
-    def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def differentiable_loss(self, model: Callable, guide: AutoSparseGP, *args: object, **kwargs: object) -> Tensor:
         """Minus the bound as a scalar tensor."""
         unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
         unwrapped.prepare(*args, **kwargs)
         return self._minus_bound(unwrapped, guide, args, kwargs)
 
-    def _minus_bound(self, unwrapped: AutoSparseGP, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _minus_bound(self, unwrapped: AutoSparseGP, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
         if torch.is_grad_enabled():
             unwrapped.core.num_nodes = self.num_nodes  # sites are read at as many
@@ -223,7 +223,7 @@ class TraceQuadrature_ELBO(ELBO):
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
 
-    def _get_trace(self, model: Callable, guide: Any, args: Any, kwargs: Any) -> Any:
+    def _get_trace(self, model: Callable, guide: AutoSparseGP, args: tuple, kwargs: object) -> Any:
         raise TypeError("TraceQuadrature_ELBO runs the model for all nodes at once; it has no single trace")
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -343,7 +343,7 @@ class ProjectedLikelihood(TraceQuadrature_ELBO):
         return total
 
 
-def finite(what: str, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, Any]) -> float:
+def finite(what: str, loss: Tensor, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> float:
     """An objective's value; raise if it is NaN or infinite, naming the sites."""
     value, unwrapped = torch_item(loss), cast(Any, poutine.unwrap(guide))
     if not math.isfinite(value):

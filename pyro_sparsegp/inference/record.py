@@ -50,7 +50,7 @@ class Slot:
         tape = getattr(self.owner, "tape", None)
         return self.value if tape is None else tape.moved.get(self.name, self.value)
 
-    def put(self, value: Any) -> None:
+    def put(self, value: Tensor) -> None:
         if isinstance(self.value, nn.Parameter):  # which optimisers and Pyro's store know
             self.value.data = value
         else:
@@ -241,7 +241,7 @@ def require_alike(exact: Graph, fast: Graph, inputs: list[Tensor]) -> None:
         raise ValueError(f"compiled code has the loss {other:.8g}, and the graph {loss:.8g}")
 
 
-def _stand_in(site: Any, leaf: Tensor) -> Any:
+def _stand_in(site: dict[str, Any], leaf: Tensor) -> Any:
     """A parameter's site, with what optimisers ask of it alone."""
     value: Any = site["value"].detach()
     value.unconstrained = weakref.ref(leaf)

@@ -122,7 +122,13 @@ class SiteRun:
     """
 
     def __init__(
-        self, method: Any, name: str, process: GaussianProcess, terms: Terms, trace: Any, indices: Optional[Tensor]
+        self,
+        method: Any,
+        name: str,
+        process: GaussianProcess,
+        terms: Terms,
+        trace: poutine.Trace,
+        indices: Optional[Tensor],
     ) -> None:
         guide: AutoSparseGP = method.guide
         scale = trace.nodes[name]["scale"]

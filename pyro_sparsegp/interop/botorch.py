@@ -109,7 +109,7 @@ class Model(BoTorchModel, FantasizeMixin):
         output_indices: Optional[list[int]] = None,
         observation_noise: Union[bool, Tensor] = False,
         posterior_transform: Any = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """The joint posterior of the values at q inputs, of each batch.
 
@@ -179,7 +179,7 @@ class Model(BoTorchModel, FantasizeMixin):
         )
 
     def condition_on_observations(
-        self, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None] = None, **kwargs: Any
+        self, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None] = None, **kwargs: object
     ) -> Model:
         """The model conditioned on further measurements: q as a Gaussian process, given the old and the new ones.
 

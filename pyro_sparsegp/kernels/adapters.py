@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .algebra import Foreign, Kernel
 
@@ -53,7 +53,7 @@ def _freeze(module: Any) -> Any:
     return frozen
 
 
-def _is_pyro_kernel(module: Any) -> bool:
+def _is_pyro_kernel(module: nn.Module) -> bool:
     from pyro.contrib.gp.kernels import Kernel as PyroKernel
 
     return isinstance(module, PyroKernel)
@@ -71,7 +71,7 @@ def from_pyro(kernel: Any) -> Kernel:
     return Foreign(frozen, lambda x: frozen(x, diag=True), kernel)
 
 
-def from_gpytorch(kernel: Any) -> Kernel:
+def from_gpytorch(kernel: object) -> Kernel:
     """A ``gpytorch.kernels`` module as a kernel (needs GPyTorch).
 
     :param kernel: the module; its batch dimensions lead.

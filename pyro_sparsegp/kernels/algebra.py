@@ -50,7 +50,7 @@ class Foreign(Kernel):
 
     any_dtype = False
 
-    def __init__(self, function: Callable[..., Tensor], variance: Callable[[Tensor], Tensor], of: Any) -> None:
+    def __init__(self, function: Callable[..., Tensor], variance: Callable[[Tensor], Tensor], of: object) -> None:
         self.function, self.variance, self.of = function, variance, of
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
@@ -177,7 +177,7 @@ class Product(Compound):
 class _Modified(Compound):
     """A kernel made of one other, k₀, whose name and source it has."""
 
-    def __init__(self, kernel: Any, what: str) -> None:
+    def __init__(self, kernel: object, what: str) -> None:
         super().__init__([kernel], what)
         self.name = self.kernel.name
 

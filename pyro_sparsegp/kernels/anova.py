@@ -115,7 +115,7 @@ class Anova(Kernel):
 
     event_dims = (("low", 0), ("high", 0))
 
-    def __new__(cls, base: Any = None, low: Scalar = 0.0, high: Scalar = 1.0) -> Any:
+    def __new__(cls, base: object = None, low: Scalar = 0.0, high: Scalar = 1.0) -> Any:
         if isinstance(base, Scaled):  # of √v f the part with mean zero is √v f₀
             return Scaled(cls(base.kernel, low, high), base.variance)
         return super().__new__(cls)
@@ -208,7 +208,7 @@ class Anova(Kernel):
             )
 
 
-def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
+def centred_on(kernel: object) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
     """The intervals, by column, over which all functions of a kernel have mean zero along each column."""
     if isinstance(kernel, Anova):
         return {0: (kernel.low, kernel.high)}

@@ -200,7 +200,7 @@ class CovarianceFunction(Documented, ABC):
         return f"{type(self).__name__}({', '.join(found)})"
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """An argument for ``repr``: the number, the tensor's shape, the network's kind."""
     if callable(value) and not isinstance(value, CovarianceFunction):
         return getattr(value, "__name__", type(value).__name__)
@@ -223,7 +223,7 @@ def in_any_dtype(kernel: Any) -> bool:
     return ours and type(kernel).any_dtype and all(map(in_any_dtype, kernel.parts))
 
 
-def hyperparameters(kernel: Any) -> str:
+def hyperparameters(kernel: object) -> str:
     """What numbers a kernel is made of, such as "RBF's lengthscale is nan", for an error."""
     found = []
     for label, value in vars(kernel).items():

@@ -31,7 +31,7 @@ class Derivative(Kernel):
     :raises ValueError: if k is no kernel, or its diagonal depends on the other rows.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: object) -> None:
         kernel = as_kernel(kernel, "Derivative's kernel", by_row=True)
         if _is_rough(kernel):
             raise ValueError(f"Matern12's functions have no derivative, as in {kernel!r}: take Matern32 or smoother")

@@ -89,7 +89,7 @@ class Convolutional(Kernel):
     event_dims = (("weights", 1),)
 
     def __init__(
-        self, base: Any, image_shape: Shape, patch_shape: Shape, weights: Weights = None, stride: int = 1
+        self, base: Tensor, image_shape: Shape, patch_shape: Shape, weights: Weights = None, stride: int = 1
     ) -> None:
         self.base = as_kernel(base, f"{type(self).__name__}'s base", by_row=True)
         self.grid = patch_grid(image_shape, patch_shape, stride)
@@ -202,7 +202,13 @@ class TICK(Convolutional):
     """
 
     def __init__(
-        self, base: Any, location: Any, image_shape: Shape, patch_shape: Shape, weights: Weights = None, stride: int = 1
+        self,
+        base: Tensor,
+        location: object,
+        image_shape: Shape,
+        patch_shape: Shape,
+        weights: Weights = None,
+        stride: int = 1,
     ) -> None:
         super().__init__(base, image_shape, patch_shape, weights, stride)
         self.location = as_kernel(location, "TICK's location")

@@ -61,7 +61,7 @@ class ProfileOfDistance(Function):
         return profile.value_and_slope(s)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
         x, z, ctx.profile = inputs
         ctx.save_for_backward(x, z, output[1])
         ctx.save_for_forward(x, z)
@@ -69,7 +69,7 @@ class ProfileOfDistance(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any, _: Any) -> tuple[Optional[Tensor], Optional[Tensor], None]:
+    def backward(ctx: Any, grad: Tensor, _: object) -> tuple[Optional[Tensor], Optional[Tensor], None]:
         x, z, slope = ctx.saved_tensors
         if grad is None:
             return None, None, None
@@ -82,7 +82,7 @@ class ProfileOfDistance(Function):
         return by_x, _towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor], _: Any) -> tuple[Tensor, None]:
+    def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor], _: object) -> tuple[Tensor, None]:
         x, z = ctx.saved_tensors
         # dg(s) = dg/ds ds, in which both inputs may move
         s, (other, dz) = _clean(x, z), (x, dx) if z is None else (z, dz)
@@ -94,7 +94,7 @@ class ProfileOfDistance(Function):
         return change * ctx.profile.value_and_slope(s)[1], None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], profile: Any) -> Any:
+    def vmap(info: object, in_dims: Any, x: Tensor, z: Optional[Tensor], profile: object) -> Any:
         return ProfileOfDistance.apply(*aligned(in_dims, (x, z)), profile), (0, 0)
 
 

@@ -3,7 +3,6 @@
 import re
 from inspect import cleandoc, signature
 from textwrap import indent
-from typing import Any
 
 from torch import Tensor
 
@@ -17,19 +16,19 @@ def require_codes(codes: Tensor, num: int, what: str, remedy: str) -> None:
         raise ValueError(f"{what} must be whole numbers from 0 to {num - 1}, got {some}; {remedy}.")
 
 
-def require_count(value: Any, what: str, least: int = 1, or_none: bool = False) -> None:
+def require_count(value: object, what: str, least: int = 1, or_none: bool = False) -> None:
     """Refuse what is no whole number of at least so much."""
     if not (or_none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{what} must be {'None or ' * or_none}a whole number of at least {least}, got {value!r}")
 
 
-def require_share(value: Any, what: str) -> None:
+def require_share(value: object, what: str) -> None:
     """Refuse what is no number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ValueError(f"{what} must be a number in (0, 1], got {value!r}")
 
 
-def require_choice(value: Any, what: str, *choices: Any) -> None:
+def require_choice(value: object, what: str, *choices: object) -> None:
     """Refuse what is none of some words."""
     if value not in choices:
         listed = " or ".join(f'"{word}"' if isinstance(word, str) else repr(word) for word in choices)
@@ -44,7 +43,7 @@ class Documented:
     ``init`` and ``start``, too.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__doc__ is None:  # as under python -OO
             return

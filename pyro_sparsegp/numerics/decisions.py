@@ -72,7 +72,7 @@ def _followed(found: Decisions, condition: Tensor, serves_both: bool) -> bool:
     return bool(way)
 
 
-def passed_on(value: Tensor, made: Any) -> Any:
+def passed_on(value: Tensor, made: object) -> Any:
     """A tensor of a subclass, which a recording takes for the one that it was made of."""
     if is_recorded():
         from torch.fx.experimental.proxy_tensor import get_proxy_mode

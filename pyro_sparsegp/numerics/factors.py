@@ -102,7 +102,7 @@ class Factor(Function):
         return factor.to(dtype), torch.zeros_like(matrix, dtype=dtype), info
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
         ctx.save_for_backward(output[0])
         ctx.save_for_forward(output[0])
         ctx.wide = inputs[0].dtype
@@ -110,7 +110,7 @@ class Factor(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, by_factor: Any, by_turn: Any, _: Any) -> tuple[Optional[Tensor], None, None]:
+    def backward(ctx: Any, by_factor: Any, by_turn: Any, _: object) -> tuple[Optional[Tensor], None, None]:
         (factor,) = ctx.saved_tensors
         # Ā = ½L⁻ᵀ(P + Pᵀ)L⁻¹ with P the lower triangle of LᵀL̄, its diagonal halved (Murray, 2016, eq. 10). Without Pᵀ
         # the rounding of an antisymmetric part that is far larger would stay.
@@ -123,7 +123,7 @@ class Factor(Function):
         return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).mT.to(ctx.wide), None, None
 
     @staticmethod
-    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
+    def jvp(ctx: Any, change: Tensor, *_: object) -> tuple[Tensor, Tensor, None]:
         (factor,) = ctx.saved_tensors
         # L⁻¹dL = tril½(L⁻¹ dA L⁻ᵀ), tril½ the lower triangle with its diagonal halved (Murray, 2016, eq. 8).
         left = solve_lower(factor, change.to(factor))
@@ -132,7 +132,7 @@ class Factor(Function):
         return factor @ turn, turn, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+    def vmap(info: object, in_dims: Any, *inputs: Any) -> Any:
         # the mapped dimension first
         pairs = zip(inputs[:2], in_dims)
         matrix, shift = (part[None] if dim is None else part.movedim(dim, 0) for part, dim in pairs)
@@ -158,7 +158,7 @@ class _Turn(Function):
         return torch.zeros_like(factor)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: Tensor, output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
@@ -188,7 +188,7 @@ class Whitened(Function):
         return over_upper(cross, factor)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
         ctx.save_for_backward(inputs[1], output)
         ctx.save_for_forward(inputs[1], output)
         ctx.shape = inputs[0].shape
@@ -204,7 +204,7 @@ class Whitened(Function):
         return by_cross, None, by_turn
 
     @staticmethod
-    def jvp(ctx: Any, dcross: Optional[Tensor], _: Any, dturn: Optional[Tensor]) -> Tensor:
+    def jvp(ctx: Any, dcross: Optional[Tensor], _: object, dturn: Optional[Tensor]) -> Tensor:
         factor, phi = ctx.saved_tensors
         total = torch.zeros_like(phi)
         if dcross is not None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 T = TypeVar("T")
 
 
-def shape_of(value: Any) -> str:
+def shape_of(value: Tensor) -> str:
     """A tensor's shape, or the class of what is none, for errors."""
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
@@ -43,20 +43,20 @@ class Function(torch.autograd.Function):
     off while it runs, and so drops what an outer ``jvp`` would know of saved tensors.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "jvp" not in vars(cls):
             return
         plain = cls.jvp
 
-        def jvp(ctx: Any, *tangents: Any) -> Any:
+        def jvp(ctx: torch.autograd.function.FunctionCtx, *tangents: object) -> Any:
             with _set_fwd_grad_enabled(True):
                 return plain(_Primal(ctx), *tangents)
 
         cls.jvp = staticmethod(jvp)  # type: ignore[method-assign, assignment]
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
+    def apply(cls, *args: object) -> Any:
         """The value, with this gradient."""
         is_plain = not torch._C._are_functorch_transforms_active()
         return super(torch.autograd.Function if is_plain else Function, cls).apply(*args)  # type: ignore[misc]
@@ -66,7 +66,7 @@ class Unmapped(Function):
     """One of what does not depend on quadrature nodes, over which likelihoods are mapped."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+    def vmap(info: object, in_dims: object, *inputs: object) -> Any:
         # which torch asks for: test_a_step_and_a_posterior_run_a_model_once
         raise ValueError("q(w) does not depend on quadrature nodes")
 
@@ -136,7 +136,7 @@ def pieces(num: int, like: Tensor, cost: int = _ROW) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(num, 1), size)]
 
 
-def dropping(function: Callable, *args: Any) -> Any:
+def dropping(function: Callable, *args: object) -> Any:
     """``function(*args)``, with what it makes on the way dropped, and made again on the way back."""
     if not torch.is_grad_enabled():
         return function(*args)

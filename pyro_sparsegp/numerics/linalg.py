@@ -73,7 +73,7 @@ def cholesky(matrix: Tensor, jitter: Optional[float] = None, *arguments: Any, **
 
 
 def residual_cholesky(
-    prior: Tensor, features: Sequence[Tensor], jitter: Optional[float], what: str, **options: Any
+    prior: Tensor, features: Sequence[Tensor], jitter: Optional[float], what: str, **options: object
 ) -> Tensor:
     """The factor of ρ = k − ΦΦᵀ, the residual's covariance at N inputs, ``(..., N, N)``. The jitter is relative to the
     mean of k's diagonal, unless a scale is given; by default it covers what the difference loses of k.

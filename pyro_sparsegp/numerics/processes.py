@@ -14,7 +14,7 @@ class _AllReduce(Function):
     """The sum over processes. What each makes of it adds up: so do the gradients by it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, value: Tensor, group: object) -> Tensor:
         ctx.group = group
         total = value.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -46,7 +47,7 @@ class Expected(Tensor):
     """A log density that is right in expectation only: it may be added up, and no draw be weighed by it."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: Callable, args: tuple = (), kwargs: object = None) -> Any:
         # Else RenyiELBO's value is wrong in silence: test_quadrature.py, test_weights_and_renyi.
         if func.__name__ in ("exp", "logsumexp", "softmax", "log_softmax"):
             raise ValueError(
@@ -121,7 +122,7 @@ class NodeSite(ExpectedSite):
 
     node: Optional[Tensor] = None  # the mean
 
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: object = torch.Size()) -> Tensor:
         return self.mean if self.node is None else self.mean + self.stddev * self.node
 
     def at_node(self, node: Optional[Tensor]) -> NodeSite:

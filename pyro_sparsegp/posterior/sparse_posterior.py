@@ -24,6 +24,7 @@ from ..bases.base import Features
 from ..gaussians.base import Gaussian, Given
 from ..gaussians.free import ProjectedGaussian
 from ..gaussians.sites import Sites
+from ..kernels import Kernel
 from ..kernels.base import hyperparameters
 from ..numerics.functions import broadcast_shapes, by_rows, in_chunks
 from ..numerics.linalg import (
@@ -157,7 +158,7 @@ class SparsePosterior(TorchDistribution):
         """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
         return self.coefficients.kl().expand(self._batch_shape)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> SparsePosterior:
+    def expand(self, batch_shape: torch.Size, _instance: object = None) -> SparsePosterior:
         """Independent copies with the given batch shape."""
         process, known = self.process.expand(batch_shape), vars(self).get("features")
         return type(self)(process, self.basis, self.coefficients, self.name, self.sites, known)
@@ -216,7 +217,7 @@ class SparsePosterior(TorchDistribution):
         """The posterior of each summand of the kernel, in the order of ``kernel.terms``, without the mean μ."""
         return Components(self)
 
-    def part(self, term: Any, basis: Features, blocks: Sequence[int], x: Tensor) -> SparsePosterior:
+    def part(self, term: Kernel, basis: Features, blocks: Sequence[int], x: Tensor) -> SparsePosterior:
         """The posterior of a summand of the kernel at inputs x.
 
         :param basis: of the summand, for these blocks of w.

@@ -42,7 +42,7 @@ class attempt(AbstractContextManager["attempt"]):
         self._token = _IS_ATTEMPT.set(True)
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+    def __exit__(self, kind: object, error: Any, traceback: object) -> bool:
         _IS_ATTEMPT.reset(self._token)
         self.error = error
         return _is_unsupported(error)

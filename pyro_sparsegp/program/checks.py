@@ -88,7 +88,7 @@ def which(bad: Tensor, what: str = "values") -> str:
     return f"{int(bad.sum())} of {bad.numel()} {what}, the first at {first[0] if len(first) == 1 else tuple(first)}"
 
 
-def why_without_density(site: Any, error: Exception) -> str:
+def why_without_density(site: dict[str, Any], error: Exception) -> str:
     """What to say of a site that has no density at its value."""
     # A value outside of the support is no matter of its dtype (test_robust_max.py::test_labels).
     if not site["value"].is_floating_point() and isinstance(error, RuntimeError):
@@ -123,7 +123,7 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
     )
 
 
-def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: Any) -> list[Tensor]:
+def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: tuple) -> list[Tensor]:
     """The parameters that SVI trains, a run's param sites; raise, with their names, if densities or posteriors, a run's
     ``outputs`` with their graph, depend on others. The model's arguments may ask for gradients of their own.
     """

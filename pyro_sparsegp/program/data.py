@@ -134,12 +134,12 @@ def signature_of(model: Callable) -> inspect.Signature:
     return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
 
-def _version(leaf: Any) -> int:
+def _version(leaf: Tensor) -> int:
     """How often torch has counted a write to a tensor."""
     return getattr(leaf, "_version", 0)
 
 
-def _is_numeric(leaf: Any) -> bool:
+def _is_numeric(leaf: Tensor) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
 
 
@@ -154,7 +154,7 @@ def _kept(leaf: Any) -> Any:
         return leaf.detach().clone() if leaf.is_inference() or not leaf.untyped_storage().resizable() else leaf
 
 
-def _is_still(own: Any, seen: int, other: Any) -> bool:
+def _is_still(own: object, seen: int, other: object) -> bool:
     """Whether another tensor has the values that one of training had, or another object is it."""
     if not (isinstance(own, Tensor) and isinstance(other, Tensor)):
         return own is other
@@ -169,7 +169,7 @@ def _is_still(own: Any, seen: int, other: Any) -> bool:
     return torch.equal(own, other) or torch.allclose(own, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _is_record(item: Any) -> bool:
+def _is_record(item: Tensor) -> bool:
     return is_dataclass(item) and not callable(item)
 
 
@@ -213,6 +213,6 @@ def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any
     return tree
 
 
-def tensors(tree: Any) -> list[Tensor]:
+def tensors(tree: object) -> list[Tensor]:
     """The tensors in nested lists, tuples and mappings, such as a model's arguments."""
     return [leaf for _, leaf in walk(tree) if isinstance(leaf, Tensor)]

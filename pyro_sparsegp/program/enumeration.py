@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
@@ -86,7 +86,7 @@ class Enumeration(Messenger):
 
     _pyro_sample = meet
 
-    def _enumerate(self, msg: Any, latents: frozenset[int], plates: Plates) -> None:
+    def _enumerate(self, msg: dict[str, Any], latents: frozenset[int], plates: Plates) -> None:
         name, fn = msg["name"], msg["fn"]
         if not getattr(fn, "has_enumerate_support", False):
             raise ValueError(
@@ -108,7 +108,7 @@ class Enumeration(Messenger):
             values = _noting(values, (name, frame.dim, self.numbers.setdefault(key, [])))
         msg["value"], msg["done"], msg["type"] = values, True, "enumerated"
 
-    def _latents(self, msg: Any) -> frozenset[int]:
+    def _latents(self, msg: dict[str, Any]) -> frozenset[int]:
         """The dimensions of enumerated latents that a site's distribution has."""
         fn, shape = msg["fn"], msg["fn"].batch_shape
         found = [dim for dim in range(PLATES + 1, len(shape) + 1) if shape[-dim] != 1]
@@ -123,7 +123,7 @@ class Enumeration(Messenger):
             )
         return frozenset(found)
 
-    def _require_alike(self, msg: Any, latents: frozenset[int], plates: Plates) -> None:
+    def _require_alike(self, msg: dict[str, Any], latents: frozenset[int], plates: Plates) -> None:
         """Raise if a site is not scaled as what it depends on, or it is not known on which element of a latent's plates
         each of its rows depends.
         """
@@ -271,7 +271,7 @@ class Values(Tensor):
     picked: tuple[str, int, list[Tensor]]  # the site's name, the dimension of its plate, and the numbers so far
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: Callable, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
@@ -317,7 +317,7 @@ class SummedOut(TorchDistribution):
     has_rsample = False  # no draw of a mixture passes a gradient on
     masked = True
 
-    def __init__(self, site: Any, latents: frozenset[int], plates: Plates, run: Enumeration) -> None:
+    def __init__(self, site: dict[str, Any], latents: frozenset[int], plates: Plates, run: Enumeration) -> None:
         self.site, self.given_discrete, self.site_mask = site, site["fn"], site["mask"]
         self.latents, self.plates, self.run, self.before = latents, plates, run, run.meeting(latents)
         shape, event_shape = self.given_discrete.batch_shape, self.given_discrete.event_shape

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -310,7 +311,7 @@ class Program:
         return bool(touching) and self.is_affine(site, outer)
 
 
-def _by_term(part: Tensor, fn: Any) -> Tensor:
+def _by_term(part: Tensor, fn: TorchDistribution) -> Tensor:
     """What a distribution is made of, added up for each of its terms."""
     inside = part.shape[: len(fn.batch_shape)] == fn.batch_shape
     return part.reshape(*fn.batch_shape, -1).sum(-1) if inside else part.sum()

@@ -83,7 +83,7 @@ def kept_buffers() -> Iterator[None]:
     """Leave as it was what modules keep of their inputs, such as batch normalisation's means."""
     kept: list[tuple[nn.Module, str, Tensor]] = []
 
-    def before(module: nn.Module, args: Any) -> None:
+    def before(module: nn.Module, args: tuple) -> None:
         # Copies take the writes: those to a tensor that a graph holds would spoil its gradient.
         for name, buffer in list(module.named_buffers(recurse=False)):
             kept.append((module, name, buffer))

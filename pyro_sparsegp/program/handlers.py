@@ -7,6 +7,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.mask_messenger import MaskMessenger
@@ -40,7 +41,7 @@ class Held(Messenger):
         super().__init__()
         self.values = values
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: dict[str, Any]) -> None:
         if not msg["is_observed"] and msg["name"] in self.values:
             msg["value"] = self.values[msg["name"]]
 
@@ -52,7 +53,7 @@ class _Holding(Messenger):
         super().__init__()
         self.values, self.free = values, free
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: dict[str, Any]) -> None:
         name = msg["name"]
         # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
         values = self.values if name in self.values or msg["is_observed"] else self.free
@@ -121,7 +122,9 @@ def given_data(
     return {name: site["value"] for name, site in again.items()}
 
 
-def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+def class_probabilities(
+    model: Callable, values: Mapping[str, Tensor], *args: object, **kwargs: object
+) -> dict[str, Tensor]:
     """The exact probabilities p(z | values, data) of each enumerated discrete site z, given a draw of all others.
 
     p(z = k | ·) = ∂ log Σ_z p(z) p(data | z, ·) / ∂ log p(z = k), because the derivative of a log sum by the log of
@@ -171,7 +174,7 @@ def unrecorded(same: bool, learns: bool) -> Any:
     """
     kinds = (TraceMessenger,) if same or learns else (TraceMessenger, MaskMessenger, ScaleMessenger)
 
-    def hides(m: Any) -> bool:
+    def hides(m: object) -> bool:
         sees_sites = isinstance(m, kinds) and not getattr(m, "param_only", False)  # optimisers see parameters
         return sees_sites or (not learns and isinstance(m, MaskMessenger) and m.mask is False)
 
@@ -186,7 +189,7 @@ def is_blocked(model: Callable) -> bool:
     return False
 
 
-def stand_in(fn: Any) -> Tensor:
+def stand_in(fn: TorchDistribution) -> Tensor:
     """A value of a distribution where any will do: not a draw, which transforms such as ``torch.func.hessian`` refuse,
     if there is another.
     """
@@ -201,7 +204,7 @@ def stand_in(fn: Any) -> Tensor:
 def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a run of the model with these arguments has data at ``rows``: it is run ahead, its GP sites at means."""
 
-    def value_of(site: Any) -> Tensor:
+    def value_of(site: dict[str, Any]) -> Tensor:
         return site["fn"].mean if as_process(site["fn"])[0] else site["fn"]().to(like.device)
 
     with (

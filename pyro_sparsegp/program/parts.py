@@ -66,7 +66,7 @@ def moved_by_rows(
             values[name], of_rows[name] = _as_one_row(site, name in processes, num)
 
     def shown(cuts: Mapping[Any, list[int]]) -> dict[tuple[str, str], Tensor]:
-        def cut(key: Any, value: Tensor) -> Tensor:
+        def cut(key: object, value: Tensor) -> Tensor:
             for dim in cuts.get(key, ()):
                 value = value.index_select(dim, chosen.to(value.device))
             return value
@@ -112,7 +112,7 @@ def _chosen(num: int, given: Collection[Tensor], like: Tensor) -> Tensor:
     return height.index_fill(0, ends, -torch.inf).argsort()[-_PART:].sort().values
 
 
-def _as_one_row(site: Any, is_gp: bool, num: int) -> tuple[Tensor, list[int]]:
+def _as_one_row(site: dict[str, Any], is_gp: bool, num: int) -> tuple[Tensor, list[int]]:
     """A latent's value, the same in all rows, and its dimensions of rows."""
     value = site["value"] if is_gp else _moved(site)
     frames = [frame.dim - site["fn"].event_dim for frame in site["cond_indep_stack"]]
@@ -122,7 +122,7 @@ def _as_one_row(site: Any, is_gp: bool, num: int) -> tuple[Tensor, list[int]]:
     return value, of_rows
 
 
-def _moved(site: Any) -> Tensor:
+def _moved(site: dict[str, Any]) -> Tensor:
     """A latent's value, moved, each entry by another step."""
     value, support = site["value"], site["infer"].get("prior", site["fn"]).support
     if support.is_discrete:
@@ -156,7 +156,7 @@ def _shown(
             yield (name, "density of site"), _density(site)
 
 
-def _density(site: Any) -> Tensor:
+def _density(site: dict[str, Any]) -> Tensor:
     """Log densities of a site's rows, NaN where a mask, which may go by place, leaves some out."""
     fn, value = site["fn"], site["value"]
     found = torch.as_tensor(rewrapped(fn, bare(fn).log_prob(value), masked=False))

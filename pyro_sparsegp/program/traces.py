@@ -14,7 +14,7 @@ from typing import Any, Optional
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, MaskedDistribution
+from pyro.distributions import Delta, MaskedDistribution, TorchDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.subsample_messenger import SubsampleMessenger
@@ -38,7 +38,7 @@ def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
     return list(trace.nodes.items())
 
 
-def is_free(site: Any) -> bool:
+def is_free(site: dict[str, Any]) -> bool:
     """Whether a sample site is not observed."""
     return site["type"] == "sample" and not site["is_observed"]
 
@@ -48,19 +48,19 @@ def free_values(trace: poutine.Trace) -> dict[str, Tensor]:
     return {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
 
 
-def is_observation(site: Any) -> bool:
+def is_observation(site: dict[str, Any]) -> bool:
     """Whether a site holds data, rather than a deterministic value, such as ``poutine.reparam`` makes."""
     if site["type"] != "sample" or not site["is_observed"] or site["infer"].get("_deterministic"):
         return False
     return not isinstance(getattr(site["fn"], "base_dist", None), Delta)
 
 
-def plate_sizes(site: Any) -> dict[str, int]:
+def plate_sizes(site: dict[str, Any]) -> dict[str, int]:
     """The numbers of all rows of the plates that enclose a site."""
     return {frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized}
 
 
-def share_of(site: Any) -> float:
+def share_of(site: dict[str, Any]) -> float:
     """The share of all rows that the plates which enclose a site have drawn."""
     return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])
 
@@ -106,7 +106,7 @@ def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bo
     return found
 
 
-def entries(site: Any) -> Tensor:
+def entries(site: dict[str, Any]) -> Tensor:
     """A site's log densities without scales and masks, with dimensions that ``.to_event`` has added up taken apart."""
     # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
     fn, _ = without_event(site["fn"])
@@ -169,13 +169,13 @@ def sample_sites(trace: poutine.Trace) -> dict[str, Any]:
     return {n: site for n, site in sites.items() if site["type"] == "sample" and not site_is_subsample(site)}
 
 
-def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
+def as_process(prior: TorchDistribution) -> tuple[Optional[GaussianProcess], int]:
     """The GP under ``.to_event`` and the number of dimensions this added, or ``None``."""
     prior, event_dim = without_event(prior)
     return (prior, event_dim) if isinstance(prior, GaussianProcess) else (None, 0)
 
 
-def without_event(fn: Any) -> tuple[Any, int]:
+def without_event(fn: object) -> tuple[Any, int]:
     """The distribution under ``.to_event`` and the number of dimensions this added."""
     event_dim = 0
     while isinstance(fn, torch.distributions.Independent):
@@ -184,14 +184,14 @@ def without_event(fn: Any) -> tuple[Any, int]:
     return fn, event_dim
 
 
-def bare(fn: Any) -> Any:
+def bare(fn: TorchDistribution) -> Any:
     """The distribution under ``.to_event``, ``.mask`` and ``.expand``; without masks, where latents are summed out."""
     while isinstance(fn, WRAPPERS):
         fn = fn.base_dist
     return fn.without_masks() if hasattr(fn, "without_masks") else fn
 
 
-def unmasked(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
+def unmasked(fn: Any, value: Tensor, mask: object) -> Optional[Tensor]:
     """Which of an observed site's values no mask leaves out, in their shape; ``None`` if it has no mask.
 
     Masks are ``poutine.mask``'s, of whole rows, and the distribution's under ``.to_event`` and ``.expand``, of single
@@ -213,13 +213,13 @@ def unmasked(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
     return seen.expand(broadcast_shapes(seen.shape, value.shape))
 
 
-def unmasked_rows(fn: Any, value: Tensor, mask: Any) -> Optional[Tensor]:
+def unmasked_rows(fn: TorchDistribution, value: Tensor, mask: Tensor) -> Optional[Tensor]:
     """Which of an observed site's log densities have such a value, in their shape; ``None`` if it has no mask."""
     seen = unmasked(fn, value, mask)
     return seen.flatten(-fn.event_dim).any(-1) if seen is not None and fn.event_dim else seen
 
 
-def filled(fn: Any, value: Any, mask: Any) -> Any:
+def filled(fn: TorchDistribution, value: Tensor, mask: Tensor) -> Any:
     """An observed site's value with one of an unmasked row where it is masked and NaN."""
     # A mask makes such a term 0, but not its gradient, which is 0·NaN.
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim() or not value.numel():
@@ -244,7 +244,7 @@ def fill_masked(site: Any) -> None:
 # What distributions are made of.
 
 
-def is_declared(fn: Any) -> bool:
+def is_declared(fn: TorchDistribution) -> bool:
     """Whether a distribution knows its expectation over a normal parameter; a subclass may have another density."""
     return closed_form(fn, normal_parameter(fn)) is not None
 
@@ -254,17 +254,17 @@ def is_normal(fn: Any) -> bool:
     return type(bare(fn)) in (dist.Normal, *_MULTIVARIATE)
 
 
-def parameter_of(fn: Any) -> Tensor:
+def parameter_of(fn: TorchDistribution) -> Tensor:
     """θ, the parameter over which a declared distribution knows its expectation."""
     return getattr(bare(fn), normal_parameter(fn))
 
 
-def normal_parameter(fn: Any) -> str:
+def normal_parameter(fn: TorchDistribution) -> str:
     """Its name."""
     return getattr(bare(fn), "normal_parameter", "loc")
 
 
-def others_of(fn: Any) -> list[Tensor]:
+def others_of(fn: TorchDistribution) -> list[Tensor]:
     """The other tensors that a declared distribution is made of."""
     fn = bare(fn)
     # A covariance matrix is looked at as it was given: its inverse is not asked for.
@@ -273,7 +273,7 @@ def others_of(fn: Any) -> list[Tensor]:
     return [part for name, part in made_of.items() if name != own and isinstance(part, Tensor)]
 
 
-def over_scale(fn: Any, rows: Tensor) -> Tensor:
+def over_scale(fn: TorchDistribution, rows: Tensor) -> Tensor:
     """L⁻¹A of a multivariate normal, in whose log density L⁻¹θ has variances of its own; A of another distribution."""
     fn = bare(fn)
     if type(fn) not in _MULTIVARIATE:
@@ -285,11 +285,11 @@ def over_scale(fn: Any, rows: Tensor) -> Tensor:
 Expected = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
-def _normal(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def _normal(fn: TorchDistribution, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return fn.log_prob(value) - variance / (2 * fn.scale.square())
 
 
-def _multivariate(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def _multivariate(fn: TorchDistribution, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return fn.log_prob(value) - 0.5 * variance.sum(-1)
 
 
@@ -302,7 +302,7 @@ def _laplace(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return -above / right - (above - distance) / left - (left + right).log()
 
 
-def _poisson(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def _poisson(fn: TorchDistribution, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     # E[y η − exp(η)]: what nodes give to rounding, on a K-th of the numbers
     return value * mean - (mean + 0.5 * variance).exp() - (value + 1).lgamma()
 
@@ -316,7 +316,7 @@ _CLOSED: dict[tuple[type, str, str], Expected] = {
 }
 
 
-def closed_form(fn: Any, key: str, link: str = "identity") -> Optional[Expected]:
+def closed_form(fn: TorchDistribution, key: str, link: str = "identity") -> Optional[Expected]:
     """The expected log density of a distribution over η, a parameter under a link, if it is known."""
     inner = bare(fn)
     if isinstance(inner, ExpectedLogProb) and (inner.normal_parameter, "identity") == (key, link):
@@ -324,7 +324,7 @@ def closed_form(fn: Any, key: str, link: str = "identity") -> Optional[Expected]
     return _CLOSED.get((type(inner), key, link))
 
 
-def expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
+def expectation(fn: TorchDistribution, value: Tensor, variance: Tensor) -> Tensor:
     """E[log p(value | θ)] for θ, of a multivariate normal L⁻¹θ, of this variance, as ``fn.log_prob(value)``."""
     form: Any = closed_form(fn, normal_parameter(fn))
     return rewrapped(fn, form(bare(fn), value, parameter_of(fn), variance))
@@ -342,7 +342,7 @@ LINKS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 }
 
 
-def candidates(fn: Any, parameter: str) -> list[str]:
+def candidates(fn: TorchDistribution, parameter: str) -> list[str]:
     """The links of a parameter's range, the most common first."""
     support = constraints.real if parameter == "logits" else bare(fn).arg_constraints[parameter]
     return {constraints.real: ["identity"], constraints.unit_interval: ["logit", "probit"]}.get(
@@ -350,7 +350,7 @@ def candidates(fn: Any, parameter: str) -> list[str]:
     )
 
 
-def parameters(fn: Any) -> dict[str, Tensor]:
+def parameters(fn: TorchDistribution) -> dict[str, Tensor]:
     """The tensors that a distribution of single numbers is made of, by the names that its constructor has for them."""
     fn = bare(fn)
     names = list(getattr(fn, "arg_constraints", ()))
@@ -361,14 +361,14 @@ def parameters(fn: Any) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-def rebuilt(fn: Any, changed: Mapping[str, Tensor]) -> Any:
+def rebuilt(fn: TorchDistribution, changed: Mapping[str, Tensor]) -> Any:
     """The distribution under its wrappers, with other values of some parameters."""
     kind, made_of = type(bare(fn)), {**parameters(fn), **changed}
     with asks_program():  # a subclass may be made of other arguments
         return kind(**made_of, validate_args=False)
 
 
-def rewrapped(fn: Any, value: Tensor, masked: bool = True) -> Tensor:
+def rewrapped(fn: TorchDistribution, value: Tensor, masked: bool = True) -> Tensor:
     """A term for each single number of the distribution under ``fn``'s wrappers, as ``fn.log_prob`` has them; ``.mask``
     leaves none out if it is not ``masked``.
     """
