@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pyro_sparsegp import families, kernels
+from pyro_sparsegp.program.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,6 +72,14 @@ def test_readme_is_short_and_its_links_lead_somewhere():
     assert links
     inside = [re.sub(r"^https://.*?/(blob/)?main/", "", link) for link in links]
     assert [link for link in inside if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_each_rule_is_on_the_page_of_refusals_with_its_reason():
+    text = (ROOT / "docs" / "how-to" / "refusals.md").read_text()
+    every = [rule for rules in RULES.values() for rule in rules]
+    wanted = {f"{rule.__name__.replace('_', ' ')} | {' '.join(rule.__doc__.split())} |".lower() for rule in every}
+    found = {line.split(" | ", 1)[1].lower() for line in text.splitlines() if line.startswith(("| At ", "| Where "))}
+    assert found == wanted
 
 
 def test_pages_show_what_their_programs_make():

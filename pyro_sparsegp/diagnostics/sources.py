@@ -26,11 +26,11 @@ from ..inference.expected import weighted_sum
 from ..inference.quadrature import own_guide
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs, Call, Trained, sampled
-from ..program.checks import require_sizes
 from ..program.data import signature_of
 from ..program.draws import in_blocks
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held
+from ..program.rules import require_sites
 from ..program.traces import bare, free_values, is_observation, sample_sites, whole_plates, without_event
 from ..warned import Warned
 from .densities import DensityReader, Moments
@@ -135,7 +135,7 @@ class GuideSource(Source, Messenger):
         finally:
             # That of a mapped run has tensors that nobody can copy.
             self.guide.trace = poutine.Trace()
-        require_sizes(run.sites)
+        require_sites(run.sites)
         sites, values = run.sites, free_values(run.trace)
         self.sites = self.sites or {name: site for name, site in sites.items() if site["is_observed"]}
         missing = {*self.facts.data} - self.sites.keys()

@@ -15,10 +15,11 @@ from ..gaussians.sites import KeptSites, Sites
 from ..numerics.linalg import side_by_side
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import holds_part, require_sizes
+from ..program.checks import holds_part
 from ..program.explore import explore
 from ..program.handlers import held_runs
 from ..program.reader import Reader
+from ..program.rules import require_sites
 from ..program.traces import all_sites, is_observation, repeatable, whole_plates
 from .conditions import Readings, SiteReading
 from .field import anchor_of
@@ -79,7 +80,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
             raise ValueError("absorb is given no observations: give it the new data, guide.absorb(x, y).")
         if part := holds_part(trace):
             raise ValueError(f"absorb counts each row once, and {part}: give the plate their number, size=len(x).")
-        require_sizes(run.sites)
+        require_sites(run.sites)
         # How the densities of the new rows depend on GP sites' values.
         held = held_runs(guide.model, trace, args, kwargs)
         found, _ = explore(run, held)

@@ -14,7 +14,7 @@ from ..numerics.arguments import require_count
 from ..numerics.functions import held
 from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program import checks, handlers, traces
+from ..program import handlers, rules, traces
 from ..program.draws import in_blocks
 from .absorb import absorb
 from .calls import Call, NewRows, classify
@@ -136,7 +136,7 @@ class AutoSparseGP(SiteMessenger):
 
     def _perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
         run.perform(args, kwargs)
-        checks.require_sizes(run.sites)
+        rules.require_sites(run.sites)
         note_rows(run)
         if torch.is_grad_enabled():
             self.row_share = note_step(run, args, kwargs)

@@ -23,7 +23,7 @@ from ..modules import at_path, path_of
 from ..numerics.linalg import default_jitter
 from ..posterior.drawing import ExpectedSite, Site
 from ..process import GaussianProcess
-from ..program import checks, traces
+from ..program import checks, rules, traces
 from ..program.data import TrainingData, switches_of, tensors
 from ..program.explore import ClosedForms, explore
 from ..program.facts import stacked_runs
@@ -54,7 +54,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             except _FlatInputsError as flat:
                 guide.forget()
                 run = _Setup(guide, at_medians=True, from_draws=flat.args).perform(args, kwargs)
-        checks.require_sizes(run.sites)
+        rules.require_sites(run.sites)
         _require_sites(run)
         _learn(guide, run, args, kwargs)
         if inner := [*guide.facts.inner]:
@@ -147,16 +147,7 @@ class _Setup(Run):
 def _require_sites(run: Run) -> None:
     """Raise if a first run is none that its guide can learn from."""
     guide, posteriors = run.guide, run.posteriors.keys()
-    if not posteriors:
-        raise ValueError(
-            "the model has no GP site to approximate: no pyro.sample(..., GaussianProcess(kernel, x)) without obs= was "
-            "reached. Data need a likelihood, such as Normal(f, noise); the exact density takes another guide."
-        )
-    if not any(traces.is_observation(site) for _, site in traces.all_sites(run.trace)):
-        raise ValueError(
-            "the guide's first call observes nothing, so that it has no posterior yet: give it the data, guide(x, y), "
-            "train it first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
-        )
+    rules.require("first call", run.trace, posteriors)
     gps, latents = sorted(posteriors), [name for name, site in run.sites.items() if traces.is_free(site)]
     others = [name for name in latents if name not in gps]
     named: dict[str, tuple[Any, list[str]]] = {

@@ -1,7 +1,6 @@
 """How Pyro and torch meet a guide: it answers at a program's sites, and is saved, loaded, copied and moved whole."""
 
 from collections.abc import Callable
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..modules import drop_stored, path_of, take_name, unique_name
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess, PriorProcess
-from ..program import checks, handlers, traces
+from ..program import checks, handlers, rules, traces
 from ..program.asking import answers
 from ..program.data import map_tensors
 from ..program.structure import Role
@@ -29,28 +28,6 @@ from .known import KnownGuide
 from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params, coupled_posterior
 from .points import Point
 from .state import resume, saved_of
-
-
-def _require_latent(guide: KnownGuide, name: str, prior: TorchDistribution) -> None:
-    twin = guide.trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
-    if name.endswith("_unobserved") and twin.get("is_observed"):
-        raise ValueError(
-            f"site {name!r} is what obs_mask= leaves out, which is no latent of the guide: give obs= alone, under "
-            "poutine.mask(mask=obs_mask); values that densities depend on take a pyro.sample of their own."
-        )
-    if getattr(prior.support, "is_discrete", False):
-        raise ValueError(
-            f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
-            "model(x, y). If it is a latent, sum it out: infer={'enumerate': 'parallel'} in its pyro.sample."
-        )
-    for plate in get_plates():
-        rows = guide.trace.nodes.get(plate.name, {}).get("value")
-        is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
-        if is_data and plate.full_size not in (None, plate.size):
-            raise ValueError(
-                f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row: "
-                "give row numbers, subsample=indices, or subsample_size=B, and index the data by plate.indices."
-            )
 
 
 def _is_new(guide: KnownGuide, name: str, prior: TorchDistribution) -> bool:
@@ -138,7 +115,7 @@ class SiteMessenger(KnownGuide):
             except ValueError as error:
                 raise ValueError(f"GP site {name!r}: {error}") from None
         module = run.module(name, process)
-        self.check_site(name, process, module)
+        rules.require("GP site", name, process, module, facts, run.processes)
         run.processes[name] = process
         answer = run.answer(name, process, module)
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
@@ -151,7 +128,7 @@ class SiteMessenger(KnownGuide):
             if name in joint.row_effects:
                 run.note_new(name, prior)
             return prior
-        _require_latent(self, name, prior)
+        rules.require("latent", name, prior, self.trace)
         point = run.drawn if isinstance(run.drawn, Point) else None
         if name in (point.whole.blocks if point else joint.field):
             return run.latent_of_field(name, prior)
@@ -197,33 +174,6 @@ class SiteMessenger(KnownGuide):
             )
         if self.run.parts:
             condition_on_held(self, self.run, msg["name"])
-
-    def check_site(self, name: str, process: GaussianProcess, module: Any) -> None:
-        """Raise if a GP site is not as the guide knows it."""
-        x, kept = process.x, chain(module.parameters(), module.buffers())
-        own = next(filter(Tensor.is_floating_point, kept), x)
-        if (own.dtype, own.device) != (x.dtype, x.device):
-            raise ValueError(
-                f"site {name!r} has inputs of {x.dtype} on {x.device}, the guide's parameters are {own.dtype} on "
-                f"{own.device}: convert the inputs, or call guide.double(), guide.float() or guide.to(device)."
-            )
-        facts = self.core.facts
-        # Else draws would be joint in other groups than the layer above takes: test_patches.py::test_groups_must_stay.
-        for below, met in self.run.processes.items():
-            group = facts.gps[below].group if below in facts.gps else None
-            size = group.size if group and group.layer == name else 0
-            if size and met.event_shape[0] != process.event_shape[0] * size:
-                raise ValueError(
-                    f"GP site {below!r} has {met.event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; at "
-                    f"the guide's first call {size} of {below!r} went into each of {name!r}: give as many again."
-                )
-        columns = (facts.gps[name].columns if name in facts.gps else None) or x.shape[-1]
-        if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
-            raise ValueError(
-                f"GP site {name!r} has inputs of shape {tuple(x.shape)}; at the guide's first call they had {columns} "
-                f"columns, not {x.shape[-1]}, and outputs the shape {tuple(module.batch_shape)}, now "
-                f"{tuple(process.batch_shape)}."
-            )
 
     def get_traces(self, at_nodes: bool = False) -> tuple[poutine.Trace, poutine.Trace]:
         """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.

@@ -14,10 +14,10 @@ from ..guide.calls import classify
 from ..guide.runs import Priors, require_data, share_of_rows
 from ..numerics.arguments import require_choice, require_count, require_share
 from ..numerics.processes import Workers, put_gradients
-from ..program.checks import require_sizes
 from ..program.data import TrainingData, signature_of
 from ..program.handlers import held_runs
 from ..program.reader import Owners, Terms
+from ..program.rules import require_sites
 from ..program.structure import Depends
 from .optimisers import agree
 from .quadrature import finite, own_guide
@@ -152,7 +152,7 @@ class ExpectationPropagation:
                 agree(guide, self.workers)
             run = Priors(guide, call=classify(guide, args, kwargs), at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
-            require_sizes(run.sites)
+            require_sites(run.sites)
             if train:
                 share_of_rows(run)
             if sweeps:

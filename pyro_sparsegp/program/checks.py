@@ -6,49 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from pyro import poutine
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from ..numerics.functions import broadcast_shapes
 from ..warned import Warned, warn_once
 from .data import tensors
-from .traces import all_sites, bare, is_observation, sample_sites
-
-
-def require_sizes(sites: Mapping[str, Any]) -> None:
-    """Raise if a plate holds more of a run's data than it has: it would scale them down; if data do not fit their
-    distribution, are a column, or one row beside many; or if a latent is under a mask of rows.
-    """
-    for name, site in sites.items():
-        shape, mask, value = torch.Size(site["fn"].batch_shape), site["mask"], site["value"]
-        # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters. (1,) beside (N,): one
-        # datum that counts N times. A number, of shape (), is taken for a constant:
-        # test_messages.py::test_one_level_for_all_rows_is_no_fault
-        whole = tuple(site["fn"].shape())
-        pairs = zip(reversed(value.shape), reversed(whole)) if site["is_observed"] else ()
-        if any(own != its and (its != 1 or value.dim() < len(whole)) for own, its in pairs):
-            raise ValueError(
-                f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {whole}, so "
-                "that they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; "
-                f"if one value is that of many rows, y.expand({whole}); for P outputs in P columns let the "
-                "distribution have them too, .to_event(1)."
-            )
-        if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
-            raise ValueError(
-                f"site {name!r}, of batch shape {tuple(shape)}, is under a mask of shape {tuple(mask.shape)}: its "
-                "divergence from the prior would be counted once for each row. Put the mask around the observed site "
-                'alone, with poutine.mask(mask=mask): pyro.sample("y", ..., obs=y).'
-            )
-        # Pyro scales by full_size/size, whichever is larger: test_guide.py, "weighed by 20/60".
-        for frame in site["cond_indep_stack"]:
-            if frame.full_size is not None and frame.size > frame.full_size and is_observation(site):
-                raise ValueError(
-                    f"site {name!r} observes {frame.size} rows in pyro.plate({frame.name!r}, {frame.full_size}, "
-                    f"subsample=...), whose size is {frame.full_size}: they would be weighed by "
-                    f"{frame.full_size}/{frame.size}. Give the plate the number of all rows, size=N."
-                )
+from .traces import all_sites, bare, sample_sites
 
 
 @contextmanager

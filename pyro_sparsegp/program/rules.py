@@ -1,0 +1,174 @@
+"""What programs and runs must satisfy: tables of rules, and one pass over each. A rule says what is wrong, if any is.
+
+Its docstring is its reason: docs/how-to/refusals.md lists both.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.poutine.runtime import get_plates
+from torch import Tensor
+from torch.nn import Module
+
+from ..numerics.functions import broadcast_shapes
+from ..process import GaussianProcess
+from .structure import Structure
+from .traces import is_observation, sample_sites
+
+Rule = Callable[..., str]
+
+
+def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -> str:
+    """Else each value has a density under each row's parameters, N² of (N, 1) beside (N,); or one counts N times."""
+    # A number, of shape (), is taken for a constant: test_messages.py::test_one_level_for_all_rows_is_no_fault
+    value, whole = site["value"].shape, tuple(site["fn"].shape())
+    pairs = zip(reversed(value), reversed(whole)) if site["is_observed"] else ()
+    if any(own != its and (its != 1 or len(value) < len(whole)) for own, its in pairs):
+        return (
+            f"site {name!r} observes data of shape {tuple(value)} under a distribution of shape {whole}, so "
+            "that they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; "
+            f"if one value is that of many rows, y.expand({whole}); for P outputs in P columns let the "
+            "distribution have them too, .to_event(1)."
+        )
+    return ""
+
+
+def masks_are_around_data(name: str, site: dict[str, Any]) -> str:
+    """The divergence of a latent under a mask of rows would be counted once for each row."""
+    shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
+    if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
+        return (
+            f"site {name!r}, of batch shape {tuple(shape)}, is under a mask of shape {tuple(mask.shape)}: its "
+            "divergence from the prior would be counted once for each row. Put the mask around the observed site "
+            'alone, with poutine.mask(mask=mask): pyro.sample("y", ..., obs=y).'
+        )
+    return ""
+
+
+def plates_are_as_large_as_their_data(name: str, site: dict[str, Any]) -> str:
+    """Pyro scales by full_size/size, whichever is larger: 60 rows in a plate of 20 would be weighed by 20/60."""
+    for frame in site["cond_indep_stack"] if is_observation(site) else ():
+        if frame.full_size is not None and frame.size > frame.full_size:
+            return (
+                f"site {name!r} observes {frame.size} rows in pyro.plate({frame.name!r}, {frame.full_size}, "
+                f"subsample=...), whose size is {frame.full_size}: they would be weighed by "
+                f"{frame.full_size}/{frame.size}. Give the plate the number of all rows, size=N."
+            )
+    return ""
+
+
+def latents_are_not_left_by_obs_mask(name: str, prior: Any, trace: poutine.Trace) -> str:
+    """What obs_mask= leaves out is a missing datum, and none that densities depend on."""
+    twin = trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
+    if name.endswith("_unobserved") and twin.get("is_observed"):
+        return (
+            f"site {name!r} is what obs_mask= leaves out, which is no latent of the guide: give obs= alone, under "
+            "poutine.mask(mask=obs_mask); values that densities depend on take a pyro.sample of their own."
+        )
+    return ""
+
+
+def latents_are_continuous(name: str, prior: Any, trace: poutine.Trace) -> str:
+    """A discrete latent has no normal posterior; it is summed out, or it is data that are not given."""
+    if getattr(prior.support, "is_discrete", False):
+        return (
+            f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
+            "model(x, y). If it is a latent, sum it out: infer={'enumerate': 'parallel'} in its pyro.sample."
+        )
+    return ""
+
+
+def batches_have_row_numbers(name: str, prior: Any, trace: poutine.Trace) -> str:
+    """Without them it is not known which rows' values of a latent a batch has."""
+    for plate in get_plates():
+        rows = trace.nodes.get(plate.name, {}).get("value")
+        is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
+        if is_data and plate.full_size not in (None, plate.size):
+            return (
+                f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row: "
+                "give row numbers, subsample=indices, or subsample_size=B, and index the data by plate.indices."
+            )
+    return ""
+
+
+def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, module: Module, *_: object) -> str:
+    """Products of two dtypes or devices have no value."""
+    x, kept = process.x, chain(module.parameters(), module.buffers())
+    own = next(filter(Tensor.is_floating_point, kept), x)
+    if (own.dtype, own.device) != (x.dtype, x.device):
+        return (
+            f"site {name!r} has inputs of {x.dtype} on {x.device}, the guide's parameters are {own.dtype} on "
+            f"{own.device}: convert the inputs, or call guide.double(), guide.float() or guide.to(device)."
+        )
+    return ""
+
+
+def groups_of_inputs_stay(
+    name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
+) -> str:
+    """Draws would be joint in other groups, such as the patches of an image, than the layer above takes."""
+    for below, gp in facts.gps.items():
+        size = gp.group.size if gp.group and gp.group.layer == name else 0
+        if size and below in met and met[below].event_shape[0] != process.event_shape[0] * size:
+            return (
+                f"GP site {below!r} has {met[below].event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; "
+                f"at the guide's first call {size} of {below!r} went into each of {name!r}: give as many again."
+            )
+    return ""
+
+
+def columns_and_outputs_stay(name: str, process: GaussianProcess, module: Any, facts: Structure, *_: object) -> str:
+    """Inducing inputs and coefficients are of so many columns and outputs."""
+    x = process.x
+    columns = (facts.gps[name].columns if name in facts.gps else None) or x.shape[-1]
+    if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
+        return (
+            f"GP site {name!r} has inputs of shape {tuple(x.shape)}; at the guide's first call they had {columns} "
+            f"columns, not {x.shape[-1]}, and outputs the shape {tuple(module.batch_shape)}, now "
+            f"{tuple(process.batch_shape)}."
+        )
+    return ""
+
+
+def there_is_a_gp_site(trace: poutine.Trace, gps: Collection[str]) -> str:
+    """Without a GP site there is nothing that a family approximates."""
+    if not gps:
+        return (
+            "the model has no GP site to approximate: no pyro.sample(..., GaussianProcess(kernel, x)) without obs= was "
+            "reached. Data need a likelihood, such as Normal(f, noise); the exact density takes another guide."
+        )
+    return ""
+
+
+def the_first_call_has_data(trace: poutine.Trace, gps: Collection[str]) -> str:
+    """Without data nothing is known of a posterior, or of how densities depend on f."""
+    if not any(is_observation(site) for site in sample_sites(trace).values()):
+        return (
+            "the guide's first call observes nothing, so that it has no posterior yet: give it the data, guide(x, y), "
+            "train it first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
+        )
+    return ""
+
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "first call": (there_is_a_gp_site, the_first_call_has_data),
+    "latent": (latents_are_not_left_by_obs_mask, latents_are_continuous, batches_have_row_numbers),
+    "GP site": (inputs_have_the_dtype_of_parameters, groups_of_inputs_stay, columns_and_outputs_stay),
+    "site": (data_have_the_shape_of_their_distribution, masks_are_around_data, plates_are_as_large_as_their_data),
+}
+
+
+def require(what: str, *of: object) -> None:
+    """Raise at the first fault of something."""
+    for rule in RULES[what]:
+        if fault := rule(*of):
+            raise ValueError(fault)
+
+
+def require_sites(sites: Mapping[str, dict[str, Any]]) -> None:
+    """Raise at the first fault of a run's sample sites."""
+    for name, site in sites.items():
+        require("site", name, site)
