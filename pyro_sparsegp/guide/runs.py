@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Optional, Self, Union
 
 import pyro
@@ -158,7 +159,8 @@ class Priors(Run):
         if isinstance(self.drawn, Point):
             return self.drawn.whole
         joint = self.guide.joint
-        missing = [name for name in (*joint.field, *joint.intercepts) if name not in self.sites]
+        read = [*joint.field, *joint.intercepts, *joint.weights, *chain(*joint.factors.values())]
+        missing = [name for name in read if name not in self.sites]
         if missing:
             raise ValueError(
                 f"there is no latent site {missing[0]!r}: the guide was made, or its state saved, with another model."

@@ -38,7 +38,8 @@ def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Te
     """Make a guide what a state of these tensors is to be loaded into; raise if it is of other families."""
     saved = saved if "structure" in saved else _of_earlier_release(saved)
     now, modules = guide.core, {name: module.spec() for name, module in guide.modules_by_site().items()}
-    found = Core(Structure.from_json(saved["structure"]), Joint(**saved["joint"]), dict(saved["sizes"]), loaded=True)
+    joint = Joint(**{key: part for key, part in saved["joint"].items() if key in Joint.__dataclass_fields__})
+    found = Core(Structure.from_json(saved["structure"]), joint, dict(saved["sizes"]), loaded=True)
     found.num_nodes = saved["num_nodes"]
     # A guide that was called keeps its parameters, which an optimiser may have:
     # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters
