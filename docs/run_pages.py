@@ -193,16 +193,17 @@ def areas(page, figure):
 
 def state_space(page, figure):
     axis, T = figure.subplots(), page["T"]
-    t = line(0, T + 19, T + 20)
-    base = page["guide"].median()["base"]
+    t, base = line(0, T + 19, T + 20), page["guide"].median()["base"]
     axis.plot(page["t"], page["y"], ".", color="0.6", ms=3)
-    q = page["guide"].posterior(t)["f"]
-    for colour, part, label in (("C1", q.components["trend"], "trend"), ("C0", q, "trend + AR(1)")):
-        mean, sd = part.mean, part.stddev
-        axis.plot(t, (base + mean).exp(), color=colour, lw=1.2, label=label)
-        axis.fill_between(t[:, 0], (base + mean - 2 * sd).exp(), (base + mean + 2 * sd).exp(), color=colour, alpha=0.2)
+    draws = predict(page["model"], page["guide"], t, num_samples=500)
+    low, mid, high = (
+        (draws["base"].reshape(-1, 1) + draws["f"]).exp().quantile(torch.tensor([0.05, 0.5, 0.95]).to(t), 0)
+    )
+    axis.plot(t, mid, color="C0", lw=1.2, label="trend + AR(1), 90 % band")
+    axis.fill_between(t[:, 0], low, high, color="C0", alpha=0.2, lw=0)
+    axis.plot(t, (base + page["guide"].posterior(t)["f"].components["trend"].mean).exp(), color="C1", label="trend")
     axis.axvline(T, color="0.8", lw=0.8)
-    axis.set(xlabel="week", title="mean count, ± 2 sd")
+    axis.set(xlabel="week", title="mean count")
     axis.legend()
 
 
@@ -235,9 +236,10 @@ def preferences(page, figure):
 
 def dose_response(page, figure):
     left, right = figure.subplots(1, 2)
-    grid, level = line(0, 1), page["guide"].median()["level"]
-    q = page["guide"].posterior(grid, torch.ones(len(grid)).double())["f"]
-    band(left, grid, torch.distributions.Normal(q.mean + level, q.stddev), label="level + f, ± 2 sd")
+    grid = line(0, 1)
+    draws = predict(page["model"], page["guide"], grid, torch.ones(len(grid)), num_samples=500)
+    log_dose = draws["level"].reshape(-1, 1) + draws["f"]
+    band(left, grid, torch.distributions.Normal(log_dose.mean(0), log_dose.std(0)), label="level + f, ± 2 sd")
     left.plot(grid, 0.8 * torch.sin(5 * grid), "k--", lw=0.8, label="true")
     left.set(title="log dose of half effect", xlabel="age")
     left.legend(fontsize=7)
