@@ -111,11 +111,12 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 ALL_LINES = 23815  # 20,000 is the limit, which what came beside it has passed: rooms that are moved take it back
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
-ALL_BRANCHES = 183
-ROOM_BRANCHES = {"guide": 225, "inference": 212, "program": 214}
+ALL_BRANCHES = 182
+ROOM_BRANCHES = {"guide": 222, "inference": 212, "program": 211}
+ANY = 190  # arguments without a type
 FILE_LINES = 403
 FUNCTION_BRANCHES = 14
-TEST_LINES = 26687
+TEST_LINES = 26692
 
 
 @functools.cache
@@ -142,6 +143,11 @@ def test_branches_per_statement():
     found = {room: 1000 * branches[room] / statements[room] for room in ROOM_BRANCHES}
     assert {room: share for room, share in found.items() if share > ROOM_BRANCHES[room]} == {}
     assert 1000 * branches.total() / statements.total() <= ALL_BRANCHES
+
+
+def test_arguments_have_types():
+    nodes = [node for _, tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    assert sum(node.annotation is not None and ast.unparse(node.annotation) == "Any" for node in nodes) <= ANY
 
 
 def test_files_and_functions_are_short():
