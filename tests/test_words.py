@@ -57,6 +57,22 @@ def test_phrases_do_not_come_back():
     assert not wrong, "\n".join(f"{where}: {', '.join(hits)}" for where, hits in wrong.items())
 
 
+def sentences(text):
+    """Sentences of prose; a list's items are apart, and code in a line counts as one word."""
+    prose = re.sub(r"```.*?```", "\n\n", text, flags=re.S)
+    prose = "\n".join(line for line in prose.splitlines() if not line.startswith(("|", "#", "!")))
+    prose = re.sub(r"`[^`]*`", "x", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose))
+    for part in re.split(r"\n\s*\n|\n(?=\* )", prose):
+        yield from (found for found in re.split(r"(?<=[.?!:;])\s+", part.strip()) if len(found.split()) > 2)
+
+
+def test_sentences_of_how_to_pages_are_short():
+    """17 words on average, on each page."""
+    for page in (ROOT / "docs" / "how-to").glob("*.md"):
+        lengths = [len(sentence.split()) for sentence in sentences(page.read_text())]
+        assert sum(lengths) <= 17 * len(lengths), page.name
+
+
 def test_code_is_shown_whole():
     """Lines of code on pages are at most 88 columns wide."""
     wide = []
