@@ -350,6 +350,32 @@ def test_other_latents_are_recorded(model):
     assert_recorded(model, SVGP(6), 14 * [(rows(30), {})])
 
 
+def test_rows_that_data_choose_are_not_recorded():
+    """Of how many there are a recording would keep the number, and numbers that Python makes of it."""
+
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        seen = y.isfinite()
+        with pyro.plate("data", size, subsample=y[seen]):
+            return pyro.sample("y", dist.Normal(f[seen], 0.3), obs=y[seen])
+
+    calls = []
+    for seed in range(16):
+        x, y = data(num=24, seed=seed)
+        calls.append(((x, y.masked_fill(torch.arange(24) < seed, torch.nan)), {"size": 80}))
+    with pytest.warns(UserWarning, match=r"data say how many values there are, as in y\[seen\]"):
+        plain, jit, recordings = both(model, SVGP(6), calls)
+    assert jit == plain
+    assert not recordings.found
+    one = torch.arange(24) > 3  # which stays
+
+    def with_one(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        return observed(dist.Poisson(f[one].exp()), y[one])
+
+    assert_recorded(with_one, SVGP(6), 12 * [(rows(24), {})])
+
+
 @pytest.mark.filterwarnings("ignore:the inputs of GP site 'f'.* which other rows")  # as a BatchNorm's are
 def test_a_program_that_writes_in_place_is_told_of():
     net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4)).double()

@@ -24,7 +24,7 @@ from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Natural, Tape, recording, steppers
 from ..guide import AutoSparseGP
 from ..numerics.decisions import Decisions, decided, deciding
-from ..numerics.graphs import Graph, captured, compiled, is_capturable, quickened, simplified
+from ..numerics.graphs import Graph, captured, compiled, is_capturable, quickened, require_known_sizes, simplified
 from ..numerics.linalg import flags_kept
 from ..program.traces import RandomState
 from .optimisers import FallingAdam, update_of
@@ -211,6 +211,7 @@ def record(
     graph = simplified(graph, inputs)
     if versions != [value._version for value in read]:
         raise ValueError("the program writes to a tensor in place, as BatchNorm does")
+    require_known_sizes(graph)
     found.update = update_of(optim, found.leaves, zero)
 
     def taking(run: Graph, *inputs: Tensor) -> list[Tensor]:

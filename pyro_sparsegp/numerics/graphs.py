@@ -43,6 +43,16 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
     return graph
 
 
+def require_known_sizes(graph: Any) -> None:
+    """Raise if it follows from what is given how many elements a tensor has, as in ``y[seen]``."""
+    for node in graph.graph.nodes:
+        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+            is_index = node.target is torch.ops.aten.index.Tensor  # by whole numbers it has as many as these
+            parts = [part for part in node.all_input_nodes if part.op != "get_attr"]
+            if any(not is_index or part.meta["val"].dtype == torch.bool for part in parts):
+                raise ValueError("data say how many values there are, as in y[seen]: give poutine.mask what is seen")
+
+
 def _pure(nodes: Any) -> list[Any]:
     """The operations that draw nothing, read no memory that is written to, and whose own is neither that nor given."""
     roots: dict[Any, Any] = {}  # whose memory a node shares
