@@ -74,7 +74,9 @@ def outputs(x, y=None):
 
 def test_outputs_of_several_sites_are_picked():
     x, y = data()
-    guide = trained(outputs, SVGP(8), x, torch.stack([y, -y]))
+    with pytest.raises(ValueError, match=r"outputs of \['f', 'g'\] have one posterior.*independent=True"):
+        Model(outputs, trained(outputs, SVGP(8), x, torch.stack([y, -y]), steps=1), site=["f", "g"])
+    guide = trained(outputs, SVGP(8), x, torch.stack([y, -y]), independent=True)
     model = Model(outputs, guide, site=["f", "g"])
     assert model.num_outputs == 3
     at = torch.rand(4, 3, 2)
@@ -137,7 +139,7 @@ def test_noise_is_that_of_the_site_around_f():
 def test_bad_arguments():
     x, y = data()
     guide = prepared(heteroscedastic, {("f", "g"): SVGP(4)}, x, y)
-    with pytest.raises(ValueError, match="have one posterior, and outputs are taken to be independent"):
+    with pytest.raises(ValueError, match="have one posterior, and Model takes outputs to be independent"):
         Model(heteroscedastic, guide, site=["f", "g"])
     model = gaussian(KERNEL)
     refused("has not been called", lambda: Model(model, AutoSparseGP(model, SVGP(4))))
@@ -233,7 +235,7 @@ def test_acquisition_functions_are_an_exact_models():
 
 def test_fantasies_of_several_outputs_and_other_likelihoods():
     x, y = data()
-    guide = trained(outputs, SVGP(8), x, torch.stack([y, -y]))
+    guide = trained(outputs, SVGP(8), x, torch.stack([y, -y]), independent=True)
     model = Model(outputs, guide)
     places, at = torch.rand(2, 2), torch.rand(3, 2)
     values = torch.tensor([[0.7, 0.1], [-0.1, 0.4]])

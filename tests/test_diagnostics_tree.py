@@ -497,7 +497,7 @@ def test_predictions_share_the_draws_and_are_predict(family):
 
     guide, x, y = fitted(model, family, steps=10)
     new = torch.rand(4, 2)
-    tree = to_datatree(guide.model, guide, x, y, num_samples=120, predict=new, seed=0, log_likelihood=False)
+    tree = to_datatree(guide.model, guide, x, y, num_samples=500, predict=new, seed=0, log_likelihood=False)
     q = guide.posterior(new)["f"]
     f = torch.as_tensor(tree.predictions["f"].values[0]).double()
     torch.testing.assert_close(f.mean(0), q.mean, atol=0.05, rtol=0)
