@@ -107,9 +107,12 @@ def test_every_way_to_ask_conditions_on_the_draw(name, place):
     draws = predict(model, guide, new, num_samples=30, joint=False)
     assert abs(draws["c"].std() - 0.7) < 0.25
     assert_standard(standardised(draws, *exact))
-    # guide(...), in training and in eval mode.
-    each = [guide(new) for _ in range(15)]
-    assert_standard(standardised({k: torch.stack([one[k] for one in each]) for k in ("c", "f")}, *exact), 0.15)
+    # guide(...), in training and in eval mode, and single draws, of which nothing is held.
+    for ask in (guide, partial(guide.draw, joint=False)):
+        each = [ask(new) for _ in range(15)]
+        stacked = {k: torch.stack([one[k] for one in each]) for k in ("c", "f")}
+        assert 0.3 < stacked["c"].std() < 1.2
+        assert_standard(standardised(stacked, *exact), 0.15)
     # At the medians.
     q = guide.posterior(new)["f"]
     mean, variance, _ = conditional(place, kernel, x, y, new, torch.tensor(0.4))
