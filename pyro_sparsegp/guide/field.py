@@ -85,7 +85,9 @@ class Layout:
         # A datum has one value of it, so that a direction of all its entries serves for each.
         num = self.num - self.dense
         each = torch.cat([like.new_ones(1, num), torch.arange(num, device=like.device, dtype=like.dtype)[None]])
-        common, rest = torch.eye(self.extended - num).to(like).split([self.dense, self.extended - self.num], 1)
+        common, rest = torch.eye(self.extended - num, dtype=like.dtype, device=like.device).split(
+            [self.dense, self.extended - self.num], 1
+        )
         found = torch.cat([common, like.new_zeros(len(common), num), rest], 1)
         return torch.cat([found, pad(each, (self.dense, self.extended - self.num))]) if self.eliminated else found
 

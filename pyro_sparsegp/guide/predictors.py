@@ -334,7 +334,7 @@ class Predictors:
                 each = self.log_prob(name, at)
             else:
                 fn, shape = self.distribution(name, at), bare(site["fn"]).batch_shape
-                mean, variance = (v.reshape(*v.shape[:-1], *shape).expand(fn.batch_shape) for v in (mean, variance))
+                mean, variance = (v.reshape((*v.shape[:-1], *shape)).expand(fn.batch_shape) for v in (mean, variance))
                 each = form(fn, site["value"], mean, variance)
             return torch.tensordot(weights.to(each), each, 1)  # priors of Python numbers have the default dtype
 

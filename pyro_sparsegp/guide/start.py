@@ -86,6 +86,9 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     asked = (guide.able_to_couple or facts.meeting or facts.has_outputs_that_meet) and guide.independent is not True
     if not (asked or guide.together_by_name):
         return ""
+    # Latent inputs of several outputs, as in a GPLVM, keep independent posteriors: they are many.
+    if any(facts.gps[name].outputs and process.x.requires_grad for name, process in run.processes.items()):
+        return ""
     if why := obstacle(guide):
         return why * bool(asked)
     bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
@@ -182,6 +185,8 @@ class _Mode:
             if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
                 self._put(q, q.anchor_of(self.handler.bases[name]), [name])
         is_exact = self.search.is_exact
+        if self._is_classes:
+            return "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS."
         if is_exact and self.search.rows < self.search.num:
             return f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."
         return f"inputs of {self.facts.gps} move, or plates take a part of the rows. Take SVGP(64)." * is_exact
@@ -305,7 +310,15 @@ class _Mode:
         follows = follows and all(type(module) is SparseGP for module in modules) and not self.own
         meets = len(field) > len(modules) or bool(self.facts.meeting or self.guide.together_by_name)
         meets = meets or self.facts.has_outputs_that_meet
-        return stays and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
+        is_open = stays and not self._is_classes
+        return is_open and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
+
+    @property
+    def _is_classes(self) -> bool:
+        """Whether outputs meet in a density that has no linear predictor, as those of classes do: over points of a
+        joint posterior updates of these go astray.
+        """
+        return bool(self.nested.drawn) and self.facts.has_outputs_that_meet
 
     def _intercepts(self) -> dict[str, Tensor]:
         """By hyperparameters that q(x | θ) is to follow beside what its sites are about, such as an intercept, the

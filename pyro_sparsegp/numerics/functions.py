@@ -105,9 +105,11 @@ def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor
 
 def depends(value: Tensor, x: Tensor) -> bool:
     """Whether x is in a value's graph."""
-    return (
-        value.requires_grad and torch.autograd.grad(value.sum(), x, allow_unused=True, retain_graph=True)[0] is not None
-    )
+    if not value.requires_grad:
+        return False
+    with torch.enable_grad():
+        total = value.sum()
+    return torch.autograd.grad(total, x, allow_unused=True, retain_graph=True)[0] is not None
 
 
 _PIECE = 2**21  # numbers that are made at once: what a CPU's caches like
