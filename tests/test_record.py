@@ -282,6 +282,19 @@ def test_a_joint_posterior_is_recorded(family):
     assert_recorded(with_intercept, family, 24 * [(rows(24), {})], least=8)
 
 
+def wins(x, y=None):
+    scale = pyro.sample("scale", dist.HalfNormal(2.0))
+    f = pyro.sample("f", GaussianProcess(scale**2 * kernels.RBF(0.4), x))
+    p = torch.special.ndtr(f[: len(f) // 2] - f[len(f) // 2 :])
+    return observed(dist.Bernoulli(p.clamp(1e-6, 1 - 1e-6)), y)
+
+
+def test_a_joint_posterior_over_points_is_recorded():
+    """Looks at whether the program is still what it was, steps 4 and 16, leave the gradient as it is."""
+    x, y = rows(24)
+    assert_recorded(wins, SVGP(6), 24 * [((x, (y[:12] > y[12:]).to(x)), {})], least=8)
+
+
 def deep(x, y=None):
     inner = pyro.sample("h", GaussianProcess(kernels.RBF(0.5), x, mean=lambda x: x[:, 0]))
     f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), inner[:, None]))

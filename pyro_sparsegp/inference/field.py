@@ -52,9 +52,10 @@ def bound_of_field(
         found = Predictors(sites, links, x, layout, run)
         guide.core.looks += torch.is_grad_enabled()
         if torch.is_grad_enabled() and guide.core.looks in _LOOKS:
-            with repeatable(x), torch.no_grad():
-                # a draw that no step is told of
-                away = torch.cat([whole.q.draw(), torch.randn_like(x[layout.num :])], -1)
+            with repeatable(x):
+                # A draw that no step is told of. Features keep their graph, which points of q are to have, too:
+                # test_record.py::test_a_joint_posterior_over_points_is_recorded.
+                away = torch.cat([whole.q.draw(), torch.randn_like(x[layout.num :])], -1).detach()
                 there, eta = run({}, away), found.moved(away - x)
                 bent = [name for name in links if not found.tells(name, there, eta)]
             for name in bent:
