@@ -315,8 +315,8 @@ class _Mode:
 
     @property
     def _is_classes(self) -> bool:
-        """Whether outputs meet in a density that has no linear predictor, as those of classes do: over points of a
-        joint posterior updates of these go astray.
+        """Whether outputs meet in a density without a linear predictor, as logits of classes do: joint posteriors are
+        integrated over points there, and updates of sites go astray.
         """
         return bool(self.nested.drawn) and self.facts.has_outputs_that_meet
 
