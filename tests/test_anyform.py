@@ -71,6 +71,7 @@ def test_a_product_is_no_predictor():
     assert b.std().item() == pytest.approx(sd.item(), rel=0.15)
 
 
+@pytest.mark.slow
 def test_training_keeps_the_width_of_a_weight_of_f():
     """Of rho in rho f + d: f's posterior moves with rho, or q(rho) would be that given f, a quarter as wide."""
     generator = torch.Generator().manual_seed(1)
@@ -98,6 +99,7 @@ def test_training_keeps_the_width_of_a_weight_of_f():
     assert rho.std().item() == pytest.approx(sd.item(), rel=0.25)
 
 
+@pytest.mark.slow
 def test_training_keeps_the_width_of_noise():
     """Of few data: their precision falls as noise rises, in whichever way f is told of it."""
     generator, x = torch.Generator().manual_seed(0), _inputs()

@@ -36,10 +36,18 @@ def short(program):
 IN_FULL = pytest.mark.parametrize("run", [short, pytest.param(str, id="in full", marks=pytest.mark.slow)])
 
 
+LONG = "state-space", "dose-response", "survival", "row-effects", "spatial"  # which integrate and check
+
+
 def pages():
     docs = ROOT / "docs"
     found = [ROOT / "README.md", *sorted(docs.glob("how-to/*.md")), *sorted(docs.glob("explanation/families/*.md"))]
-    return [pytest.param(page, id=f"{page.parent.stem}/{page.stem}") for page in found if any(blocks(page))]
+    marks = {page: [pytest.mark.slow] * (page.stem in LONG) for page in found}
+    return [
+        pytest.param(page, id=f"{page.parent.stem}/{page.stem}", marks=marks[page])
+        for page in found
+        if any(blocks(page))
+    ]
 
 
 @IN_FULL

@@ -290,6 +290,7 @@ def test_mini_batches_leave_the_mean_where_all_rows_have_it():
     assert guide.gps.f.coefficients.share == 1
 
 
+@pytest.mark.slow
 def test_without_a_number_of_steps_it_ends_once_the_bound_stands():
     """At the optimum of 2,000 steps, in a share of them; a bound that still falls goes on."""
     x = torch.rand(30, 2)
@@ -305,6 +306,7 @@ def test_without_a_number_of_steps_it_ends_once_the_bound_stands():
     assert abs(fall_of(noise - [[0.0], [1.0]]) - 1) < 0.3
 
 
+@pytest.mark.slow
 def test_a_fit_that_is_resumed_where_the_bound_stood_ends_where_it_would_have(tmp_path, monkeypatch):
     monkeypatch.setitem(fit.__globals__, "_LOOK", 4)
     monkeypatch.setitem(fit.__globals__, "_STANDS", torch.inf)  # it stands at the first look, after 12 steps

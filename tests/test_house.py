@@ -116,7 +116,7 @@ ROOM_BRANCHES = {"guide": 222, "inference": 212, "program": 211}
 ANY = 190  # arguments without a type
 FILE_LINES = 403
 FUNCTION_BRANCHES = 14
-TEST_LINES = 26775
+TEST_LINES = 26795
 
 
 @functools.cache

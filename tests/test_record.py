@@ -113,6 +113,7 @@ def test_another_batch_size_is_another_recording():
     assert len(recordings.found) == 2
 
 
+@pytest.mark.slow
 def test_there_are_eight_recordings_at_most():
     calls = [((*rows(20 + i // 4),), {"size": 80}) for i in range(40)]
     plain, jit, recordings = both(counts, SVGP(6), calls)
