@@ -211,7 +211,7 @@ class GaussianProcess(TorchDistribution):
         return f"GaussianProcess({self.kernel!r}, x: {tuple(self.x.shape)}, batch_shape: {tuple(self.batch_shape)})"
 
 
-def _require_inputs(x: Tensor) -> None:
+def _require_inputs(x: object) -> None:
     what = "GaussianProcess's x must"
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

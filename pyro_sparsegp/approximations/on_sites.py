@@ -206,7 +206,7 @@ class ExactWeightSpaceGP(OptimalGP):
             features.explicit(x)  # kept there with its graph, for the marginals; of many rows it is never whole
         return features, None
 
-    def conditioned(self, features: Any, phi: Tensor, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
+    def conditioned(self, features: Any, phi: object, sites: Sites, name: str) -> tuple[Any, Any, Gaussian]:
         with gradients_by(sites):
             gram, pull = features.gram(sites)
             return features, None, from_natural(gram, pull, features.sizes, None, name)

@@ -239,7 +239,7 @@ def require_matrix(process: GaussianProcess, name: str) -> None:
         )
 
 
-def _plain(value: Tensor) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Tensor):
         return len(value)
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,11 @@
 """A Gaussian factor whose last coefficients are values that have one owner a datum."""
 
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor
 
-from ..numerics.arrow import Arrow
+from ..numerics.arrow import Arrow, OneEach
 from .factors import DenseFactor, Factor
 
 
@@ -16,7 +16,7 @@ class ArrowFactor(Factor):
         super().__init__(loc)
         self.precision = precision
 
-    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, phi: Union[Tensor, OneEach]) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ); Φ is a tensor, or has one entry of the last block a row."""
         if isinstance(phi, Tensor):
             return phi @ self.loc, self.precision.white(phi).square().sum(0) - phi.square().sum(-1)

@@ -96,7 +96,7 @@ class _Moments(Unmapped):
         return phi @ loc, torch.linalg.vecdot(scaled, phi), scaled
 
     @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*inputs[:2], output[2])
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)  # a matrix of zeros for the last output

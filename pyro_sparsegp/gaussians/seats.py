@@ -143,7 +143,7 @@ class Known(Unmapped):
         return loc, covariance, covariance.diagonal().sum(), -2 * upper.diagonal().log().sum()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*output[:2])
         *_, ctx.stays, turn, ctx.stack = inputs  # constants
         ctx.turned = None if turn is None else turn.shape

@@ -18,7 +18,7 @@ from torch.distributions import biject_to
 from ..modules import drop_stored, path_of, take_name, unique_name
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
-from ..process import GaussianProcess, PriorProcess
+from ..process import PriorProcess
 from ..program import checks, handlers, rules, traces
 from ..program.asking import answers
 from ..program.data import map_tensors
@@ -60,7 +60,7 @@ def _is_new(guide: KnownGuide, name: str, prior: TorchDistribution) -> bool:
     )
 
 
-def _new_latent(guide: KnownGuide, name: str, prior: GaussianProcess) -> None:
+def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
     if isinstance(traces.bare(prior), dist.Delta):
         raise ValueError(f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic")
     with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):

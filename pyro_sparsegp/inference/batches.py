@@ -55,7 +55,7 @@ def arguments_of(data: object) -> tuple[tuple, dict[str, Any]]:
     be memory maps, as tensors that share their memory.
     """
 
-    def of(value: Tensor) -> Any:
+    def of(value: object) -> Any:
         return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
     with warnings.catch_warnings():

@@ -58,7 +58,7 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
         self.optim: Optional[FallingAdam] = None  # whose steps are recorded, too: fit's
         self._recordings: WeakKeyDictionary[AutoSparseGP, Recordings] = WeakKeyDictionary()
 
-    def loss_and_grads(self, model: Callable, guide: AutoSparseGP, *args: object, **kwargs: object) -> float:
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: object, **kwargs: object) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'."""
         step = Step(self, own_guide(model, guide, "JitTraceQuadrature_ELBO"), guide, args, kwargs)
         recordings = self._recordings.setdefault(step.guide, Recordings(self.compile))
@@ -100,7 +100,7 @@ class Step:
         """What the graph depends on but numbers."""
         places: dict[int, int] = {}  # a tensor may stand at several
 
-        def kind(leaf: Tensor) -> Any:
+        def kind(leaf: object) -> Any:
             if isinstance(leaf, Tensor):
                 place = places.setdefault(id(leaf), len(places))
                 return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, place

@@ -84,7 +84,7 @@ class TraceQuadrature_ELBO(ELBO):
         self.num_nodes = num_nodes
         self._known: WeakKeyDictionary[AutoSparseGP, _Known] = WeakKeyDictionary()
 
-    def loss(self, model: Callable, guide: AutoSparseGP, *args: object, **kwargs: object) -> float:
+    def loss(self, model: Callable, guide: Callable, *args: object, **kwargs: object) -> float:
         """Minus the bound, in nats.
 
         :raises ValueError: if it is NaN or infinite, naming the sites.
@@ -93,7 +93,7 @@ class TraceQuadrature_ELBO(ELBO):
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
         return finite("the bound", loss, guide, args, kwargs)
 
-    def loss_and_grads(self, model: Callable, guide: AutoSparseGP, *args: object, **kwargs: object) -> float:
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: object, **kwargs: object) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'.
 
         Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, on the
@@ -159,7 +159,7 @@ class TraceQuadrature_ELBO(ELBO):
                 stacklevel=5,
             )
 
-    def _evaluated(self, unwrapped: Any, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
+    def _evaluated(self, unwrapped: AutoSparseGP, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
         """The loss, as a tensor and as a number, and what natural steps are to know of it."""
         # The number is read together with the flags of factorisations. Where one failed, it is evaluated anew, from the
         # same state and with the same random numbers, and each flag is looked at, as it is in a first call.
@@ -209,13 +209,13 @@ class TraceQuadrature_ELBO(ELBO):
         """
         return _Module(model, guide, self)
 
-    def differentiable_loss(self, model: Callable, guide: AutoSparseGP, *args: object, **kwargs: object) -> Tensor:
+    def differentiable_loss(self, model: Callable, guide: Callable, *args: object, **kwargs: object) -> Tensor:
         """Minus the bound as a scalar tensor."""
         unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
         unwrapped.prepare(*args, **kwargs)
         return self._minus_bound(unwrapped, guide, args, kwargs)
 
-    def _minus_bound(self, unwrapped: AutoSparseGP, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _minus_bound(self, unwrapped: AutoSparseGP, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
         if torch.is_grad_enabled():
             unwrapped.core.num_nodes = self.num_nodes  # sites are read at as many
@@ -223,7 +223,7 @@ class TraceQuadrature_ELBO(ELBO):
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
 
-    def _get_trace(self, model: Callable, guide: AutoSparseGP, args: tuple, kwargs: object) -> Any:
+    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: object) -> Any:
         raise TypeError("TraceQuadrature_ELBO runs the model for all nodes at once; it has no single trace")
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -343,7 +343,7 @@ class ProjectedLikelihood(TraceQuadrature_ELBO):
         return total
 
 
-def finite(what: str, loss: Tensor, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> float:
+def finite(what: str, loss: Tensor, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> float:
     """An objective's value; raise if it is NaN or infinite, naming the sites."""
     value, unwrapped = torch_item(loss), cast(Any, poutine.unwrap(guide))
     if not math.isfinite(value):

@@ -61,7 +61,7 @@ class ProfileOfDistance(Function):
         return profile.value_and_slope(s)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         x, z, ctx.profile = inputs
         ctx.save_for_backward(x, z, output[1])
         ctx.save_for_forward(x, z)

@@ -102,7 +102,7 @@ class Factor(Function):
         return factor.to(dtype), torch.zeros_like(matrix, dtype=dtype), info
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(output[0])
         ctx.save_for_forward(output[0])
         ctx.wide = inputs[0].dtype
@@ -158,7 +158,7 @@ class _Turn(Function):
         return torch.zeros_like(factor)
 
     @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
@@ -188,7 +188,7 @@ class Whitened(Function):
         return over_upper(cross, factor)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Tensor, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         ctx.save_for_backward(inputs[1], output)
         ctx.save_for_forward(inputs[1], output)
         ctx.shape = inputs[0].shape

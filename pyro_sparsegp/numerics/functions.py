@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 T = TypeVar("T")
 
 
-def shape_of(value: Tensor) -> str:
+def shape_of(value: object) -> str:
     """A tensor's shape, or the class of what is none, for errors."""
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 

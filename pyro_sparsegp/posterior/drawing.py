@@ -47,7 +47,7 @@ class Expected(Tensor):
     """A log density that is right in expectation only: it may be added up, and no draw be weighed by it."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Callable, args: tuple = (), kwargs: object = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: object = None) -> Any:
         # Else RenyiELBO's value is wrong in silence: test_quadrature.py, test_weights_and_renyi.
         if func.__name__ in ("exp", "logsumexp", "softmax", "log_softmax"):
             raise ValueError(

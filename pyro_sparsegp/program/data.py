@@ -134,12 +134,12 @@ def signature_of(model: Callable) -> inspect.Signature:
     return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
 
-def _version(leaf: Tensor) -> int:
+def _version(leaf: object) -> int:
     """How often torch has counted a write to a tensor."""
     return getattr(leaf, "_version", 0)
 
 
-def _is_numeric(leaf: Tensor) -> bool:
+def _is_numeric(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
 
 
@@ -169,7 +169,7 @@ def _is_still(own: object, seen: int, other: object) -> bool:
     return torch.equal(own, other) or torch.allclose(own, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _is_record(item: Tensor) -> bool:
+def _is_record(item: object) -> bool:
     return is_dataclass(item) and not callable(item)
 
 

@@ -133,7 +133,7 @@ class _Noise(TorchFunctionMode):
     from a generator of the program's, the same at each run, is refused: vmap would take others for each draw.
     """
 
-    def __torch_function__(self, func: Callable, types: Callable, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
             raise Unsupported("a program's own generator draws")

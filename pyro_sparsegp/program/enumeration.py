@@ -271,7 +271,7 @@ class Values(Tensor):
     picked: tuple[str, int, list[Tensor]]  # the site's name, the dimension of its plate, and the numbers so far
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Callable, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)

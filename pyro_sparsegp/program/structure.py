@@ -17,8 +17,6 @@ from dataclasses import field as _field
 from functools import cached_property
 from typing import Any, Optional, get_args, get_type_hints
 
-from torch import Tensor
-
 Pair = tuple[str, str]
 MAX_AXES = 2  # of a grid of nodes
 
@@ -252,7 +250,7 @@ class Structure:
         return [f"site {name!r} has a {own.distribution}, and had a {was.distribution}" for name, own, was in pairs]
 
 
-def _built(kind: object, value: Tensor) -> Any:
+def _built(kind: Any, value: object) -> Any:
     """A value of a type of this module, of what JSON made of it."""
     first, *more = get_args(kind) or (kind,)
     match value:
