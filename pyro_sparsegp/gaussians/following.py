@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import plus_one, side_by_side
+from ..numerics.linalg import eye_like, plus_one, side_by_side
 from .base import Coefficients, Gaussian
 from .factors import DenseFactor
 from .natural import NaturalGaussian
@@ -79,8 +79,7 @@ class Followed(Gaussian):
     def kl(self) -> Tensor:
         # ½E|v|² − ½E|u|², which KL[q(u) ‖ N(0, I)] has
         mean, change = self.own.moments(self.along.split(self.own.sizes, -1))
-        eye = torch.eye(len(self.along)).to(self.along)
-        u, _ = self.rest.moments(eye.split(self.rest.sizes, -1))
+        u, _ = self.rest.moments(eye_like(self.along.mT).split(self.rest.sizes, -1))
         moved = (u - mean).square() - u.square() + change + self.along.square().sum(-1)
         return self.own.kl() + self.rest.kl() + 0.5 * moved.sum()
 
@@ -159,10 +158,14 @@ class Following(Coefficients):
 
     def _turn(self, mean: Tensor) -> None:
         """Take A to what is known by now; w has this mean, and that of v stays."""
+        before = self.along
+        self._buffers["along"] = self._solved()
+        self.rest._set("loc", self.rest._kept("loc") + (self.along - before) @ mean)
+
+    def _solved(self) -> Tensor:
+        # A = P_vv⁻¹P_vw
         num = len(self.known)
-        along = torch.linalg.solve(plus_one(self.known[:, :num]), self.known[:, num:])
-        self.rest._set("loc", self.rest._kept("loc") + (along - self.along) @ mean)
-        self._buffers["along"] = along
+        return torch.linalg.solve(plus_one(self.known[:, :num]), self.known[:, num:])
 
     @torch.no_grad()
     def note(self, gram: Tensor) -> None:
@@ -174,15 +177,13 @@ class Following(Coefficients):
     def begin(self, anchor: Any, precision: Tensor, mean: Tensor) -> None:
         """Have q near N(m, P⁻¹), of all."""
         own, rest = self.places
-        known = (precision - torch.eye(len(precision)).to(precision))[rest][:, torch.cat([rest, own])]
-        self._buffers["known"], num = known, len(known)
-        along = torch.linalg.solve(plus_one(known[:, :num]), known[:, num:])
+        self._buffers["known"] = (precision - eye_like(precision))[rest][:, torch.cat([rest, own])]
+        along, of_rest = self._solved(), precision[rest][:, rest]
         # P_ww − P_wvP_vv⁻¹P_vw = I + LLᵀ
-        gram = precision[own][:, own] - along.mT @ plus_one(known[:, :num]) @ along - torch.eye(len(own)).to(along)
+        gram = precision[own][:, own] - along.mT @ of_rest @ along - eye_like(along)
         values, axes = torch.linalg.eigh(gram)
         shown = values.clamp(min=0).sqrt()[:, None] * axes.mT
         self.own.start(anchor[0], shown.split(self.own.sizes, -1))
         self.own.put_mean(mean[own])
         self._buffers["along"] = along
-        pull = plus_one(known[:, :num]) @ (mean[rest] + along @ mean[own])
-        self.rest.put_sums(anchor[1], known[:, :num], pull)
+        self.rest.put_sums(anchor[1], of_rest - eye_like(of_rest), of_rest @ (mean[rest] + along @ mean[own]))

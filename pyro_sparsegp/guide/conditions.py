@@ -271,14 +271,12 @@ class Readings:
             for reading in readings if trained else ():  # once more, for the gradient
                 reading.sites = self._target(reading)[1]
             return
-        for _ in range(most - 1):
+        for left in reversed(range(most)):
             for reading in readings:
                 self._update(reading, -1.0 if trained else tolerance)
             # Draws that are made at once all have as many updates as one needs; a recorded step is a plain one.
-            if not any(decided(reading.change > tolerance, bool(MAPPED.get())) for reading in readings):
+            if left and not any(decided(reading.change > tolerance, MAPPED.get()) for reading in readings):
                 return
-        for reading in readings:
-            self._update(reading, -1.0 if trained else tolerance)
 
     def _expect(self, reading: SiteReading, marginal: Marginal) -> Expectation:
         """E[ℓ] and its derivatives under a marginal of one GP site; other sites' marginals stay."""
@@ -313,7 +311,7 @@ class Readings:
         reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
         if reading.direct:
             reading.move(target)
-        elif least < 0 or decided(reading.change > least, bool(MAPPED.get())):
+        elif least < 0 or decided(reading.change > least, MAPPED.get()):
             if decided(reading.change <= _LARGE / (reading.rate * reading.pace)):
                 reading.move(reading.damped(found))
                 reading.pace = (1.1 * reading.pace).clamp(max=1.0)

@@ -276,7 +276,8 @@ def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, 
             at = at[:1].expand(sum(guide.joint.field[name]))
         parts.append(factor * at)
     anchor = AtRows(parts)
-    for own in guide.joint.followed:
+    if guide.joint.followed:
+        (own,) = guide.joint.followed
         return guide.module_of(own).coefficients.anchor_of(bases[own]), anchor
     if weights := guide.joint.weights:
         logs = [_unconstrained(sites[name]) @ guide.like.new_tensor(slopes) for name, slopes in weights.items()]

@@ -90,7 +90,7 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     if any(facts.gps[name].outputs and process.x.requires_grad for name, process in run.processes.items()):
         return ""
     if why := obstacle(guide):
-        return why * bool(asked)
+        return why if asked else ""
     bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
     with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
         return _find(Search(guide, run, (args, kwargs), [], bar.update))
@@ -184,12 +184,13 @@ class _Mode:
         for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
             if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
                 self._put(q, q.anchor_of(self.handler.bases[name]), [name])
-        is_exact = self.search.is_exact
         if self._is_classes:
             return "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS."
-        if is_exact and self.search.rows < self.search.num:
+        if not self.search.is_exact:
+            return ""
+        if self.search.rows < self.search.num:
             return f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."
-        return f"inputs of {self.facts.gps} move, or plates take a part of the rows. Take SVGP(64)." * is_exact
+        return f"inputs of {', '.join(self.facts.gps)} move, or plates take a part of the rows. Take SVGP(64)."
 
     def _set_others(self, joint: Collection[str]) -> None:
         """Start independent posteriors at the mode, with the variances given all other latents."""

@@ -72,12 +72,10 @@ class Model(BoTorchModel, FantasizeMixin):
         unknown = [name for name in self.sites if name not in facts.gps]
         if unknown:
             raise ValueError(f"Model's site {unknown[0]!r} is none of the guide's GP sites, {sorted(facts.gps)}")
-        joint = [
-            name for name in self.sites for _ in range(math.prod(facts.gps[name].outputs)) if name in own.joint.field
-        ]
-        if len(joint) > 1:
+        joint = {name: math.prod(facts.gps[name].outputs) for name in self.sites if name in own.joint.field}
+        if sum(joint.values()) > 1:
             raise ValueError(
-                f"Model's outputs of {sorted({*joint})} have one posterior, and Model takes outputs to be independent: "
+                f"Model's outputs of {sorted(joint)} have one posterior, and Model takes outputs to be independent: "
                 "give the guide independent=True"
             )
         vars(self)["guide"] = guide  # as no part of this module: BoTorch's train() and eval() are not the guide's
