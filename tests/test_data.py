@@ -12,8 +12,8 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, Exact, ExactWeightSpace
 from pyro_sparsegp.program.data import Relation, TrainingData
 
 from .models import conditional, data, gaussian, prepared, refused, restored, train, trained
@@ -261,3 +261,28 @@ def test_a_model_that_holds_its_data():
     guide = trained(lambda: MODEL(*held), SGPR(x), steps=2)
     held[:] = torch.rand(5, 2), None
     refused("now observes nothing: it holds its data itself", guide.posterior)
+
+
+@pytest.mark.parametrize("family", [lambda x: SGPR(x, trainable=False), lambda x: Exact()], ids=["SGPR", "Exact"])
+def test_data_that_a_model_holds_and_that_were_replaced(family):
+    """Their posterior is no other's: an evaluation is refused, and training goes on with the new ones."""
+    x, y = data(num=15)
+    new, held = data(num=6, seed=9)[0], [x, y]
+
+    def model(new=None):
+        return MODEL(*held) if new is None else MODEL(new)
+
+    guide, elbo = AutoSparseGP(model, family(x)), TraceQuadrature_ELBO(2)
+    train(model, guide, steps=2)
+    loss, before = elbo.loss(model, guide), guide.posterior(new)["f"].mean
+    held[:] = x, -y
+    refused("now observes other values of site 'y': it holds its data itself", guide.posterior, new)
+    refused("now observes other values of site 'y'", elbo.loss, model, guide)
+    held[:] = x.flip(0), y
+    refused("now observes other inputs of site 'f'", predict, model, guide, new, num_samples=2)
+    held[:] = x.clone(), y.clone()
+    assert elbo.loss(model, guide) == pytest.approx(loss, abs=1e-9)
+    torch.testing.assert_close(guide.posterior(new)["f"].mean, before)
+    held[:] = x, -y
+    train(model, guide, steps=1)
+    torch.testing.assert_close(guide.posterior(new)["f"].mean, exact_mean(x, -y, new), atol=1e-3, rtol=1e-3)

@@ -23,7 +23,7 @@ from ..program.explore import explore
 from ..program.reader import Expectation, Marginal, Reader, total_after
 from .calls import BatchStep, Call, Evaluation
 from .known import KnownGuide
-from .runs import Conditions, Priors, require_rows
+from .runs import Conditions, Priors, require_rows, shown_by
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
@@ -92,6 +92,9 @@ def condition(guide: KnownGuide, call: Call, args: tuple, kwargs: dict[str, Any]
     checks.require_full_batch(name, module.family["name"], run.trace)
     if same and learns:
         core.data = call.relation.call if core.data else TrainingData(guide.model, args, kwargs)
+        core.data.note(shown_by(run))
+    else:
+        require_rows(run, name)
     held = handlers.held_runs(guide.model, run.trace, args, kwargs)
     closed = _closed_forms(run, held) if len(core.facts.gps) == 1 else ()
     reader = Reader(held, core.facts, core.num_nodes, closed)
@@ -116,8 +119,6 @@ def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
 def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, call: Call) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
     guide, learns = run.guide, call.learns
-    if not call.same:
-        require_rows(run, next(iter(modules)))
     if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
         guide.core.looks += 1
         if guide.core.looks in _LOOKS and any(gp.is_quadratic for gp in reader.found.gps.values()):

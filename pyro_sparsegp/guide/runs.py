@@ -297,13 +297,21 @@ def require_data(run: Run) -> None:
         )
 
 
+def shown_by(run: Run) -> dict[str, Tensor]:
+    """The data and the inputs of GP sites that a run met, if they are made of no parameters and no other GP site."""
+    found = {f"values of site {name!r}": site["value"] for name, site in run.data.items()}
+    found |= {f"inputs of site {n!r}": process.x for n, process in run.processes.items() if not run.guide.facts.inner}
+    return {what: value for what, value in found.items() if not value.requires_grad}
+
+
 def require_rows(run: Run, name: str) -> None:
-    """Raise if a run with the arguments of training, for the posterior of a site, met no data."""
-    if run.guide.facts.data and not run.data:
+    """Raise if a run with the arguments of training, for the posterior of a site, met no data, or other data."""
+    guide, known = run.guide, run.guide.data_for(name)
+    if moved := ["nothing"] if guide.facts.data and not run.data else known.moved(shown_by(run)):
         raise ValueError(
             f"the posterior of site {name!r} belongs to the training data, and the model, run with the arguments of "
-            "training, now observes nothing: it holds its data itself, and they were changed. Give it the data as "
-            "arguments, model(x, y=None); or make a new model for other data, and keep this."
+            f"training, now observes {' and '.join(moved)}: it holds its data itself, and they were changed. Give it "
+            "the data as arguments, model(x, y=None); or make a new model for other data, and keep this."
         )
 
 

@@ -1,8 +1,8 @@
 """The data that a guide was trained on, and what a call brings of them.
 
 Tensors and NumPy's arrays are compared by content, in lists, tuples, mappings and dataclasses, too; other objects,
-whose contents are not known, by identity. What a model keeps itself, as an attribute or in a closure, is not seen:
-test_data.py::test_a_model_that_holds_its_data.
+whose contents are not known, by identity. What a model keeps itself, as an attribute or in a closure, shows in what its
+sites observe.
 """
 
 from __future__ import annotations
@@ -107,15 +107,28 @@ class TrainingData:
             for path, leaf in leaves.items()
             if (leaf.dim() if isinstance(leaf, Tensor) else not (isinstance(leaf, _NO_DATA) or callable(leaf)))
         }
+        self.shown: dict[str, tuple[Tensor, int]] = {}
+
+    def note(self, shown: Mapping[str, Tensor]) -> None:
+        """Take note of what a model's sites show of these data, and of others that it holds itself."""
+        kept = {what: _kept(value) for what, value in shown.items()}
+        self.shown = {what: (value, _version(value)) for what, value in kept.items()}
+
+    def moved(self, shown: Mapping[str, Tensor]) -> list[str]:
+        """What sites show otherwise than before; nothing if data were overwritten, which a warning tells."""
+        known = {} if self.overwritten else self.shown
+        return [f"other {what}" for what, own in known.items() if not _is_still(*own, shown.get(what))]
 
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
-        return TrainingData(model, *map_tensors(function, (self.args, self.kwargs)))
+        found = TrainingData(model, *map_tensors(function, (self.args, self.kwargs)))
+        found.shown = self.shown
+        return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Copies count writes from their own start: test_sites.py::test_copies_predict_the_same_and_train_on.
-        leaves = {path: (leaf, _version(leaf)) for path, (leaf, _) in state["leaves"].items()}
-        self.__dict__ = state | {"leaves": leaves}
+        parts = {name: state.get(name, {}).items() for name in ("leaves", "shown")}  # older files have no data shown
+        self.__dict__ = state | {name: {k: (v, _version(v)) for k, (v, _) in part} for name, part in parts.items()}
 
     @property
     def overwritten(self) -> list[Any]:
