@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -657,3 +658,39 @@ def test_nodes_meet_no_kink_of_laplaces_density(kind, family):
         pyro.set_rng_seed(1)
         found.append(TraceQuadrature_ELBO(num_nodes).loss(model, guide, x, y))
     assert found == pytest.approx(found[:1] * 3, abs=1e-6)
+
+
+def _of_three(x):
+    return _function("f", x), (_function("g", x) - 3).exp() + (_function("h", x) - 3).exp()
+
+
+@pytest.mark.parametrize("scale", [_of_three, LAPLACE["two predictors"]], ids=["a sum of two", "one"])
+def test_a_density_is_known_at_each_value_of_other_functions(scale):
+    """Laplace(2f + x, exp(g)) has a kink in f, and none once f is integrated at each node of g, in training, too."""
+    x = torch.rand(12, 1)
+    y = torch.sin(6 * x[:, 0]) + 0.05 * torch.randn(12)
+
+    def model(x, y=None):
+        f, spread = scale(x)
+        return observed(dist.Laplace(2 * f + x[:, 0], spread), y)
+
+    guide, found = AutoSparseGP(model, SVGP(6), independent=True), []
+    train(model, guide, x, y, steps=3, lr=1e-3)
+    for num_nodes in (20, 30):
+        elbo = TraceQuadrature_ELBO(num_nodes)
+        found += [elbo.loss(model, guide, x, y), elbo.differentiable_loss(model, guide, x, y).item()]
+    with torch.no_grad():
+        q = guide.posterior(x)
+        # f over many small intervals, all others at nodes
+        nodes, weights = map(torch.tensor, np.polynomial.hermite_e.hermegauss(20))
+        t = torch.linspace(-9, 9, 20_001)
+        mass = dist.Normal(0.0, 1.0).log_prob(t).softmax(0)
+        at = {name: p.mean[:, None] + p.stddev[:, None] * nodes for name, p in q.items()}
+        spread = (at["g"] - 3).exp()[..., None]
+        spread = spread + (at["h"] - 3).exp()[:, None] if "h" in at else spread
+        f = q["f"].mean[:, None] + q["f"].stddev[:, None] * t
+        away = (y[:, None] - 2 * f - x).abs() @ mass
+        share = weights / weights.sum()
+        share = share[:, None] * share if "h" in at else share[:, None]
+        dense = ((-away[:, None, None] / spread - (2 * spread).log()) * share).sum() - sum(p.kl for p in q.values())
+    assert found == pytest.approx([-dense.item()] * 4, abs=1e-5)

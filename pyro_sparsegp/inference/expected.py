@@ -11,7 +11,7 @@ or differentiated, θ's variance, whatever the model did:
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Optional
 
@@ -38,6 +38,7 @@ from ..program.traces import (
     closed_form,
     expectation,
     free_values,
+    normal_parameter,
     over_scale,
     parameter_of,
     parameters,
@@ -47,11 +48,11 @@ from ..program.traces import (
 )
 
 
-def sum_of_expectations(
+def _variances_of(
     found: ClosedForms, again: Callable[[], Rerun], model_trace: poutine.Trace, guide_trace: poutine.Trace
-) -> Optional[Tensor]:
-    """The sum of the expectations in closed form under q's marginals, scaled and masked; of latents minus entropy.
-    ``None`` if a second run, which ``again`` gives, was another. Both traces have GP sites at their means.
+) -> Optional[dict[str, Tensor]]:
+    """Var θ under q's marginals of the sites that know E[log p(y | θ)]. ``None`` if a second run, which ``again``
+    gives, was another. Both traces have GP sites at their means.
     """
     sites: Any = model_trace.nodes
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
@@ -74,9 +75,18 @@ def sum_of_expectations(
             variances |= _variances_by_rows(run, posteriors, found.functions)
         if state.has_moved:
             return None
+    return variances
+
+
+def _sum_of_expectations(
+    variances: Mapping[str, Tensor], model_trace: poutine.Trace, guide_trace: poutine.Trace
+) -> Any:
+    """The sum of the expectations in closed form, by Var θ of each site, scaled and masked; of latents minus entropy.
+    Both traces have the GP sites that θ is made of at their means.
+    """
     total: Any = 0.0
     for name, variance in variances.items():
-        site = sites[name]
+        site: Any = model_trace.nodes[name]
         expected = expectation(site["fn"], site["value"], variance)
         if name in guide_trace.nodes:  # of a latent below f: KL[q ‖ p(· | E θ)], and what the spread of θ adds to it
             total = total - divergence(guide_trace.nodes[name], site)
@@ -199,11 +209,20 @@ class Grid:
     call: tuple[tuple, dict[str, Any]]
     closed: ClosedForms  # the sites whose expectation is in closed form, and how all others depend on GP sites
     given: Any = None  # what the guide's runs are conditioned on, where that is read ahead
+    variances: Mapping[str, Tensor] = field(default_factory=dict)  # Var θ of sites in closed form at each node
 
     def run(self, *node: Tensor) -> Ran:
         """The model's and the guide's run with GP sites at a node, by default at their means."""
         places = places_at(node, self.closed.axes) if node else dict.fromkeys([*self.closed.axes, *self.closed.gps])
         return self.guide.at_nodes(places, self.wrapped, *self.call, self.given)
+
+    def expectations(self, *ran: poutine.Trace) -> Optional[Tensor]:
+        """The sum of those in closed form, whatever the node; ``None`` if a second run was of other random numbers."""
+        variances = _variances_of(self.closed, partial(self.again, *ran), *ran[:2])
+        if variances is None:
+            return None
+        self.variances = {name: variances.pop(name) for name in self.closed.given}
+        return _sum_of_expectations(variances, *ran[:2])
 
     def once(self, *node: Tensor) -> Tensor:
         """The bound's terms of one run at a node."""
@@ -230,7 +249,8 @@ class Grid:
 
         def at(*node: Tensor) -> Tensor:
             trace = again(values | values_at(guide_trace, node, self.closed.axes))
-            return log_density_minus_kl(trace, guide_trace, self.closed.sites)
+            known = _sum_of_expectations(self.variances, trace, guide_trace)
+            return known + log_density_minus_kl(trace, guide_trace, {*self.closed.sites, *self.variances})
 
         return at
 
@@ -246,7 +266,9 @@ class Grid:
         require_shown(
             is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.gps.keys()
         )
-        found = {name: _functions(sites[name], made, self.closed.moving.get(name, ())) for name in names}
+        theta = {name: normal_parameter(sites[name]["fn"]) for name in self.variances}
+        moving = {name: [key for key in keys if key != theta.get(name)] for name, keys in self.closed.moving.items()}
+        found = {name: _functions(sites[name], made, moving.get(name, ())) for name in names}
         # Each axis is a dimension of its own: a function's values are those at K nodes, whatever the grid has.
         nodes, num_axes = normal_nodes(1, self.guide.like, num_nodes)[0], self.closed.num_axes
         along = [nodes.reshape(-1, *[1] * (num_axes - 1 - axis)) for axis in range(num_axes)]
@@ -268,8 +290,10 @@ class Grid:
                     key: functools.reduce(lambda t, step: step(t), steps, values[gp])
                     for key, (gp, steps) in made_of.items()
                 }
+                there = rebuilt(fn, changed)
                 with asks_program():
-                    each = rebuilt(fn, changed).log_prob(value)
+                    known = name in self.variances
+                    each = expectation(there, value, self.variances[name]) if known else there.log_prob(value)
             total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
         return total.expand([num_nodes] * num_axes).flatten()
 

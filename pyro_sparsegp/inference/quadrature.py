@@ -32,7 +32,7 @@ from ..program.reader import normal_nodes
 from ..program.structure import MAX_AXES
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
-from .expected import Grid, Ran, log_density_minus_kl, posterior_at, require_shown, sum_of_expectations, weighted_sum
+from .expected import Grid, Ran, log_density_minus_kl, posterior_at, require_shown, weighted_sum
 from .field import bound_of_field
 from .meeting import Evaluation, meet, meet_again
 
@@ -242,7 +242,7 @@ class TraceQuadrature_ELBO(ELBO):
                 "Monte Carlo, with one draw per particle. Take more, num_particles=10.",
                 stacklevel=5,
             )
-        if not closed.sites:
+        if not closed.rows + closed.functions:
             return self._integrated(grid)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
         brought = any(hasattr(kind, "normal_parameter") for kind in closed.kinds.values())
@@ -250,13 +250,13 @@ class TraceQuadrature_ELBO(ELBO):
             start = RandomState(guide.like)
             model_trace, guide_trace, _ = run = grid.run()
             is_alike = closed.hold(model_trace.nodes)
-            total = sum_of_expectations(closed, partial(grid.again, *run), *run[:2]) if is_alike else None
+            total = grid.expectations(*run) if is_alike else None
             if total is not None and not closed.rest.gps:  # nothing else depends on function values
                 return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
         if total is None:
             start.restore()
             # A second run was of rows of its own, say; or a density is of another kind now: it is learned anew.
-            left = replace(closed, rows=(), functions=(), gps=(), rest=guide.facts)
+            left = replace(closed, rows=(), functions=(), given=(), gps=(), rest=guide.facts)
             guide.core.forms = left if is_alike else None
             return self._bound(guide, wrapped, args, kwargs)
         return total + self._integrated(grid, run)

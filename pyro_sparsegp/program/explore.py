@@ -61,6 +61,7 @@ class ClosedForms:
 
     rows: tuple[str, ...]  # sites that know E log p over a parameter: an affine function of the values of one row
     functions: tuple[str, ...]  # those whose parameter is one of values at several inputs
+    given: tuple[str, ...]  # of these, those that know it at each value of other GP sites, as Laplace(f, exp(g)) does
     of_rows: Structure  # how the parameters of ``rows`` depend on GP sites' values
     gps: tuple[str, ...]  # the GP sites that these sites' densities depend on
     rest: Structure  # how all other densities do
@@ -70,7 +71,7 @@ class ClosedForms:
     @cached_property
     def sites(self) -> tuple[str, ...]:
         """All whose expectation is in closed form."""
-        return self.rows + self.functions
+        return tuple(name for name in self.rows + self.functions if name not in self.given)
 
     @cached_property
     def axes(self) -> dict[str, tuple[int, ...]]:
@@ -134,8 +135,17 @@ def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> 
         if above[name] & {*coupled}:
             coupled.append(name)
             depends[name] = Depends.COUPLED
-    closed = [site for site in program.kinds if program.is_closed(site, outer)]
-    for site in program.kinds.keys() - closed:
+    through = {site: program.touching(site, outer, _THETA) for site in program.kinds}
+    known = [site for site in program.kinds if program.is_closed(site, through[site])]
+    closed = [site for site in known if program.touching(site, outer) == through[site]]
+    # Single numbers are known at each value of what their other parameters are made of, with f itself at no node.
+    given = [site for site in known if site not in closed and not program.kinds[site].event_shape]
+    open_to = [(_REST if site in given else TERM, site) for _, site in terms if site not in closed]
+    at_nodes = {name for kind, site in open_to for name in program.touching(site, outer, kind)}
+    if any(name in at_nodes for site in given for name in through[site]):
+        given, open_to = [], [key for key in terms if key[1] not in closed]
+    known = closed + given
+    for site in program.kinds.keys() - known:
         fn = program.kinds[site]
         if getattr(fn, "piecewise_constant", False) and program.touching(site, outer):
             raise ValueError(
@@ -146,8 +156,8 @@ def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> 
                 "likelihood with a gradient, such as Categorical(logits=...)."
             )
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
-    made_of = {site: (TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
-    by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != Depends.COUPLED for name in names)]
+    made_of = {s: (TERM if is_normal(program.kinds[s]) and s in closed else _THETA, s) for s in known}
+    by_rows = [site for site in known if all(owners[name][made_of[site]].kind != Depends.COUPLED for name in names)]
     touching = {site: tuple(program.touching(site, names)) for _, site in terms}
 
     def is_quadratic(name: str) -> bool:
@@ -175,11 +185,12 @@ def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> 
 
     return found, ClosedForms(
         tuple(by_rows),
-        tuple(site for site in closed if site not in by_rows),
+        tuple(site for site in known if site not in by_rows),
+        tuple(given),
         left([made_of[site] for site in by_rows]),
-        tuple(name for name in outer if any(program.touching(site, [name]) for site in closed)),
-        left([key for key in terms if key[1] not in closed]),
-        {site: type(program.kinds[site]) for site in closed},
+        tuple(name for name in outer if any(name in through[site] for site in known)),
+        left(open_to),
+        {site: type(program.kinds[site]) for site in known},
         program.moving,
     )
 
@@ -234,9 +245,9 @@ class Program:
                 shown[_LAYER, name] = process.mean + rest
         return shown
 
-    def touching(self, site: str, names: Iterable[str]) -> list[str]:
-        """Those GP sites that a site's density depends on."""
-        return [name for name in names if self.owners[name][TERM, site].touched.any()]
+    def touching(self, site: str, names: Iterable[str], what: str = TERM) -> list[str]:
+        """Those GP sites that a site's density depends on, or what of it is shown."""
+        return [name for name in names if self.owners[name][what, site].touched.any()]
 
     @property
     def moving(self) -> dict[str, list[str]]:
