@@ -50,6 +50,7 @@ _APART = 3.0  # standard deviations between two modes
 _FEW = 50  # of a latent's values whose covariance is asked for
 _EXACT = 150  # rows at which GP sites' values have no basis
 _ROUNDED = 0.3  # of an entry of P⁻¹ that rounding may move
+_LONGER = "Train longer, at a learning rate that falls, as that of fit does."
 _FULL = "SVGP", "SGPR", "Exact", "OrthogonalInducing", "CoupledCovariance"  # families of a full Gaussian
 
 
@@ -259,14 +260,14 @@ class Compared:
             names = ", ".join(map(repr, met if name in met and len(met) > 1 else {**search.priors, **facts.gps}))
             return f"because the guide treats {names} as independent, which meet in densities. Compare with NUTS."
         if late:
-            return f"because training has not brought {', '.join(map(repr, late))} to the optimum. Train longer."
+            return f"because training has not brought {', '.join(map(repr, late))} to the optimum. {_LONGER}"
         family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
         if family not in _FULL:
             return f"because {family} has not the covariance of a full Gaussian. Take SVGP."
         if not self.hyper.size and self._is_gaussian():  # all posteriors are normal
             if guide.on_sites:  # and found in one step
                 return "because noise is not far above jitter. Take float64 and GaussianProcess(..., jitter=1e-12)."
-            return f"because training has not brought {name!r} to the optimum. Train longer."
+            return f"because training has not brought {name!r} to the optimum. {_LONGER}"
         return "because the posterior is far from normal. Call guide.integrate, or compare with NUTS."
 
     def _is_gaussian(self) -> bool:

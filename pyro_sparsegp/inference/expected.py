@@ -3,8 +3,9 @@ under q where θ is an affine function of function values.
 
 A distribution takes part that is normal, Laplace, or brings ``expected_log_prob``
 (:class:`~pyro_sparsegp.distributions.ExpectedLogProb`): which sites of a program do is found by structure, once, by
-:func:`~pyro_sparsegp.program.explore.explore`. At the means of q the program gives θ's mean, and one more run, mapped
-or differentiated, θ's variance, whatever the model did:
+:func:`~pyro_sparsegp.program.explore.explore`. Where its other parameters are made of other GP sites, it does so at
+each of their nodes. At the means of q the program gives θ's mean, and one more run, mapped or differentiated, θ's
+variance, whatever the model did:
 
     Var θ = Σ_e (θ(m + C e) − θ(m))² over the axes e of a row's values, or diag(A Cov(f) Aᵀ) of those at several inputs.
 """

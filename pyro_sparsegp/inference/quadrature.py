@@ -59,10 +59,11 @@ class TraceQuadrature_ELBO(ELBO):
     ELBO = Σ E_q[log p(y | f, ·)] − Σ KL. The expectation of every downstream log density over a GP site's
     marginals N(m, v) is Gauss-Hermite quadrature at m + √v·t_k: two nodes are exact for a Gaussian likelihood.
     A linear predictor of several sites and latents is itself normal, and is integrated as one variable. Other densities
-    of two sites use the product grid. Densities of more values, and inner layers of a deep GP, use draws. A model runs
-    once if the parameters of its likelihoods are f, ``f.exp()`` or such. Other models run once more under
-    :func:`torch.func.vmap` over the nodes, and see f as ``(N,)``. Models with a network, and models that subsample, run
-    only under vmap. Hyperparameters are drawn once per particle; without them the bound is deterministic.
+    of two sites use the product grid; Normal(f, exp(g)) has nodes for g alone. Densities of more values, and inner
+    layers of a deep GP, use draws. A model runs once if the parameters of its likelihoods are f, ``f.exp()`` or such.
+    Other models run once more under :func:`torch.func.vmap` over the nodes, and see f as ``(N,)``. Models with a
+    network, and models that subsample, run only under vmap. Hyperparameters are drawn once per particle; without them
+    the bound is deterministic.
 
     A distribution's expectation over normal parameters, :class:`~pyro_sparsegp.distributions.ExpectedLogProb`, as that
     of :class:`~pyro_sparsegp.distributions.RobustMax`, replaces quadrature, for any number of function values.
