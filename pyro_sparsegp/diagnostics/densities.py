@@ -17,8 +17,8 @@ from torch import Tensor
 from ..numerics.tilted import tilted
 from ..program.draws import mapped
 from ..program.explore import TERM, Program
-from ..program.facts import Owners
 from ..program.handlers import held_trace
+from ..program.owners import Owners
 from ..program.reader import normal_nodes
 from ..program.traces import bare, entries, expectation, parameter_of, rewrapped, whole_plates
 

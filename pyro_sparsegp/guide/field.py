@@ -31,8 +31,8 @@ from ..numerics.linalg import plus_one, residual_cholesky, side_by_side, sum_blo
 from ..process import GaussianProcess
 from ..program.asking import answers
 from ..program.enumeration import Enumeration
-from ..program.facts import NO_VALUES, Values
 from ..program.handlers import NO_RUN, trace_like
+from ..program.owners import NO_VALUES, Values
 from ..program.traces import as_process, bare, repeatable
 from .known import KnownGuide
 

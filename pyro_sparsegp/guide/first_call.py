@@ -26,8 +26,8 @@ from ..process import GaussianProcess
 from ..program import checks, rules, traces
 from ..program.data import TrainingData, switches_of, tensors
 from ..program.explore import ClosedForms, explore
-from ..program.facts import stacked_runs
 from ..program.handlers import Rerun, held_runs
+from ..program.owners import stacked_runs
 from ..program.parts import moved_by_rows
 from ..program.structure import Depends, Structure
 from .field import is_normal_prior

@@ -29,7 +29,7 @@ from torch.distributions import biject_to, constraints
 from ..numerics.arrow import Arrow, Dense
 from ..numerics.functions import jacobian
 from ..program.asking import attempt
-from ..program.facts import NO_VALUES, Values
+from ..program.owners import NO_VALUES, Values
 from ..program.traces import all_sites, is_observation, share_of
 from .field import Layout, Standardised, index_of, slices
 from .known import KnownGuide

@@ -19,7 +19,7 @@ from ..numerics.linalg import above_rounding
 from ..program import traces
 from ..program.asking import asks_program, attempt
 from ..program.draws import mapped
-from ..program.facts import Values
+from ..program.owners import Values
 from ..program.reader import normal_nodes
 from ..program.traces import LINKS, bare, repeatable
 from .field import Layout

@@ -27,7 +27,7 @@ from ..program import checks, handlers, traces
 from ..program.asking import asks_program
 from ..program.data import TrainingData, map_tensors
 from ..program.enumeration import Enumeration
-from ..program.facts import kept_buffers
+from ..program.owners import kept_buffers
 from ..warned import warn_once
 from .calls import Call, Evaluation, NewRows
 from .field import Standardised, anchor_of, basis_of, run_standardised, with_means

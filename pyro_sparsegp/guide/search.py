@@ -17,7 +17,7 @@ from ..numerics.functions import depends
 from ..program.asking import Unsupported, attempt
 from ..program.checks import holds_part
 from ..program.data import map_tensors
-from ..program.facts import NO_VALUES, Values
+from ..program.owners import NO_VALUES, Values
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, sample_sites
 from .field import LARGEST, Layout, Standardised, is_normal_prior, run_standardised
 from .known import KnownGuide

@@ -17,8 +17,8 @@ from torch.distributions import biject_to
 from ..process import GaussianProcess
 from .asking import asks_program, attempt
 from .enumeration import Enumeration
-from .facts import combined, find_group, find_owners, kept_buffers
 from .handlers import Rerun
+from .owners import combined, find_group, find_owners, kept_buffers
 from .structure import Density, Depends, GPSite, Latent, Pair, Structure
 from .traces import (
     as_process,

@@ -19,7 +19,7 @@ from torch import Tensor
 from .asking import asks_program
 from .checks import require_known_indices
 from .enumeration import PLATES, Enumeration, Factor, sizes
-from .facts import kept_buffers
+from .owners import kept_buffers
 from .traces import (
     all_sites,
     as_process,

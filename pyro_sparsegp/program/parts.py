@@ -15,8 +15,8 @@ from torch.distributions import biject_to
 from ..process import GaussianProcess
 from .asking import asks_program, attempt
 from .data import map_tensors, tensors
-from .facts import kept_buffers
 from .handlers import held_trace
+from .owners import kept_buffers
 from .traces import (
     RandomState,
     all_sites,

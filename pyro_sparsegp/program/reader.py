@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..process import GaussianProcess
 from .draws import mapped
-from .facts import find_owners
 from .handlers import Rerun
+from .owners import find_owners
 from .structure import Depends, Structure
 from .traces import entries, expectation, log_densities, parameter_of, sample_sites, share_of
 
