@@ -51,7 +51,7 @@ _TAKEN = {*dir(PyroModule())}
 
 def path_of(name: str) -> str:
     """A site's name as attributes of modules, with ``_`` where these have one of that name, such as ``train``."""
-    return ".".join(part + "_" * bool({part, part.rstrip("_")} & _TAKEN) for part in name.split("."))
+    return ".".join(f"{part}_" if {part, part.rstrip("_")} & _TAKEN else part for part in name.split("."))
 
 
 def at_path(module: nn.Module, path: str) -> Any:

@@ -52,7 +52,7 @@ all-tables-are-of-rows: test_rows.py::test_tables_that_are_not_of_rows_may_have_
 - others = [key for key in of_rows if moved and key not in processes]
 + others = list[str]()
 names-of-modules-are-taken: test_guide.py::test_sites_may_have_names_of_what_modules_have
-- return ".".join(part + "_" * bool({part, part.rstrip("_")} & _TAKEN) for part in name.split("."))
+- return ".".join(f"{part}_" if {part, part.rstrip("_")} & _TAKEN else part for part in name.split("."))
 + return name
 an-empty-part-is-saved-whole: test_additive.py::test_states_of_additive_families_load
 - elif value.dim() > 2:  # else the seat of blocks about w, of which there is none

@@ -161,6 +161,32 @@ def test_files_and_functions_are_short():
     assert [(where, num) for where, num in functions if num > FUNCTION_BRANCHES] == []
 
 
+def is_truth(node) -> bool:
+    """Whether an expression is a truth value: by its form, or by its name."""
+    if isinstance(node, (ast.Call, ast.Attribute, ast.Name)):
+        name = getattr(node, "func", node)
+        return re.match(r"bool$|(is|has|are|can|or)_", getattr(name, "id", getattr(name, "attr", ""))) is not None
+    return isinstance(node, (ast.Compare, ast.BoolOp)) or isinstance(getattr(node, "op", None), ast.Not)
+
+
+def repeats(one, other) -> bool:
+    """Whether ``one`` is a text, a list or a tuple, or any value, that a truth value ``other`` keeps or drops."""
+    written = isinstance(one, (ast.List, ast.Tuple, ast.JoinedStr)) or isinstance(getattr(one, "value", 0), str)
+    says_so = isinstance(getattr(other, "op", None), ast.Not) or getattr(getattr(other, "func", 0), "id", "") == "bool"
+    return says_so or (written and is_truth(other))
+
+
+def test_truth_values_are_no_factors():
+    assert repeats(*(ast.parse(text, mode="eval").body for text in ("[name]", "jumps or flat")))
+    products = [
+        (f"{path}:{node.lineno}", node.left, node.right)
+        for path, (_, tree) in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    ]
+    assert [where for where, a, b in products if repeats(a, b) or repeats(b, a)] == []
+
+
 def test_nobody_walks_the_stack():
     walks = ("currentframe", "_getframe", "inspect.stack", "f_back", "walk_stack")
     found = [str(path) for path, (lines, _) in sources().items() if any(w in line for line in lines for w in walks)]

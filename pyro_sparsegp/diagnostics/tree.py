@@ -138,7 +138,7 @@ class Table:
                 self.names[key] = self.names[name][:1] if first else [f"{name}_dim_0"]
                 self.left[key] = seen.flatten().nonzero()[:, 0].cpu().numpy()
         for name, f in draws.functions.items():
-            front = [f"{name}_dim_{i}" for i in range(f.dim() - 3)] + [f"{name}_output"] * (f.dim() > 2)
+            front = [f"{name}_dim_{i}" for i in range(f.dim() - 3)] + ([f"{name}_output"] if f.dim() > 2 else [])
             self.names[name] = [*front, rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 2}")]
             self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
         # An argument may have as many rows as there are data, or as there are new ones.
@@ -185,5 +185,5 @@ def plate_names(name: str, site: dict[str, Any]) -> list[str]:
     names = [f"{name}_dim_{i}" for i in range(len(batch_shape) + len(site["fn"].event_shape))]
     plates = {len(batch_shape) + frame.dim: frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
     for place in plates.keys() & range(len(batch_shape)):
-        names[place] = plates[place] + "_dim" * (plates[place] in _RESERVED)
+        names[place] = f"{plates[place]}_dim" if plates[place] in _RESERVED else plates[place]
     return names

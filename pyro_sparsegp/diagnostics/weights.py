@@ -78,7 +78,7 @@ def psis(tree: xarray.DataTree) -> PSIS:
         raise ValueError(
             f"lp, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
             "draws: the likelihood has no density at some function values that the posterior allows. "
-            + "E[log p(y | f)] is then infinite: train by expectation propagation. " * (target == "vfe")
+            + ("E[log p(y | f)] is then infinite: train by expectation propagation. " if target == "vfe" else "")
             + "Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
         )
     ratio = stats["lp"] - stats["log_q"]  # of θ and w, both in float64

@@ -115,7 +115,8 @@ def _require_sums(guide: KnownGuide) -> None:
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
     several = [name for name in field if name in facts.gps and facts.gps[name].outputs]
     why += [f"the functions of GP site {name!r} have one posterior" for name in several]
-    why += [f"{list(field)} have one posterior"] * (len(field) > 1)
+    if len(field) > 1:
+        why.append(f"{list(field)} have one posterior")
     for name, module in guide.modules_by_site().items():
         known = getattr(module, "coefficients", None)
         if not isinstance(known, NaturalGaussian) or vars(known).get("rank"):

@@ -31,7 +31,7 @@ def beside(moves: Tensor, ratios: Tensor) -> tuple[float, float, bool]:
 
 def said(away: float, ratio: float) -> str:
     """A distance of means and a ratio of widths in words."""
-    words = [f"the mean is {away:.1f} standard deviations off"] * (away > _AWAY)
+    words = [f"the mean is {away:.1f} standard deviations off"] if away > _AWAY else []
     if ratio > _WIDTHS[1]:
         words.append(f"the interval is {ratio:.1f} times too wide")
     elif ratio < _WIDTHS[0]:

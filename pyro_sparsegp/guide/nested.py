@@ -88,7 +88,7 @@ class Nested:
         self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, layout.precision(layout.nothing(x)), {})
         # x̂ and P of the last θ; products stand still at 0
         noise = torch.randn(layout.num, generator=torch.Generator().manual_seed(0)).to(x)
-        self.start = self.last = 0.3 * noise * bool(drawn), self.none.precision
+        self.start = self.last = 0.3 * noise if drawn else x, self.none.precision
         self.weight, self.tilt = 1.0, theta  # of rows that stand for more; and of θ
         self.is_smooth: Optional[bool] = None  # whether densities have curvatures
 

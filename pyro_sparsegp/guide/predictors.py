@@ -71,8 +71,7 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         its.sites, its.again = start, lambda given: run(base, given).nodes
         its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
         tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
-        off = [member for member, is_told in zip(members, tells) if not is_told] or members * (not tells[-1])
-        return list(dict.fromkeys(off)), of_site
+        return _untold(members, tells), of_site
 
     linked, total = Linked({}, {}, [], []), 0.0 * x.sum()
     for name, site in here.items():
@@ -90,7 +89,8 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         # What moves without a slope jumps, as by a comparison.
         still = [(key, sites[name]["fn"]) for key in made_of if key not in moving for sites in ends]
         jumps = any(not torch.equal(traces.parameters(there)[key], made_of[key]) for key, there in still)
-        linked.jumps.extend([name] * (jumps or getattr(fn, "piecewise_constant", False)))
+        if jumps or getattr(fn, "piecewise_constant", False):
+            linked.jumps.append(name)
         # Links come first, as in mu + k f without k; then the values of f, if each datum has one.
         if not jumps and all(not layout.residuals.keys().isdisjoint(off) for off, _ in tried):
             tried += [found(name, {gp: VALUE}) for gp in _one_each(here, density, layout)[:1]]
@@ -105,6 +105,12 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
     (pull,) = torch.autograd.grad(total, x)
     linked.flat.extend(name for name, own in layout.rows.items() if _is_flat(here[name], pull[own]))
     return linked
+
+
+def _untold(members: list[str], tells: list[bool]) -> list[str]:
+    """The members of which moves by themselves are not told; all, if only the last move is not, of all together."""
+    each = dict.fromkeys(member for member, is_told in zip(members, tells) if not is_told)
+    return list(each or dict.fromkeys([] if tells[-1] else members))
 
 
 def _one_each(sites: Mapping[str, Any], density: Tensor, layout: Layout) -> list[str]:

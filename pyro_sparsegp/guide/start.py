@@ -341,7 +341,8 @@ class _Mode:
             if other is not nested.none:
                 _, there = self._followed(other, away)
             by_value, by_theta = ((a - b).norm() / a.norm() for a, b in zip(here[name], there[name]))
-            unconstrained += [name] * bool(by_theta < by_value)
+            if by_theta < by_value:
+                unconstrained.append(name)
             moves[name] = here[name][int(by_theta < by_value)].mT
         self.guide.join(unconstrained=tuple(unconstrained))
         return moves

@@ -311,7 +311,7 @@ class _Loop:
                     why = _INTERRUPTED if interrupts else why
                     # What stops one process stops all, which else would wait for its gradients for ever.
                     stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(why)))))
-                    why = why or "another process stopped" * stops
+                    why = why or ("another process stopped" if stops else "")
                     if why or time.monotonic() - written >= checkpoint_every or len(self.losses) == self.total:
                         self.keep()
                         written = time.monotonic()

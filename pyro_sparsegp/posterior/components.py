@@ -131,7 +131,7 @@ class Components(Sequence):
             raise ValueError(f"the kernel of site {self._whole.name!r} has no term that varies")
         grids = [self._grid(box) for box in boxes]
         drawn = self.at([x for x, _ in grids]).rsample((num_draws,)).values()
-        parts = [f.square() @ weights * bool(box) for f, box, (_, weights) in zip(drawn, boxes, grids)]
+        parts = [f.square() @ weights if box else 0 * f[..., 0] for f, box, (_, weights) in zip(drawn, boxes, grids)]
         # S_c = V[f_c]/Σ_d V[f_d] of each draw (Durrande et al., 2013, section 3)
         shares = dict(zip(self.names, torch.stack(parts) / sum(parts)))
         ends = parts[0].new_tensor([(1 - prob) / 2, (1 + prob) / 2])

@@ -52,6 +52,11 @@ _DEPENDS = {
 }
 
 
+def _counted(num: Optional[int], word: str) -> str:
+    """A number of things, in words."""
+    return f"{num} {word}" if num == 1 else f"{num} {word}s"
+
+
 @dataclass(frozen=True)
 class Group:
     """So many consecutive inputs, such as the patches of an image, whose values one input of a layer above takes."""
@@ -78,7 +83,7 @@ class GPSite:
 
     def __str__(self) -> str:
         num = math.prod(self.outputs)
-        words = f"{num} output{'s' * (num > 1)} of {self.columns} column{'s' * (self.columns != 1)}"
+        words = f"{_counted(num, 'output')} of {_counted(self.columns, 'column')}"
         words += "; it enters another GP site" if self.is_inner else ""
         return f"{words}; {_DEPENDS[self.depends]}{'; log densities are quadratic' if self.is_quadratic else ''}"
 
@@ -99,7 +104,7 @@ class Latent:
 
     def __str__(self) -> str:
         plates = " and ".join(f"{name} ({size})" for name, size in self.plates.items())
-        return f"{self.numel} number{'s' * (self.numel != 1)}{plates and f' in plate {plates}'}{_ROLES[self.role]}"
+        return f"{_counted(self.numel, 'number')}{plates and f' in plate {plates}'}{_ROLES[self.role]}"
 
 
 @dataclass(frozen=True)
