@@ -185,7 +185,7 @@ def test_noise_in_the_kernel_is_told_of():
 
 
 class TestState:
-    @pytest.mark.filterwarnings("ignore:.* have one Gaussian with a full covariance")
+    @pytest.mark.filterwarnings("ignore:.* is one Gaussian with a full covariance")
     def test_file_round_trip_and_resume(self):
         families = {"f": SVGP(7), "g": OrthogonalInducing(4, 3)}
         x, y, guide = begun(heteroscedastic, families, steps=6)

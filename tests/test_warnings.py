@@ -19,7 +19,7 @@ WARNINGS = {
     "enter densities by their sum": "or give sites of one output one posterior, {({}): SVGP(64)}.",
     "has a value for each datum": "or use quadrature in pyro.factor.",
     "are not what they were around the values of": "for a kink beside a latent give independent=True.",
-    "have one Gaussian with a full covariance": "Give independent=True to keep them here.",
+    "is one Gaussian with a full covariance": "Give independent=True to keep families here.",
     "and have posteriors independent of these": "The reason is that {}",
     "has a variance correction relative to the training inputs": "before or after training.",
     "is made of values of GP site": "plus the values of a GP site of mean 0.",

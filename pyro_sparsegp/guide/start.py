@@ -169,9 +169,10 @@ class _Mode:
             guide.join(field={}, factors={}, eliminated="", followed=())
         elif self.own and not guide.joint.followed:
             warnings.warn(
-                f"{', '.join(map(repr, field))} have one Gaussian with a full covariance, not the families of GP sites "
-                f"{', '.join(map(repr, self.own))}. These are kept by one GP site of one function, beside latents of "
-                "fewer than 100 values in which predictors are affine. Give independent=True to keep them here.",
+                f"the posterior of {', '.join(map(repr, field))} is one Gaussian with a full covariance, in the "
+                f"place of the family of {', '.join(map(repr, self.own))}. One GP site of one function keeps its own "
+                "beside latents of fewer than 100 values in which predictors are affine. Give independent=True to keep "
+                "families here.",
                 stacklevel=7,
             )
         self._set_others([*joint, *field])
