@@ -126,9 +126,8 @@ def whitening(
         if is_left or not info.any():
             if attempt > 0:
                 warnings.warn(
-                    f"{what} ({size}) needed a relative jitter above {first:.0e} for its Cholesky "
-                    f"factorisation; use {'' if matrix.dtype == torch.float64 else 'float64, '}fewer or better spread "
-                    "points, or set jitter=.",
+                    f"{what} ({size}) needed a relative jitter above {first:.0e} for its Cholesky factorisation: its "
+                    f"inputs are close for this kernel. Use {_remedy(matrix)}, or set jitter=.",
                     NumericalWarning,
                     stacklevel=2,
                 )
@@ -164,11 +163,13 @@ def _why(matrix: Tensor, made_of: str, tried: str) -> str:
             "No entry of its diagonal is above 0: the kernel is 0 at these inputs, where nothing is left to factorise. "
             f"Look at the kernel, its variances and these inputs. {tried}"
         )
+    return f"Its eigenvalues are too small: use {_remedy(matrix)}, or GaussianProcess(..., jitter=...). {tried}"
+
+
+def _remedy(matrix: Tensor) -> str:
+    """What makes a covariance less singular, whether its inputs are data or inducing points."""
     precision = "" if matrix.dtype == torch.float64 else "float64, "
-    return (
-        f"Its eigenvalues are too small: use {precision}fewer or better spread points, or give "
-        f"GaussianProcess(..., jitter=...). {tried}"
-    )
+    return f"{precision}a rougher kernel, or, of inducing points, fewer or better spread ones"
 
 
 def on_diagonal(blocks: Sequence[Tensor], whole: Tensor) -> Tensor:
