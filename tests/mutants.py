@@ -289,8 +289,8 @@ a-mask-hides-structure: test_group_classes.py::test_what_the_first_call_hides
 - return fn.without_masks() if hasattr(fn, "without_masks") else fn
 + return fn
 labels-that-are-none: test_robust_max.py::test_labels
-- return torch.where((value == 0) | (value == 1), _log_ndtr((2 * value - 1) * self.f), torch.nan)
-+ return _log_ndtr((2 * value - 1) * self.f)
+- return torch.where((value == 0) | (value == 1), log_ndtr((2 * value - 1) * self.f), torch.nan)
++ return log_ndtr((2 * value - 1) * self.f)
 enumeration-shares: test_group_classes.py::test_groups
 - share = total / run.product([Factor(frozenset(), self.plates, seen)], left.plates).value.clamp(min=1)
 + share = total

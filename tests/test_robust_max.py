@@ -12,6 +12,7 @@ from pyro.infer import Trace_ELBO
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.distributions import Probit, RobustMax
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
+from pyro_sparsegp.numerics.functions import log_ndtr
 
 from .models import estimate, observed, one_function, prepared, refused, restored, trained
 
@@ -87,6 +88,27 @@ class TestRobustMax:
             return q.expected_log_prob(y, variance), q.expected_probs(variance)
 
         assert torch.autograd.gradcheck(expected, (mean, variance, epsilon))
+
+    def test_expectations_are_mapped(self):
+        """torch warns, an error here, where what is mapped is computed one by one; and log Φ has its slopes far out."""
+        y, variances = torch.tensor([0, 2]), 0.2 + torch.rand(5, 2, 3)
+
+        def expected(variance):
+            return RobustMax(variance.log() ** 2).expected_log_prob(y, variance)
+
+        both = [torch.stack([function(v) for v in variances]) for function in (expected, torch.func.jacrev(expected))]
+        found = [torch.func.vmap(function)(variances) for function in (expected, torch.func.jacfwd(expected))]
+        torch.testing.assert_close(found, both)
+        x = torch.tensor([-1e4, -30.0, -1.0, 0.0, 3.0, 30.0], requires_grad=True)
+        slope = torch.autograd.grad(log_ndtr(x).sum(), x, create_graph=True)[0]
+        far, near = (
+            torch.tensor([1e4, 30.0, 0.0]),
+            (dist.Normal(0.0, 1.0).log_prob(x) - torch.special.log_ndtr(x)).exp(),
+        )
+        torch.testing.assert_close(slope[:2], far[:2] + 1 / far[:2], rtol=1e-5, atol=0)
+        torch.testing.assert_close(slope[2:], near[2:], rtol=1e-12, atol=1e-30)
+        curve = torch.autograd.grad(slope.sum(), x)[0]
+        torch.testing.assert_close(curve[2:], (-slope * (x + slope))[2:], rtol=1e-10, atol=1e-30)
 
     def test_two_classes_are_a_probit(self):
         mean, variance = torch.randn(50, 2), torch.rand(50, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..numerics.arguments import require_codes
+from ..numerics.functions import log_ndtr
 
 
 class Probit(TorchDistribution):
@@ -58,13 +58,4 @@ class Probit(TorchDistribution):
         if self._validate_args:
             require_codes(value, 2, "Probit's values", "give (y > 0).to(f) for y of -1 and 1")
             self._validate_sample(value)
-        return torch.where((value == 0) | (value == 1), _log_ndtr((2 * value - 1) * self.f), torch.nan)
-
-
-def _log_ndtr(x: Tensor) -> Tensor:
-    # log Φ(x); torch.special.log_ndtr has no batching rule.
-    left = x < 0
-    below, above = torch.where(left, x, 0.0), torch.where(left, 0.0, x)
-    scaled = torch.special.erfcx(-below / math.sqrt(2))  # 2Φ(x)exp(x²/2)
-    right = torch.log1p(-0.5 * torch.erfc(above / math.sqrt(2)))
-    return torch.where(left, (0.5 * scaled).log() - 0.5 * below.square(), right)
+        return torch.where((value == 0) | (value == 1), log_ndtr((2 * value - 1) * self.f), torch.nan)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..numerics.arguments import require_codes
-from ..numerics.functions import broadcast_shapes
+from ..numerics.functions import broadcast_shapes, log_ndtr
 
 # The trapezoidal rule on ±_REACH standard deviations: for a product of normal curves that differ in width it is far
 # more precise than Gauss-Hermite of as many nodes (1e-6 where the largest is three times the smallest, not 1e-3).
@@ -149,7 +149,7 @@ class RobustMax(TorchDistribution):
         nodes, weights = _rule(mean.dtype, mean.device)
         at = own_mean + own_scale * nodes  # (..., K)
         z = (at[..., None] - mean[..., None, :]) / scale[..., None, :]  # (..., K, P)
-        log_below = torch.special.log_ndtr(z.clamp(-_FAR, _FAR))
+        log_below = log_ndtr(z.clamp(-_FAR, _FAR))
         taken = torch.zeros(shape, dtype=torch.bool, device=mean.device).scatter(-1, torch.cat([y, rival], -1), True)
         others = log_below.masked_fill(taken[..., None, :], 0.0).sum(-1)
         below = log_below.gather(-1, rival[..., None, :].expand(*at.shape, 1))[..., 0]
