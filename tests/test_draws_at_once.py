@@ -8,7 +8,8 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
 from pyro_sparsegp.diagnostics import to_datatree
 from pyro_sparsegp.guide.draws import items_of_draws
-from pyro_sparsegp.program.draws import in_blocks
+from pyro_sparsegp.program.asking import attempt
+from pyro_sparsegp.program.draws import in_blocks, vmapped
 from pyro_sparsegp.program.handlers import Held
 
 x = torch.linspace(0, 1, 40, dtype=torch.float64)[:, None]
@@ -76,3 +77,34 @@ def test_hyperparameters_that_hold_a_draw_are_those_of_q(fitted):
     root = guide.together.tril.detach()
     torch.testing.assert_close(theta.mean(0), guide.together.mean.detach(), atol=0.02, rtol=0.02)
     torch.testing.assert_close(theta.T.cov(), root @ root.T, atol=0.005, rtol=0.15)
+
+
+def test_what_a_program_writes_into_is_mapped_with_it():
+    """Pyro's OrderedLogistic writes probabilities into zeros: at all draws, and at all nodes, at once."""
+    cuts, places = torch.tensor([-1.0, 0.5]), 2 * torch.rand(7, 40)
+    classes = (torch.arange(40) % 3).long()
+
+    def density(f):
+        return dist.OrderedLogistic(f, cuts, validate_args=False).log_prob(classes)
+
+    with attempt() as asked:
+        found = vmapped(density, places, randomness="same")
+    assert asked.error is None
+    torch.testing.assert_close(found, torch.stack(list(map(density, places))))
+
+    def ordered(x, y=None):
+        global runs
+        runs += 1
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(lengthscale=0.3), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.OrderedLogistic(2 * f + level, cuts), obs=y)
+
+    global runs
+    guide = AutoSparseGP(ordered, families.SVGP(8), independent=True)
+    svi = pyro.infer.SVI(ordered, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    svi.step(x, classes)
+    for ask, most in ((lambda: svi.step(x, classes), 4), (lambda: guide.summary(num_draws=200), 10)):
+        runs = 0
+        ask()
+        assert runs <= most, runs

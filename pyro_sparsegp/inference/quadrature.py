@@ -28,6 +28,7 @@ from ..numerics.processes import is_shared
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.asking import Unsupported, attempt
 from ..program.data import Relation, TrainingData
+from ..program.draws import vmapped
 from ..program.reader import normal_nodes
 from ..program.structure import MAX_AXES
 from ..program.traces import RandomState, repeatable
@@ -275,7 +276,7 @@ class TraceQuadrature_ELBO(ELBO):
         """The bound's terms at the product grid's nodes, ``(K ** num_axes, num_axes)``."""
         # A step's graph may show all, by Grid.direct. Else the program runs once, mapped. torch.func.vmap refuses some:
         # where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with all
-        # that does not depend on nodes held; where after f, as Pyro's OrderedLogistic is, once for each node.
+        # that does not depend on nodes held; where after f, it runs once for each node.
         guide = grid.guide
         known = self._known.setdefault(guide, _Known())
 
@@ -286,7 +287,7 @@ class TraceQuadrature_ELBO(ELBO):
 
         def at_once(terms: Callable[..., Tensor]) -> Tensor:
             with pyro.validation_enabled(False):
-                return torch.func.vmap(terms, randomness="same")(*nodes.T)
+                return vmapped(terms, *nodes.T, randomness="same")
 
         def held(one_by_one: bool = False) -> Tensor:
             terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)

@@ -18,6 +18,7 @@ from ..numerics.functions import held
 from ..numerics.linalg import MAPPED, flags_kept
 from .asking import Unsupported, attempt
 from .data import map_tensors, tensors
+from .traces import RandomState
 
 Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
 
@@ -26,6 +27,30 @@ _MOST = 100  # draws at once
 _FEW, _POOR = 0.2, 3  # after so many runs of which this share of draws is right all go one by one
 _PATIENCE = 2.0  # seconds without a bar
 _DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
+_NEW = "zeros", "ones", "full", "empty"
+_MAKES = {getattr(torch, name) for kind in _NEW for name in (kind, f"{kind}_like")}
+_MAKES |= {getattr(Tensor, f"new_{kind}") for kind in _NEW}
+_WRITES = "more elements than `self`"  # in what torch.func.vmap says of writing mapped numbers to what is not mapped
+
+
+def vmapped(function: Callable[..., Any], *stack: Any, **options: Any) -> Any:
+    """:func:`torch.func.vmap` of a function, called within an :class:`attempt`. Where it refuses to write mapped
+    numbers into a tensor that the program makes, as Pyro's ``OrderedLogistic`` does into zeros, what is made is mapped,
+    too.
+    """
+    state = RandomState(tensors(stack)[0])
+    with attempt() as asked:
+        return torch.func.vmap(function, **options)(*stack)
+    error: Any = asked.error
+    if _WRITES not in str(error):
+        raise error
+    state.restore()
+
+    def made(*parts: Any) -> Any:
+        with _Made(tensors(parts)[0]):
+            return function(*parts)
+
+    return torch.func.vmap(made, **options)(*stack)
 
 
 def mapped(
@@ -35,7 +60,7 @@ def mapped(
     programs that :func:`torch.func.vmap` refuses.
     """
     with attempt():
-        return torch.func.vmap(function, randomness="same")(stack)
+        return vmapped(function, stack, randomness="same")
     each = stack if isinstance(stack, Tensor) else [dict(zip(stack, item)) for item in zip(*stack.values())]
     return tuple(map(torch.stack, zip(*map(function, each))))
 
@@ -115,7 +140,7 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw, way: list[bool]) -> tuple
         # torch's: of an operation without a rule, and of the memory that torch.binomial has for its result
         for text in ("There is a performance drop", "An output with one or more elements was resized"):
             warnings.filterwarnings("ignore", text)
-        found, failed = torch.func.vmap(flagged, randomness="different")(block)
+        found, failed = vmapped(flagged, block, randomness="different")
     # What a program draws from NumPy or Python would be one number for the block: test_what_a_program_draws_from_numpy.
     if asked.error is not None or state != _host_state():
         return {}, torch.ones(len(next(iter(block.values()))), dtype=torch.bool)
@@ -126,6 +151,18 @@ def _host_state() -> bytes:
     """That of the global generators of Python and NumPy."""
     state = pyro.util.get_rng_state()
     return pickle.dumps((state["random"], state.get("numpy")))
+
+
+class _Made(TorchFunctionMode):
+    """What is made within is mapped as ``like`` is."""
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.none = like.new_zeros(())
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found + self.none.to(found) if func in _MAKES else found
 
 
 class _Noise(TorchFunctionMode):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .asking import attempt
+from .draws import vmapped
 from .structure import Depends, Group, Pair
 from .traces import repeatable
 
@@ -64,7 +65,7 @@ def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:
     stack = {name: torch.stack([point[name] for point in points]) for name in points[0]}
     with pyro.validation_enabled(False), torch.no_grad(), kept_buffers():
         with attempt():
-            parts = torch.func.vmap(tensors, randomness="same", chunk_size=max(_AT_ONCE // largest, 1))(stack)
+            parts = vmapped(tensors, stack, randomness="same", chunk_size=max(_AT_ONCE // largest, 1))
             return dict(zip(keys, parts))
         # The first point is the program's own: what it raises there comes again.
         like = next(iter(stack.values()))
