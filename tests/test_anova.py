@@ -8,7 +8,6 @@ from torch.testing import assert_close
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
 from pyro_sparsegp.families import SVGP, MeanFieldAdditive
 from pyro_sparsegp.kernels import Anova
-from pyro_sparsegp.kernels.anova import centred_on
 
 from .models import data, gaussian, refused
 
@@ -132,18 +131,18 @@ def test_interaction_has_zero_mean_along_each_column():
         line = torch.rand(1, 3).expand(len(s), 3).clone()
         line[:, column] = s[:, 0]
         assert (kernel(x, line) @ w).abs().max() < 1e-12
-    assert centred_on(kernel) == {0: (LOW, HIGH), 2: (LOW, HIGH)}
+    assert kernel.centred == {0: (LOW, HIGH), 2: (LOW, HIGH)}
     assert kernel.columns == (0, 2)
 
 
 def test_intervals_of_other_kernels():
     term = Anova(kernels.RBF(0.4), 0.0, 2.0)
-    assert centred_on(2.0 * term[3]) == {3: (0.0, 2.0)}
-    assert centred_on((term[0] * term[1])[[4, 2]]) == {4: (0.0, 2.0), 2: (0.0, 2.0)}
-    assert centred_on(kernels.Constant(1.0)) == {}
-    assert centred_on(kernels.RBF(1.0)[0]) is None
-    assert centred_on(term[0] * kernels.RBF(1.0)[1]) is None
-    assert centred_on(term[0] * term[0]) is None
+    assert (2.0 * term[3]).centred == {3: (0.0, 2.0)}
+    assert (term[0] * term[1])[[4, 2]].centred == {4: (0.0, 2.0), 2: (0.0, 2.0)}
+    assert kernels.Constant(1.0).centred == {}
+    assert kernels.RBF(1.0)[0].centred is None
+    assert (term[0] * kernels.RBF(1.0)[1]).centred is None
+    assert (term[0] * term[0]).centred is None
 
 
 @pytest.mark.parametrize("base", [*CLOSED, kernels.RationalQuadratic])

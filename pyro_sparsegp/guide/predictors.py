@@ -108,7 +108,7 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
 
 
 def _untold(members: list[str], tells: list[bool]) -> list[str]:
-    """The members of which moves by themselves are not told; all, if only the last move is not, of all together."""
+    """The members whose own moves are not told; all of them, if only the last move, of all at once, is not."""
     each = dict.fromkeys(member for member, is_told in zip(members, tells) if not is_told)
     return list(each or dict.fromkeys([] if tells[-1] else members))
 

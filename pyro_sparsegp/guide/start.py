@@ -169,8 +169,8 @@ class _Mode:
             guide.join(field={}, factors={}, eliminated="", followed=())
         elif self.own and not guide.joint.followed:
             warnings.warn(
-                f"the posterior of {', '.join(map(repr, field))} is one Gaussian with a full covariance, in the "
-                f"place of the family of {', '.join(map(repr, self.own))}. One GP site of one function keeps its own "
+                f"the posterior of {', '.join(map(repr, field))} is one Gaussian with a full covariance, instead "
+                f"of the family of {', '.join(map(repr, self.own))}. One GP site of one function keeps its own "
                 "beside latents of fewer than 100 values in which predictors are affine. Give independent=True to keep "
                 "families here.",
                 stacklevel=7,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Natural, Tape, recording, steppers
 from ..guide import AutoSparseGP
-from ..numerics.decisions import Decisions, decided, deciding
+from ..numerics.decisions import Recorded, decided, deciding
 from ..numerics.graphs import Graph, captured, compiled, is_capturable, quickened, require_known_sizes, simplified
 from ..numerics.linalg import flags_kept
 from ..program.traces import RandomState
@@ -174,7 +174,7 @@ def record(
     counts = {module: (module.steps, module.last_rate) for module in tapes}
 
     def step(*_: Tensor) -> list[Tensor]:
-        decisions, quiet = Decisions([]), (pyro.validation_enabled(False), dist.validation_enabled(False))
+        decisions, quiet = Recorded(), (pyro.validation_enabled(False), dist.validation_enabled(False))
         with torch.enable_grad(), quiet[0], quiet[1], poutine.block(), deciding(decisions), flags_kept() as flags:
             with recording(guide.like) as record:
                 loss = loss_of()
@@ -189,7 +189,7 @@ def record(
         moved = [(slot, new) for slot, old in zip(found.slots, before) if (new := slot.recorded) is not old]
         found.leaves, found.moving = [p for p, _ in pairs], [slot for slot, _ in moved]
         broken = ~torch.stack([loss.detach(), *(grad.sum() for _, grad in pairs)]).sum().isfinite()
-        noted: list[Tensor] = [*flags, *(decisions.flags or ()), broken, loss > found.limit]
+        noted: list[Tensor] = [*flags, *decisions.flags, broken, loss > found.limit]
         failed = torch.cat([flag.reshape(-1).to(loss.device) != 0 for flag in noted]).any()
         read = torch.stack([loss.detach(), failed.to(loss)])
         return [read, *(grad for _, grad in pairs), *(new for _, new in moved)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .algebra import Foreign, Kernel
+from .base import second
 
 
 def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[Tensor], Tensor]) -> Kernel:
@@ -29,7 +30,7 @@ def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[
     for name, value in (("function", function), ("diag", diag)):
         if not callable(value) or isinstance(value, type):
             raise ValueError(f"from_function's {name} must be a function of tensors, got {value!r}")
-    return Foreign(lambda x, z: function(x, x if z is None else z), diag, function)
+    return Foreign(lambda x, z: function(x, second(x, z)), diag, function)
 
 
 @functools.cache

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import numbers
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
 
-from ..numerics.functions import broadcast_shapes
+from ..numerics.functions import broadcast_shapes, if_known
 from ..numerics.linalg import side_by_side
-from .base import CovarianceFunction, PriorFunctions, Scalar, as_tensor, describe, positive
+from .base import CovarianceFunction, PriorFunctions, Scalar, as_tensor, describe, positive, second
 
 _NUMBERS = (int, float, numbers.Real, Tensor)  # NumPy's scalars are numbers.Real
 
@@ -32,14 +34,17 @@ class Kernel(CovarianceFunction):
         return self if isinstance(other, int) and other == 0 else self + other  # sum(kernels) starts at 0
 
     def __mul__(self, other: Union[Kernel, Scalar]) -> Kernel:
-        if not isinstance(other, _NUMBERS):
-            return Product(self, other)
-        return Sum(*(Scaled(term, other) for term in self.terms)) if len(self.terms) > 1 else Scaled(self, other)
+        return self._each(Scaled, other) if isinstance(other, _NUMBERS) else Product(self, other)
 
     __rmul__ = __mul__
 
     def __getitem__(self, dims: Union[int, slice, Sequence[int]]) -> Kernel:
-        return Sum(*(Select(term, dims) for term in self.terms)) if len(self.terms) > 1 else Select(self, dims)
+        return self._each(Select, dims)
+
+    def _each(self, kind: Callable[..., Kernel], argument: object) -> Kernel:
+        """The sum of what terms become."""
+        first, *others = (kind(term, argument) for term in self.terms)
+        return Sum(first, *others) if others else first
 
     def __iter__(self) -> Any:  # k[dims] would otherwise make every kernel an endless sequence
         raise TypeError(f"{type(self).__name__} is not iterable; a sum's summands are kernel.terms")
@@ -63,15 +68,25 @@ class Foreign(Kernel):
     def batch_shape(self) -> torch.Size:
         return getattr(self.of, "batch_shape", torch.Size())
 
+    @property
+    def kind(self) -> str:
+        return type(self.of).__name__.lower()
+
     def __repr__(self) -> str:
         return describe(self.of)
 
 
-def as_kernel(value: Any, name: str, by_row: bool = False) -> Kernel:
-    """``value`` as a kernel: it is one, or a callable with a ``diag``. With ``by_row`` its diagonal is by row."""
+def kernel_by_row(value: object, name: str) -> Kernel:
+    """As :func:`as_kernel`, of one whose diagonal is by row."""
+    kernel = as_kernel(value, name)
+    if kernel.depends_on_rows:
+        raise ValueError(f"{name} has a variance correction, {value!r}: write variance_correction=False")
+    return kernel
+
+
+def as_kernel(value: Any, name: str) -> Kernel:
+    """``value`` as a kernel: it is one, or a callable with a ``diag``."""
     if isinstance(value, Kernel):
-        if by_row and value.depends_on_rows:
-            raise ValueError(f"{name} has a variance correction, {value!r}: write variance_correction=False")
         return value
     if not callable(value) or not callable(getattr(value, "diag", None)):
         raise ValueError(
@@ -109,21 +124,20 @@ class Compound(Kernel):
         return self.combine([part.diag(x) for part in self.parts], 1)
 
     def features(self, x: Tensor) -> Optional[Tensor]:
-        found = self.explicit(x)
-        return None if found is None else found[0]
+        return if_known(operator.itemgetter(0), self.explicit(x))
 
     def explicit(self, x: Tensor) -> Optional[tuple[Tensor, Tensor]]:
         x = self.own_columns(x)
-        found = [part.explicit(x) for part in self.parts]
-        if None in found:
-            return None
-        features, diagonals = zip(*found)
-        return self.combine_features(features), self.combine(diagonals, 1)
+
+        def joined(*found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            features, diagonals = zip(*found)
+            return self.combine_features(features), self.combine(diagonals, 1)
+
+        return if_known(joined, *(part.explicit(x) for part in self.parts))
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
-        read = [part.columns for part in self.parts]
-        return None if None in read else tuple(sorted({column for own in read if own for column in own}))
+        return if_known(lambda *read: tuple(sorted({*itertools.chain(*read)})), *(part.columns for part in self.parts))
 
 
 class Sum(Compound):
@@ -142,8 +156,8 @@ class Sum(Compound):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         x = x.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), *x.shape[-2:])  # which terms may lack
-        draws: list[Any] = [term.prior_functions(num, num_features, x) for term in self.terms]
-        return None if None in draws else lambda x: sum(f(x) for f in draws)
+        draws = (term.prior_functions(num, num_features, x) for term in self.terms)
+        return if_known(lambda *draws: lambda x: sum(f(x) for f in draws), *draws)
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.terms))
@@ -157,6 +171,13 @@ class Product(Compound):
 
     join = staticmethod(torch.mul)
 
+    @property
+    def centred(self) -> Any:
+        boxes = [part.centred for part in self.parts]
+        merged = if_known(lambda *boxes: functools.reduce(operator.or_, boxes), *boxes)
+        # a product of two factors of one column has a mean: no interval is its own
+        return merged if merged is not None and len(merged) == sum(map(len, boxes)) else None
+
     def __init__(self, *kernels: Kernel) -> None:
         super().__init__(kernels, "Product's factor {}")
         self.parts = tuple(f for k in self.parts for f in (k.parts if isinstance(k, Product) else [k]))
@@ -167,8 +188,7 @@ class Product(Compound):
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         # The spectral measure of a product is the convolution of the factors': add independent draws.
-        found: list[Any] = [factor.frequencies(shape, x) for factor in self.parts]
-        return None if any(omega is None for omega in found) else functools.reduce(torch.add, found)
+        return if_known(lambda *omega: sum(omega), *(factor.frequencies(shape, x) for factor in self.parts))
 
     def __repr__(self) -> str:
         return " * ".join(_bracketed(factor, Sum) for factor in self.parts)
@@ -184,6 +204,14 @@ class _Modified(Compound):
     @property
     def kernel(self) -> Any:
         return self.parts[0]
+
+    @property
+    def kind(self) -> str:
+        return self.kernel.kind
+
+    @property
+    def centred(self) -> Any:
+        return self.kernel.centred
 
     @property
     def source(self) -> Optional[Any]:
@@ -226,8 +254,7 @@ class Scaled(_Modified):
 
     @property
     def source(self) -> Optional[Any]:
-        found = self.kernel.source
-        return None if found is None else Scaled(found, self.variance)
+        return if_known(lambda source: Scaled(source, self.variance), self.kernel.source)
 
     def __repr__(self) -> str:
         return f"{describe(self.variance)} * {_bracketed(self.kernel, Sum)}"
@@ -275,6 +302,11 @@ class Select(_Modified):
         return torch.stack([x[..., d] for d in dims], -1)  # an index list would be copied to the device
 
     @property
+    def centred(self) -> Any:
+        # a column of k₀ has another number outside of k₀[dims]
+        return if_known(lambda boxes: {self.dims[column]: box for column, box in boxes.items()}, self.kernel.centred)
+
+    @property
     def columns(self) -> Optional[tuple[int, ...]]:
         dims, inner = self.dims, self.kernel.columns
         if isinstance(dims, slice) or min(dims, default=0) < 0:
@@ -282,13 +314,13 @@ class Select(_Modified):
         return tuple(sorted(dims if inner is None else (dims[i] for i in inner)))
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
-        omega = super().frequencies(shape, x)
-        if omega is None:
-            return None
-        # ωᵀx of the columns that k₀ reads is that of all, with 0 for the others
-        full = omega.new_zeros(*omega.shape[:-1], x.shape[-1])
-        full[..., list(self._numbers(x.shape[-1]))] = omega
-        return full
+        def of_all(omega: Tensor) -> Tensor:
+            # ωᵀx of the columns that k₀ reads is that of all, with 0 for the others
+            full = omega.new_zeros(*omega.shape[:-1], x.shape[-1])
+            full[..., list(self._numbers(x.shape[-1]))] = omega
+            return full
+
+        return if_known(of_all, super().frequencies(shape, x))
 
     def __repr__(self) -> str:
         dims: Any = self.dims
@@ -319,8 +351,10 @@ class Level(Kernel):
 class Constant(Level):
     """Constant kernel: k = s, one shared random level, an intercept with prior N(0, s)."""
 
+    centred: Any = {}  # noqa: RUF012, along no column
+
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        z = x if z is None else z
+        z = second(x, z)
         batch = broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2])
         return as_tensor(self.variance, x)[..., None, None].expand(*batch, x.shape[-2], z.shape[-2])
 
@@ -332,12 +366,8 @@ def term_names(kernel: Any) -> tuple[str, ...]:
     """A name for each summand: its own, or its columns, "x0" or "x0:x1", or its class; numbered where they repeat."""
     found: list[str] = []
     for term in kernel.terms:
-        read, inner = term.columns, term
-        while isinstance(inner, _Modified):
-            inner = inner.kernel
-        kind = type(inner.of if isinstance(inner, Foreign) else inner).__name__.lower()
-        plain = term.name or (":".join(f"x{column}" for column in read) if read else kind)
-        count = sum(other == plain or other.startswith(f"{plain} (") for other in found)
+        plain = term.name or ":".join(f"x{column}" for column in term.columns or ()) or term.kind
+        count = sum(plain in (other, other.rpartition(" (")[0]) for other in found)
         found.append(f"{plain} ({count + 1})" if count else plain)
     return tuple(found)
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
-from .base import Scalar, as_tensor, describe, per_column, require_one
+from .algebra import Kernel, Scaled, kernel_by_row
+from .base import Scalar, as_tensor, describe, per_column, require_one, second
 from .stationary import RBF, Matern32, Matern52, ProfileOfDistance, root
 
 _ROOT = math.sqrt(math.pi / 2)
@@ -121,7 +121,7 @@ class Anova(Kernel):
         return super().__new__(cls)
 
     def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0) -> None:
-        base = as_kernel(base, "Anova's base", by_row=True)
+        base = kernel_by_row(base, "Anova's base")
         if base.columns not in (None, (), (0,)):
             raise ValueError(f"Anova's base must be a kernel of one column, got {base!r}: select outside, {_ONE[1]}")
         bounds = [bound for bound in (low, high) if not isinstance(bound, Tensor)]
@@ -134,13 +134,17 @@ class Anova(Kernel):
         return self.parts[0]
 
     @property
+    def centred(self) -> Any:
+        return {0: (self.low, self.high)}
+
+    @property
     def profile(self) -> Any:
         """That of k, whose integrals are in closed form; ``None`` where they are by quadrature."""
         return _PROFILES.get(type(self.base))
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         require_one(x, *_ONE)
-        other = x if z is None else z
+        other = second(x, z)
         if self.profile is None:
             # k(x, x') − m(x)m(x')/v (eq. 8)
             left, inverse = self._means(x)
@@ -206,19 +210,3 @@ class Anova(Kernel):
                 f"[{describe(self.low)}, {describe(self.high)}]. For a linear effect write Anova(Polynomial(1), low, "
                 "high), whose functions have an intercept, too; leave a constant outside of Anova."
             )
-
-
-def centred_on(kernel: object) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
-    """The intervals, by column, over which all functions of a kernel have mean zero along each column."""
-    if isinstance(kernel, Anova):
-        return {0: (kernel.low, kernel.high)}
-    if not isinstance(kernel, (Scaled, Select, Product)):
-        return {} if isinstance(kernel, Constant) else None
-    # a product of two factors of one column has a mean: no interval is its own
-    found: dict[int, tuple[Scalar, Scalar]] = {}
-    for inner in map(centred_on, kernel.parts):
-        if inner is None or found.keys() & inner.keys():
-            return None
-        found |= inner
-    # a column of k₀ has another number outside of k₀[dims]
-    return {kernel.dims[column]: box for column, box in found.items()} if isinstance(kernel, Select) else found

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.arguments import Documented
-from ..numerics.functions import broadcast_shapes
+from ..numerics.functions import broadcast_shapes, if_known
 
 Scalar = Union[float, int, Tensor]
 EventDims = tuple[tuple[str, int], ...]
@@ -41,6 +41,11 @@ def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
         have, columns = value.shape[-1], x.shape[-1]
         raise ValueError(f"{name} has {have} entries for {columns} columns of inputs: give one, or {columns}")
     return value[..., None, :]
+
+
+def second(x: Tensor, z: Optional[Tensor]) -> Tensor:
+    """The second inputs of k(x, z), which k(x) has not: x itself."""
+    return x if z is None else z
 
 
 def require_one(x: Tensor, reads: str, selected: str) -> None:
@@ -90,7 +95,7 @@ class CovarianceFunction(Documented, ABC):
             value = getattr(self, name)
             if isinstance(value, Tensor) and value.dim() > dims:
                 shapes.append(value.shape[: value.dim() - dims])
-        return broadcast_shapes(*shapes) if shapes else torch.Size()
+        return broadcast_shapes(*shapes)
 
     @property
     def terms(self) -> tuple[Any, ...]:
@@ -117,7 +122,7 @@ class CovarianceFunction(Documented, ABC):
 
     def on_columns(self, num: int) -> Any:
         """The kernel for inputs with ``num`` columns, where slices and negative numbers of columns are resolved."""
-        return self.with_parts(list(map(operator.methodcaller("on_columns", num), self.parts))) if self.parts else self
+        return self.with_parts(list(map(operator.methodcaller("on_columns", num), self.parts)))
 
     def code_columns(self, num: int) -> frozenset[int]:
         """The columns, of ``num``, that hold category codes: inducing inputs keep them as they are."""
@@ -129,8 +134,7 @@ class CovarianceFunction(Documented, ABC):
 
     def explicit(self, x: Tensor) -> Optional[tuple[Tensor, Tensor]]:
         """:meth:`features` and :meth:`diag`, in one evaluation of a network, or ``None`` if there is no finite Φ."""
-        phi = self.features(x)
-        return None if phi is None else (phi, self.diag(x))
+        return if_known(lambda phi: (phi, self.diag(x)), self.features(x))
 
     def check_inputs(self, x: Tensor) -> None:
         """Refuse inputs that the kernel does not take, by a ValueError. A guide calls it once, at its first call."""
@@ -149,6 +153,14 @@ class CovarianceFunction(Documented, ABC):
     # The kernel of g, where f(x) = Σ_p w_p g(x_p), whose inputs are then inducing ones by default; or None. A kernel
     # that has one has source_inputs(x), x_p, (..., N, P, d), and from_source(x, z), cov(f(xₙ), g(zₘ)), (..., N, M).
     source: Any = None
+
+    # By column the interval over which all functions have mean zero along it; None if there is none.
+    centred: Any = None
+
+    @property
+    def kind(self) -> str:
+        """What the kernel, or that which it modifies, is called."""
+        return type(self).__name__.lower()
 
     @property
     def has_residual(self) -> bool:

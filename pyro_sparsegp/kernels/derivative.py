@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..numerics.arguments import require_codes
-from .algebra import Kernel, as_kernel
-from .base import PriorFunctions
+from ..numerics.functions import if_known
+from .algebra import Kernel, kernel_by_row
+from .base import PriorFunctions, second
 from .stationary import Matern12
 
 _jvp: Any = torch.func.jvp  # a function's values, and their change in a direction
@@ -32,7 +33,7 @@ class Derivative(Kernel):
     """
 
     def __init__(self, kernel: object) -> None:
-        kernel = as_kernel(kernel, "Derivative's kernel", by_row=True)
+        kernel = kernel_by_row(kernel, "Derivative's kernel")
         if _is_rough(kernel):
             raise ValueError(f"Matern12's functions have no derivative, as in {kernel!r}: take Matern32 or smoother")
         self.parts = (kernel,)
@@ -68,8 +69,7 @@ class Derivative(Kernel):
         return both
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        other = x if z is None else z
-        found = self._cross(x, other)
+        found = self._cross(x, second(x, z))
         if z is None:  # a diagonal term of k's is the values'
             x, _, slopes = _split(x)
             values = ~(slopes[..., :, None] | slopes[..., None, :])
@@ -107,8 +107,7 @@ class Derivative(Kernel):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         # the derivative of a draw is a draw of the derivative
-        functions = self.kernel.prior_functions(num, num_features, x[..., :-1])
-        return None if functions is None else self.of(functions)
+        return if_known(self.of, self.kernel.prior_functions(num, num_features, x[..., :-1]))
 
     def code_columns(self, num: int) -> frozenset[int]:
         return self.kernel.code_columns(num - 1) | {num - 1}

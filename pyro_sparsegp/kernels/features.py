@@ -21,7 +21,7 @@ from ..numerics.arguments import require_codes, require_count
 from ..numerics.functions import broadcast_shapes, by_rows, shape_of
 from ..numerics.linalg import row_squares, side_by_side
 from .algebra import Kernel, Level
-from .base import Scalar, as_tensor, per_column, positive, require_one
+from .base import Scalar, as_tensor, per_column, positive, require_one, second
 
 _UNREPEATABLE = "Dropout", "BatchNorm"  # in the names of torch's classes, whatever their number of dimensions
 
@@ -76,7 +76,7 @@ class Polynomial(FeatureKernel):
         self.degree, self.bias = degree, bias
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return (x @ (x if z is None else z).mT + as_tensor(self.bias, x)[..., None, None]) ** self.degree
+        return (x @ second(x, z).mT + as_tensor(self.bias, x)[..., None, None]) ** self.degree
 
     def diag(self, x: Tensor) -> Tensor:
         return (x.square().sum(-1) + as_tensor(self.bias, x)[..., None]) ** self.degree
@@ -299,7 +299,7 @@ class Categorical(Level, CodeKernel):
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         # a new level is equal to itself only: k(x) has what φφᵀ lacks
-        return as_tensor(self.variance, x)[..., None, None] * self.equal(x, (x if z is None else z).mT)
+        return as_tensor(self.variance, x)[..., None, None] * self.equal(x, second(x, z).mT)
 
     def features(self, x: Tensor) -> Tensor:
         # √s·[x = c]: all 0 for a new level, whose effect is the residual

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..numerics.arguments import require_count
 from ..numerics.functions import broadcast_shapes, in_pieces, shape_of
-from .algebra import Kernel, Product, Select, as_kernel
-from .base import as_tensor
+from .algebra import Kernel, Product, Select, as_kernel, kernel_by_row
+from .base import as_tensor, second
 
 Shape = Sequence[int]
 Weights = Optional[Tensor]
@@ -91,7 +91,7 @@ class Convolutional(Kernel):
     def __init__(
         self, base: Tensor, image_shape: Shape, patch_shape: Shape, weights: Weights = None, stride: int = 1
     ) -> None:
-        self.base = as_kernel(base, f"{type(self).__name__}'s base", by_row=True)
+        self.base = kernel_by_row(base, f"{type(self).__name__}'s base")
         self.grid = patch_grid(image_shape, patch_shape, stride)
         self.num_patches = math.prod(self.grid)  # P = H'W'
         self.image_shape, self.patch_shape, self.stride = tuple(image_shape), tuple(patch_shape), stride
@@ -145,7 +145,7 @@ class Convolutional(Kernel):
         return found.expand(*batch, *found.shape[-2:])
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        p, q = self._patches(x), self._patches(x if z is None else z)
+        p, q = self._patches(x), self._patches(second(x, z))
         mix, columns = self._pairwise(p), q.flatten(-3, -2)
         batch = broadcast_shapes(self.batch_shape, p.shape[:-3], q.shape[:-3])
 

@@ -18,12 +18,10 @@ _STACKED = (RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Anov
 def structure(kernel: Any) -> Optional[tuple[Any, ...]]:
     """All that kernels must share to be stacked; ``None`` for one that can't be."""
     parts = tuple(map(structure, kernel.parts))
-    known = type(kernel) in _STACKED and None not in parts
-    if not known or (isinstance(kernel, Anova) and kernel.profile is None):
+    if type(kernel) not in _STACKED or None in (*parts, getattr(kernel, "profile", ())):
         return None
-    numbers = [(getattr(kernel, name), dims) for name, dims in kernel.event_dims]
-    widths = [value.shape[-1] if isinstance(value, Tensor) and dims and value.dim() else 1 for value, dims in numbers]
-    return (type(kernel), *widths, *parts)
+    shapes = [getattr(getattr(kernel, name), "shape", ()) for name, dims in kernel.event_dims if dims]
+    return (type(kernel), *[(1, *shape)[-1] for shape in shapes], *parts)
 
 
 def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:

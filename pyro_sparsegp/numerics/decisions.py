@@ -1,9 +1,8 @@
 """Numbers that decide which way a computation goes: read, and, where it is recorded or mapped, guarded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import torch
 from torch import Tensor
@@ -11,22 +10,55 @@ from torch import Tensor
 from .functions import held
 
 
-@dataclass
 class Decisions:
-    """The way that a computation has gone.
+    """The way that a computation has gone: what was decided, and of this what was ``read`` from tensors."""
 
-    :param flags: where it is recorded or mapped, tensors that are true where numbers would lead another way.
-    :param leader: where it is mapped by :func:`torch.func.vmap`, under which nothing can be read, what another has
-        read, whose way this one goes.
+    def __init__(self) -> None:
+        self.way, self.read = list[bool](), list[bool]()
+        #: tensors that are true where numbers would lead another way, if nobody reads them
+        self.flags = list[Tensor]()
+
+    def decide(self, condition: Tensor, serves_both: bool) -> bool:
+        """Whether a condition holds; what is noted, is in order."""
+        self.way.append(bool(condition))
+        self.read.append(self.way[-1])
+        return self.way[-1]
+
+    def guard(self, way: bool, other: Tensor, serves_both: bool) -> bool:
+        """Have a flag where numbers would lead the ``other`` way, unless the way goes there, too."""
+        if not (way and serves_both):
+            self.flags.append(other)
+        return way
+
+
+class Recorded(Decisions):
+    """Of a step that is recorded as a graph, which keeps this way."""
+
+    def decide(self, condition: Tensor, serves_both: bool) -> bool:
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # which imports sympy
+
+        with disable_proxy_modes_tracing():
+            way = super().decide(condition, serves_both)
+        return self.guard(way, condition.ne(way), serves_both)
+
+
+class Followed(Decisions):
+    """Of a computation that is mapped by :func:`torch.func.vmap`, under which nothing can be read: it goes the way of
+    another, which has read these.
     """
 
-    flags: Optional[list[Tensor]] = None
-    leader: Optional[Iterator[bool]] = None
-    way: list[bool] = field(default_factory=list)
-    read: list[bool] = field(default_factory=list)  # of these, what was read from tensors
+    def __init__(self, leader: Iterable[bool], flags: list[Tensor]) -> None:
+        super().__init__()
+        self.leader, self.flags = iter(leader), flags
+
+    def decide(self, condition: Tensor, serves_both: bool) -> bool:
+        way = next(self.leader, None)
+        # One that asks for more than its leader did is on another way already.
+        other = torch.ones_like(condition, dtype=torch.bool) if way is None else condition.ne(way)
+        return self.guard(bool(way), other, serves_both)
 
 
-_DECISIONS: ContextVar[Optional[Decisions]] = ContextVar("decisions of a step", default=None)
+_DECISIONS: ContextVar[Any] = ContextVar("decisions of a step", default=None)
 
 
 def deciding(decisions: Decisions) -> Any:
@@ -36,7 +68,7 @@ def deciding(decisions: Decisions) -> Any:
 
 def is_recorded() -> bool:
     """Whether this is part of a step that is recorded as a graph."""
-    return (found := _DECISIONS.get()) is not None and found.flags is not None and found.leader is None
+    return isinstance(_DECISIONS.get(), Recorded)
 
 
 def decided(condition: Union[bool, Tensor], serves_both: bool = False) -> bool:
@@ -48,28 +80,10 @@ def decided(condition: Union[bool, Tensor], serves_both: bool = False) -> bool:
     found = _DECISIONS.get()
     if found is None:
         return bool(condition)
-    if found.leader is not None:
-        return _followed(found, condition, serves_both) if isinstance(condition, Tensor) else condition
-    if found.flags is None or not isinstance(condition, Tensor):
-        found.way.append(bool(condition))
-        found.read += found.way[-1:] if isinstance(condition, Tensor) else []
-        return found.way[-1]
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # which imports sympy
-
-    with disable_proxy_modes_tracing():
-        found.way.append(bool(condition))
-    if not (found.way[-1] and serves_both):
-        found.flags.append(~condition if found.way[-1] else condition)
-    return found.way[-1]
-
-
-def _followed(found: Decisions, condition: Tensor, serves_both: bool) -> bool:
-    way = next(found.leader, None)  # type: ignore[arg-type]
-    if not (way and serves_both):
-        # One that asks for more than its leader did is on another way already.
-        flag = torch.ones_like(condition, dtype=torch.bool) if way is None else condition.ne(way)
-        found.flags.append(flag)  # type: ignore[union-attr]
-    return bool(way)
+    if isinstance(condition, Tensor):
+        return found.decide(condition, serves_both)
+    found.way.append(condition)
+    return condition
 
 
 def passed_on(value: Tensor, made: object) -> Any:

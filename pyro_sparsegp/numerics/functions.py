@@ -21,6 +21,11 @@ def shape_of(value: object) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
+def if_known(function: Callable[..., Any], *values: object) -> Any:
+    """A function of values, or ``None`` where one of these is: of what is not known nothing is."""
+    return None if any(value is None for value in values) else function(*values)
+
+
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """As :func:`torch.broadcast_shapes`, whose first call imports sympy, for most of a second."""
     if shapes and shapes.count(shapes[0]) == len(shapes):

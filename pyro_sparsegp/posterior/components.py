@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.algebra import term_names
-from ..kernels.anova import centred_on, legendre
+from ..kernels.anova import legendre
 from ..numerics.linalg import on_diagonal, residual_cholesky, side_by_side, sum_blocks, times
 
 _NODES = {1: 40, 2: 16, 3: 8}  # of a quadrature over the columns of an effect, along each of them
@@ -112,7 +112,7 @@ class Components(Sequence):
         boxes: list[dict[int, Any]] = []
         known: dict[int, Any] = {}
         for label, part in self.items():
-            box = centred_on(part.process.kernel)
+            box = part.process.kernel.centred
             if box is None or len(box) > max(_NODES):
                 raise ValueError(
                     f"Sobol indices need terms that have mean zero along each of at most {max(_NODES)} columns; term "

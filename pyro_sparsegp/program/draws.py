@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from tqdm.auto import tqdm
 
-from ..numerics.decisions import Decisions, deciding
+from ..numerics.decisions import Decisions, Followed, deciding
 from ..numerics.functions import held
 from ..numerics.linalg import MAPPED, flags_kept
 from .asking import Unsupported, attempt
@@ -33,7 +33,7 @@ _MAKES |= {getattr(Tensor, f"new_{kind}") for kind in _NEW}
 _WRITES = "more elements than `self`"  # in what torch.func.vmap says of writing mapped numbers to what is not mapped
 
 
-def vmapped(function: Callable[..., Any], *stack: Any, **options: Any) -> Any:
+def vmapped(function: Callable[..., Any], *stack: object, **options: Any) -> Any:
     """:func:`torch.func.vmap` of a function, called within an :class:`attempt`. Where it refuses to write mapped
     numbers into a tensor that the program makes, as Pyro's ``OrderedLogistic`` does into zeros, what is made is mapped,
     too.
@@ -46,7 +46,7 @@ def vmapped(function: Callable[..., Any], *stack: Any, **options: Any) -> Any:
         raise error
     state.restore()
 
-    def made(*parts: Any) -> Any:
+    def made(*parts: object) -> Any:
         with _Made(tensors(parts)[0]):
             return function(*parts)
 
@@ -128,7 +128,7 @@ def _at_once(one: Callable[[Draw], Draw], block: Draw, way: list[bool]) -> tuple
     """
 
     def flagged(item: Draw) -> tuple[Draw, Tensor]:
-        with flags_kept() as flags, deciding(Decisions(flags, iter(way))):
+        with flags_kept() as flags, deciding(Followed(way, flags)):
             found = one(item)
         # A plate's indices, whole numbers, may be on another device.
         faults = [*flags, *(value.isnan() for value in tensors(found) if value.is_floating_point())]
