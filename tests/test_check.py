@@ -137,6 +137,17 @@ def test_a_normal_posterior_that_is_missed_asks_for_more_steps():
     assert "because training has not brought 'f' to the optimum. Train longer, at a learning rate that falls" in line
 
 
+def test_a_process_whose_mean_is_a_latent_is_right():
+    """f = c + r given draws of c has no more of its variance than given c's posterior, which r balances."""
+
+    def model(x, y=None):
+        c, noise = pyro.sample("c", dist.Normal(0.0, 9.0)), pyro.sample("noise", dist.LogNormal(-1.0, 0.3))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x, mean=c))
+        observed(dist.Normal(f, noise), y)
+
+    assert _trained(model, families.SVGP(12), *_data(), steps=40).check() == []
+
+
 def test_what_has_no_reference_is_named():
     def deep(x, y=None):
         h = pyro.sample("h", GaussianProcess(kernels.RBF(0.3), x))

@@ -306,7 +306,7 @@ class AutoSparseGP(SiteMessenger):
     def run_at(self, args: tuple, kwargs: dict[str, Any], **asked: Any) -> Posteriors:
         """A run at new rows; latents of rows are known at training's data."""
         self._ready(args, kwargs)
-        facts, asked = self.facts, {"sums_out": False} | asked
+        facts, asked = self.facts, {"sums_out": False, "marginal": asked.get("at_medians", False)} | asked
         same = bool(facts.local_latents or facts.classes) and self.relation(args, kwargs).same
         call = NewRows(inputs=same)
         conditions = conditions_now(self, asked.get("at_medians", False), same)

@@ -187,7 +187,7 @@ class Compared:
     def _of_q(self, num: int) -> dict[str, tuple[Tensor, Tensor]]:
         """As :func:`moments_of`, q's, by so many draws, or at the medians of hyperparameters."""
         guide, search, each = self.guide, self.search, list[Moments]()
-        asked = {"at_medians": True} if num == 1 else {"joint_up_to": 0}
+        asked = {"at_medians": True} if num == 1 else {"joint_up_to": 0, "marginal": True}
         for _ in range(num):
             run = guide.run_at(*self.call, draws_data=False, **asked)
             free = {n: biject_to(p.support).inv(run.values[n]).reshape(-1)[:_ROWS] for n, p in search.priors.items()}

@@ -173,6 +173,7 @@ class Posteriors(Run):
     """Posteriors to be drawn from, at the rows of a call."""
 
     joint_up_to: float = math.inf  # how many function values of a site are drawn jointly
+    marginal: bool = False  # posteriors are given hyperparameters alone, not draws of latents in their prior means
     _ahead: Any = field(init=False, default=None)  # the run for the hyperparameters, where there is a field
     _with_means: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -188,7 +189,7 @@ class Posteriors(Run):
             others = self.guide.facts.latents.keys() - ahead.normal.keys()
             values = {name: value for name, value in traces.free_values(ahead.trace).items() if name in others}
             self.conditions = replace(self.conditions, values=self.conditions.values | values)
-            if self.at_medians and self.call.new and ahead.normal:
+            if self.marginal and self.call.new and ahead.normal:
                 held = values | {name: ahead.values[name] for name in ahead.bases}
 
                 def processes(z: Mapping[str, Tensor]) -> dict[str, GaussianProcess]:
