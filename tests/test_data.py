@@ -283,6 +283,8 @@ def test_data_that_a_model_holds_and_that_were_replaced(family):
     held[:] = x.clone(), y.clone()
     assert elbo.loss(model, guide) == pytest.approx(loss, abs=1e-9)
     torch.testing.assert_close(guide.posterior(new)["f"].mean, before)
+    loaded = restored(guide, model, family(x))
     held[:] = x, -y
+    refused("now observes other values of site 'y'", loaded.posterior, new)
     train(model, guide, steps=1)
     torch.testing.assert_close(guide.posterior(new)["f"].mean, exact_mean(x, -y, new), atol=1e-3, rtol=1e-3)

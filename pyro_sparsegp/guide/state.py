@@ -30,7 +30,8 @@ def saved_of(guide: KnownGuide) -> dict[str, Any]:
         "num_nodes": core.num_nodes,
     }
     if core.data is not None and guide.is_about_rows and is_plain([core.data.args, core.data.kwargs]):
-        state["data"] = {"args": core.data.args, "kwargs": core.data.kwargs}
+        shown = {what: value for what, (value, _) in core.data.shown.items()}  # of the same memory as arguments
+        state["data"] = {"args": core.data.args, "kwargs": core.data.kwargs, "shown": shown}
     return state if core.points is None else {**state, "points": vars(core.points)}
 
 
@@ -55,6 +56,7 @@ def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Te
         guide.field.register_buffer(key.removeprefix("field."), torch.zeros_like(tensors[key]))
     if "data" in saved:
         data, like = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"]), guide.like
+        data.note(saved["data"].get("shown", {}))
         found.data = data.mapped(lambda t: t.to(like if t.is_floating_point() else like.device), guide.model)
 
 

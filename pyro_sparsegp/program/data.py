@@ -122,7 +122,7 @@ class TrainingData:
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
         found = TrainingData(model, *map_tensors(function, (self.args, self.kwargs)))
-        found.shown = self.shown
+        found.note({what: function(value) for what, (value, _) in self.shown.items()})
         return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
