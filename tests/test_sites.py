@@ -26,7 +26,6 @@ from pyro_sparsegp.families import (
     WeightSpace,
 )
 from pyro_sparsegp.gaussians.sites import Sites, update, within_reach
-from pyro_sparsegp.guide.conditions import conditions_now
 from pyro_sparsegp.numerics.linalg import NumericalWarning
 from pyro_sparsegp.program.reader import Reader
 
@@ -746,7 +745,7 @@ def test_features_of_a_reading_go_with_it():
     guide = AutoSparseGP(with_likelihood(LIKELIHOODS["poisson"]), SGPR(7), independent=True)
     with torch.no_grad():
         guide(x, y)
-        conditions = conditions_now(guide, median=True)
+        conditions = guide.q.given_now(guide, median=True)
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (40, 7)]
     assert [len(reading.sites.inputs) for reading in conditions.readings.values()] == [40]

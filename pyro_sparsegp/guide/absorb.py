@@ -21,10 +21,9 @@ from ..program.handlers import held_runs
 from ..program.reader import Reader
 from ..program.rules import require_sites
 from ..program.traces import all_sites, is_observation, repeatable, whole_plates
-from .conditions import Readings, SiteReading
-from .field import anchor_of
-from .first_call import require_separate_sites
 from .known import KnownGuide
+from .posteriors.on_sites import require_separate_sites
+from .readings import Readings, SiteReading
 from .runs import Priors
 
 _MOST = 200  # updates of sites
@@ -44,11 +43,9 @@ class _Sums:
         guide, process = run.guide, run.processes[name]
         module: SparseGP = guide.module_of(name)
         self.sites = KeptSites(process.x, process.batch_shape)
-        self.coefficients, self.features = module.coefficients, module.features_for(process, name)
-        self.phi, self.anchor = self.features(process.x), self.coefficients.anchor_of(self.features)
-        if guide.joint.field:  # of this site alone, which follows others: they are at their medians
-            self.coefficients = guide.field.coefficients
-            self.anchor = anchor_of(guide, run.bases, run.normal, run.sites)
+        self.features = module.features_for(process, name)
+        self.phi = self.features(process.x)
+        self.coefficients, self.anchor = guide.q.sums_of(run, name, self.features)
         gram, pull = self.coefficients.sums(self.anchor)
         self._sums = (1 - forget) * gram, (1 - forget) * pull
 

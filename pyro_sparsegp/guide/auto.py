@@ -9,6 +9,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..approximations.on_sites import require_refined
+from ..families import ExpectationFamily, SiteFamily
 from ..modules import drop_stored, take_name, unique_name
 from ..numerics.arguments import require_count
 from ..numerics.functions import held
@@ -20,7 +21,6 @@ from .absorb import absorb
 from .calls import Call, NewRows, classify
 from .changes import watch
 from .check import check
-from .conditions import condition, conditions_now
 from .draws import items_of_draws
 from .first_call import check_parameters, initialise
 from .integrate import integrate
@@ -28,8 +28,14 @@ from .known import Families
 from .latents import init_to_centre
 from .messenger import SiteMessenger
 from .points import Points
+from .posteriors.joint import AtPoints, Joint
+from .posteriors.on_sites import OnSites
+from .posteriors.separate import ByExpectation, Separate
 from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Run, note_rows, note_step, with_classes
 from .summary import Summary
+
+_KINDS = ((ExpectationFamily, ByExpectation()), (SiteFamily, OnSites()))  # by families of whom one is enough
+_JOINT, _AT_POINTS = Joint(), AtPoints()
 
 
 class AutoSparseGP(SiteMessenger):
@@ -87,26 +93,23 @@ class AutoSparseGP(SiteMessenger):
         """As the class says."""
         named = {"independent_draws": independent_draws, "independent": independent, "point_estimates": point_estimates}
         super().__init__(model, families, named, start, init_loc_fn=init_loc_fn, init_scale=init_scale)
+        kinds = [kind for own, kind in _KINDS if any(isinstance(family, own) for family in self.declared)]
+        self._own_kind = [*kinds, Separate()][0]
         self._asked: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call is for, if not draws
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
 
+    def kind_of(self, at_points: bool = False) -> Separate:
+        own = _JOINT if self.core.joint.field else self._own_kind
+        return _AT_POINTS if at_points else own
+
     def __repr__(self) -> str:
         """What q is, which latents have one Gaussian with GP sites and so on; and the structure of the program."""
         head = f"{type(self).__name__}({self.families!r})"
-        facts, joint = self.structure, self.joint
-        if facts is None:
+        if self.structure is None:
             return f"{head}, not called yet"
-        apart = [name for name in facts.latents if name not in joint.field and name not in joint.hyper]
-        of_kinds = {
-            f"one Gaussian {'given the others' if joint.field else 'each'}": list(joint.field) or list(facts.gps),
-            "jointly normal": list(joint.hyper),
-            "independent": [name for name in apart if not self.is_point(name)],
-            "points": [name for name in apart if self.is_point(name)],
-        }
-        kinds = [f"{kind}: {', '.join(names)}" for kind, names in of_kinds.items() if names]
-        return f"{head}\n  {kinds[0]}\n  {'; '.join(kinds[1:]) or 'no other latents'}\n{indent(str(facts), '  ')}"
+        return head + "\n" + indent(f"{self.q.describe(self)}\n{self.structure}", "  ")
 
     def __call__(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Draw every site, running the model once.
@@ -118,7 +121,7 @@ class AutoSparseGP(SiteMessenger):
             return self._asked(args, kwargs)
         self.prepare(*args, **kwargs)
         call, conditions = self._given(args, kwargs)
-        asks = self.by_expectation or self.corrected_modules() or self.facts.discrete
+        asks = self.corrected_modules() or self.facts.discrete or not self.q.has_bound
         has_data = not asks or handlers.observes(self.model, self.facts.data, self.like, args, kwargs)
         # In a step values that no density couples are drawn by their marginals. Whoever leaves data out looks at draws.
         joint_up_to = (LARGEST_JOINT if call.relation.fewer else 0) if self.training else torch.inf
@@ -132,7 +135,7 @@ class AutoSparseGP(SiteMessenger):
 
     def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Conditions]:
         call = classify(self, args, kwargs)
-        return call, condition(self, call, args, kwargs) if self.on_sites else Conditions()
+        return call, self.q.given(self, call, args, kwargs)
 
     def _perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
         run.perform(args, kwargs)
@@ -309,7 +312,7 @@ class AutoSparseGP(SiteMessenger):
         facts, asked = self.facts, {"sums_out": False, "marginal": asked.get("at_medians", False)} | asked
         same = bool(facts.local_latents or facts.classes) and self.relation(args, kwargs).same
         call = NewRows(inputs=same)
-        conditions = conditions_now(self, asked.get("at_medians", False), same)
+        conditions = self.q.given_now(self, asked.get("at_medians", False), same)
         # At the rows of training the sum over classes knows what these say.
         if asked.get("draws_data", True) and not (same and asked["sums_out"]):
             conditions = with_classes(self, conditions)
@@ -348,7 +351,7 @@ class AutoSparseGP(SiteMessenger):
                 "halved": int(reading.module.sites.progress["halved"]),
                 "converged": bool(reading.change <= 1e-3),
             }
-            for name, reading in conditions_now(self, median=True).readings.items()
+            for name, reading in self.q.given_now(self, median=True).readings.items()
         }
 
     def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Conditions]:

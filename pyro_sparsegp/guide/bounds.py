@@ -13,7 +13,7 @@ _NATS = 1.0  # that are not told of
 def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """Whether the bound by joint draws of q is the objective's."""
     facts, drawn = guide.facts, list[float]()
-    if guide.by_expectation or guide.corrected_modules() or max(guide.core.sizes.values()) > _JOINT:
+    if not guide.q.has_bound or guide.corrected_modules() or max(guide.core.sizes.values()) > _JOINT:
         return []
     objective, was = guide.objective(guide.core.num_nodes), guide.training
     with torch.no_grad():

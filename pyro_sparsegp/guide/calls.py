@@ -49,8 +49,8 @@ def classify(guide: KnownGuide, args: tuple, kwargs: dict[str, object]) -> Call:
     relation, steps = guide.relation(args, kwargs), torch.is_grad_enabled()
     # Its tensors are compared with those of training where something belongs to single rows, and no sooner.
     if guide.core.data is None or not guide.is_about_rows:
-        return (TrainingStep if steps else Call if guide.on_sites else Evaluation)(relation)
+        return (TrainingStep if steps else Call if guide.q.is_of_rows else Evaluation)(relation)
     if relation.same:
         return (TrainingStep if steps else Evaluation)(relation, relation.inputs)
-    is_batch = steps and guide.takes_batches and not relation.fewer
+    is_batch = steps and guide.q.takes_batches(guide) and not relation.fewer
     return (BatchStep if is_batch else Call)(relation, relation.inputs)

@@ -51,5 +51,4 @@ def _seen(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Structure:
 
 def _changes(guide: KnownGuide, seen: Structure) -> list[str]:
     """What the program shows beyond what is known, in words."""
-    # A field's terms are made for the distributions that it met.
-    return guide.facts.lacks(seen) + (guide.facts.has_others(seen) if guide.joint.field else [])
+    return guide.q.lacks(guide, seen)

@@ -265,7 +265,7 @@ class Compared:
         if family not in _FULL:
             return f"because {family} has not the covariance of a full Gaussian. Take SVGP."
         if not self.hyper.size and self._is_gaussian():  # all posteriors are normal
-            if guide.on_sites:  # and found in one step
+            if guide.q.is_of_rows:  # and found in one step
                 return "because noise is not far above jitter. Take float64 and GaussianProcess(..., jitter=1e-12)."
             return f"because training has not brought {name!r} to the optimum. {_LONGER}"
         return "because the posterior is far from normal. Call guide.integrate, or compare with NUTS."

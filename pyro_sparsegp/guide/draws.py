@@ -18,7 +18,7 @@ def items_of_draws(guide: KnownGuide, num: int) -> dict[Any, Tensor]:
     """
     core, data, each = guide.core, guide.core.data, {"": torch.arange(num)}
     are_all = not (core.facts.local_latents or core.points)
-    if data is None or not (are_all and guide.on_sites and guide.has_random_latents):
+    if data is None or not (are_all and guide.q.is_of_rows and guide.has_random_latents):
         return each
 
     def one(_: object) -> dict[Any, Tensor]:

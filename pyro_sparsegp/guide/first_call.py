@@ -17,11 +17,10 @@ from ..approximations.free import SparseGP, along_inputs
 from ..approximations.on_sites import SiteGP
 from ..bases.inducing import InducingPoints
 from ..families import FreeFormFamily
-from ..gaussians.natural import NaturalGaussian
 from ..kernels.base import white_share
 from ..modules import at_path, path_of
 from ..numerics.linalg import default_jitter
-from ..posterior.drawing import ExpectedSite, Site
+from ..posterior.drawing import Site
 from ..process import GaussianProcess
 from ..program import checks, rules, traces
 from ..program.data import TrainingData, switches_of, tensors
@@ -29,7 +28,6 @@ from ..program.explore import ClosedForms, explore
 from ..program.handlers import Rerun, held_runs
 from ..program.owners import stacked_runs
 from ..program.parts import moved_by_rows
-from ..program.structure import Depends, Structure
 from .field import is_normal_prior
 from .known import Core, KnownGuide
 from .runs import Priors, Run, note_rows, probed
@@ -63,13 +61,14 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
                 run = _Setup(guide, at_medians=True, from_draws=run.from_draws, inner=inner).perform(args, kwargs)
             _learn(guide, run, args, kwargs)
         _warn_of_other_rows(run, args, kwargs)
-        _require_densities(run)
+        guide.q.require(run)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
             if isinstance(family, FreeFormFamily) and family.start == "data" and name not in guide.facts.inner:
                 guide.module_of(name).inform(posterior.process, name)
         start(guide, run, args, kwargs)
-        _look_at_posteriors(guide)
+        _require_together(guide)
+        guide.q.begin(guide)
         guide.core.data = TrainingData(guide.model, args, kwargs)
     except BaseException:
         guide.forget()
@@ -185,21 +184,6 @@ def _warn_of_other_rows(run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _require_densities(run: Run) -> None:
-    """Raise where a family on sites, or of expectation propagation, does not fit."""
-    guide, modules = run.guide, run.guide.site_modules()
-    densities = traces.log_densities(run.trace, guide.facts.gps) if modules or guide.by_expectation else {}
-    for site, density in densities.items():
-        if not density.isfinite().all():
-            raise ValueError(
-                f"the log density of site {site!r} is not finite at {checks.which(~density.isfinite())}: look for "
-                "infinite data, or data outside of the distribution's support."
-            )
-    remedy = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
-    for name, module in modules.items():
-        require_separate_sites(guide.facts, name, f"the family {module.family['name']}, which", run.trace, remedy)
-
-
 def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
     """Which densities have their expectation in closed form, learned anew."""
     run = probed(guide, args, kwargs)
@@ -208,23 +192,8 @@ def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> C
     return guide.core.forms
 
 
-def require_separate_sites(found: Structure, name: str, reads: str, trace: poutine.Trace, remedy: str) -> None:
-    """Raise where a GP site's likelihood is none of single values; ``reads`` is what reads Gaussian sites there."""
-    why = [f"values of GP site {layer!r} enter another GP site" for layer in found.inner]
-    if found.gps[name].depends == Depends.COUPLED:
-        why.append("its likelihood does not factorise: one term of a density depends on values at several inputs")
-    why += [f"the distribution of site {flat!r} is piecewise constant" for flat in traces.piecewise_constant(trace)]
-    if why:
-        raise ValueError(
-            f"GP site {name!r} has {reads} reads Gaussian sites off each value's likelihood, but {why[0]}. {remedy}."
-        )
-
-
-def _look_at_posteriors(guide: KnownGuide) -> None:
-    """Raise where GP sites lack a joint posterior that ``families`` names, have natural steps know of joint draws, and
-    warn of others.
-    """
-    facts = guide.facts
+def _require_together(guide: KnownGuide) -> None:
+    """Raise where GP sites lack a joint posterior that ``families`` names."""
     for group in guide.together_by_name:
         if not {*group} <= guide.joint.field.keys():
             raise ValueError(
@@ -232,28 +201,6 @@ def _look_at_posteriors(guide: KnownGuide) -> None:
                 "other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, "
                 "as Normal(f + g[index], s) or a Poisson of its exp. Give each site a family of its own."
             )
-    if guide.joint.field:
-        return
-    for name, module in guide.modules_by_site().items():
-        coefficients = getattr(module, "coefficients", None)
-        if isinstance(coefficients, NaturalGaussian) and guide.kind_of_draws(name) is ExpectedSite:
-            coefficients.hold_by_draws()
-    for below, above in [pair for pair in facts.summed if pair[0] in facts.inner]:
-        warnings.warn(
-            f"the prior mean of GP site {above!r} is made of values of GP site {below!r}, and q takes what each adds "
-            f"to be independent: the intervals of both are too narrow. In the place of {above!r} write that mean plus "
-            "the values of a GP site of mean 0.",
-            stacklevel=5,
-        )
-    pairs = [pair for pair in facts.summed if pair[0] not in facts.inner]
-    summed = ", ".join(repr(name) for name in facts.gps if any(name in pair for pair in pairs))
-    if summed:
-        warnings.warn(
-            f"GP sites {summed} enter densities by their sum, weighted or not, and have independent posteriors: the "
-            "intervals of each are too narrow. Write one site with the sum of their kernels; or give sites of one "
-            f"output one posterior, {{({summed}): SVGP(64)}}.",
-            stacklevel=5,
-        )
 
 
 def _require_unmasked(run: Run, rerun: Rerun) -> None:

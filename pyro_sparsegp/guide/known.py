@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
-from ..families import ExpectationFamily, Family, SiteFamily
+from ..families import ExpectationFamily, Family
 from ..gaussians.sites import KeptSites
 from ..modules import at_path, path_of
-from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
+from ..posterior.drawing import OTHER_LATENTS
 from ..program.data import NoRelation, Relation, TrainingData
 from ..program.explore import ClosedForms
 from ..program.handlers import is_blocked
-from ..program.structure import Depends, Structure
+from ..program.structure import Structure
 from ..warned import Warned, warn_once
 from .points import Points
 
@@ -59,6 +59,7 @@ class Core:
     sizes: dict[str, int] = _field(default_factory=dict)  # of each observed site, how many values it had; 0 if unknown
     num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
     forms: Optional[ClosedForms] = None  # which are in closed form; learned anew where a state was loaded
+    plan: Any = None  # of these and of the kind of posterior, which an objective makes
     data: Optional[TrainingData] = None  # of the last step of training on the rows that it is about
     checked: bool = False  # whether all parameters were seen to train
     registered: list[Tensor] = _field(default_factory=list)  # the model's parameters
@@ -112,11 +113,9 @@ class KnownGuide(AutoNormalMessenger):
         self.families, self.declared = families, list(by_group.values())
         self.by_name = {name: family for group, family in by_group.items() for name in group}
         self.together_by_name = [group for group in by_group if len(group) > 1]  # GP sites that are to have one
-        # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
-        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
-        self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared)
+        by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
         # Names, or True for all.
-        self.point_estimates: Any = (self.by_expectation if points is None else points) or ()
+        self.point_estimates: Any = (by_expectation if points is None else points) or ()
         self.independent_draws, self.independent = tuple(named["independent_draws"]), named["independent"] or ()
         self.search = start is not None  # whether hyperparameters start at their mode
         self.core = Core()  # what was learnt
@@ -153,9 +152,13 @@ class KnownGuide(AutoNormalMessenger):
         return [name for name, own in self.facts.latents.items() if own.shape is not None and name not in apart]
 
     @property
-    def on_sites(self) -> bool:
-        """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
-        return self.by_sites and not self.core.joint.field
+    def q(self) -> Any:
+        """The kind of its posterior, of :mod:`.posteriors`."""
+        return self.kind_of()
+
+    def kind_of(self, at_points: bool = False) -> Any:
+        """As :attr:`q`; or of draws at weighted points of the hyperparameters."""
+        raise NotImplementedError
 
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""
@@ -190,26 +193,12 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def kept_sites(self) -> dict[str, KeptSites]:
         """Where sites are kept as they were read off the model, by GP site."""
-        return {name: module.sites for name, module in self.site_modules().items()} if self.by_sites else {}
+        return {name: module.sites for name, module in self.site_modules().items()}
 
     def corrected_modules(self) -> dict[str, SparseGP]:
         """The modules of kernels whose diagonal depends on the training rows, by GP site."""
         modules = self.modules_by_site().items()
         return {name: module for name, module in modules if isinstance(module, SparseGP) and module.num_seen}
-
-    @property
-    def takes_batches(self) -> bool:
-        """Whether steps may bring other rows than those that all GP sites on sites are conditioned on."""
-        modules = self.site_modules().values()
-        return bool(modules) and all(module.takes_batches for module in modules)
-
-    def kind_of_draws(self, name: str) -> type[Site]:
-        """How a site is drawn in training."""
-        gp, is_member = self.facts.gps[name], name in self.joint.field
-        # A term of single values needs no joint draw of all, which takes O(N³).
-        if gp.depends != Depends.COUPLED or name in self.independent_draws:
-            return FunctionSite if is_member else MarginalSite
-        return GroupedSite if gp.group and not is_member else ExpectedSite
 
     def is_point(self, name: str) -> bool:
         """Whether a latent is fitted as a point."""
@@ -235,7 +224,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def is_about_rows(self) -> bool:
         """Whether what it knows belongs to single rows of the training data."""
-        return self.on_sites or bool(self.core.facts.local_latents or self.core.facts.classes)
+        return self.q.is_of_rows or bool(self.core.facts.local_latents or self.core.facts.classes)
 
     def is_given(self, name: str, site: dict[str, Any]) -> bool:
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""

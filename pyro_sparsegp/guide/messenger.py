@@ -23,10 +23,8 @@ from ..program import checks, handlers, rules, traces
 from ..program.asking import answers
 from ..program.data import map_tensors
 from ..program.structure import Role
-from .conditions import conditions_now
 from .known import KnownGuide
-from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params, coupled_posterior
-from .points import Point
+from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params
 from .state import resume, saved_of
 
 
@@ -121,22 +119,19 @@ class SiteMessenger(KnownGuide):
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
 
     def _posterior_of_latent(self, name: str, prior: TorchDistribution) -> Any:
-        run, facts, joint = self.run, self.core.facts, self.core.joint
+        run, facts = self.run, self.core.facts
         own = facts.latents.get(name)
         # Before anything is learned every latent is the guide's.
         if facts.gps and (own is None or own.plates) and _is_new(self, name, prior):
-            if name in joint.row_effects:
+            if name in self.core.joint.row_effects:
                 run.note_new(name, prior)
             return prior
         rules.require("latent", name, prior, self.trace)
-        point = run.drawn if isinstance(run.drawn, Point) else None
-        if name in (point.whole.blocks if point else joint.field):
-            return run.latent_of_field(name, prior)
-        is_of_point = point is not None and name in point.shapes
-        if not is_of_point and (run.at_medians or self.is_point(name)):
-            return self._get_posterior_median(name, prior)
-        is_coupled = is_of_point or name in joint.hyper
-        return coupled_posterior(self, name, prior) if is_coupled else super().get_posterior(name, prior)
+        return run.kind.latent(run, name, prior)
+
+    def own_posterior(self, name: str, prior: TorchDistribution, median: bool) -> Any:
+        """A latent's normal in unconstrained space, or its median."""
+        return self._get_posterior_median(name, prior) if median else super().get_posterior(name, prior)
 
     @answers()
     def _pyro_sample(self, msg: Any) -> None:
@@ -194,11 +189,7 @@ class SiteMessenger(KnownGuide):
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
                 "Train with TraceQuadrature_ELBO; to evaluate another objective use torch.no_grad()."
             )
-        if self.by_expectation and self.training and torch.is_grad_enabled():
-            raise ValueError(
-                "the guide has a family of expectation propagation, whose sites no gradient trains: take "
-                "ExpectationPropagation(model, guide, optim) instead of SVI, or a family such as SVGP."
-            )
+        self.q.require_gradients(self)
         site: Any
         for site in guide_trace.nodes.values():
             fn, event_dim = traces.without_event(site["fn"])
@@ -212,7 +203,7 @@ class SiteMessenger(KnownGuide):
 
     def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
         if self.structure is not None and not self.core.loaded:
-            conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
+            self.q.given_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
         super()._save_to_state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoNormalMessenger
 from torch import Tensor, nn
 
-from ..approximations.on_sites import SiteGP
 from ..gaussians.drawn import Drawn
 from ..gaussians.product import Whole
 from ..numerics.decisions import is_recorded
@@ -25,12 +24,12 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks, handlers, traces
 from ..program.asking import asks_program
-from ..program.data import TrainingData, map_tensors
+from ..program.data import TrainingData
 from ..program.enumeration import Enumeration
 from ..program.owners import kept_buffers
 from ..warned import warn_once
-from .calls import Call, Evaluation, NewRows
-from .field import Standardised, anchor_of, basis_of, run_standardised, with_means
+from .calls import Call, Evaluation
+from .field import anchor_of, basis_of
 from .known import KnownGuide
 from .latents import FieldLatent
 from .points import Point
@@ -67,6 +66,7 @@ class Run(ABC):
     enumeration: Optional[Enumeration] = field(init=False, default=None)
     drawn: Union[Drawn, Point, None] = field(init=False, default=None)  # latents that are coupled
     parts: dict[str, Any] = field(init=False, default_factory=dict)  # of that draw, which sites are about to take
+    kind: Any = field(init=False, default=None)  # of posterior
 
     @checks.require_known_indices()
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
@@ -76,6 +76,7 @@ class Run(ABC):
         state, before, self.drawn = vars(guide), guide.run, self.drawn or held.drawn
         if self.takes_points and self.drawn is None:
             self.drawn = core.points.chosen(self.at_medians)  # type: ignore[union-attr]
+        self.kind = guide.kind_of(isinstance(self.drawn, Point))
         state["run"] = self
         if self.sums_out and (core.facts.discrete or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
@@ -174,56 +175,25 @@ class Posteriors(Run):
 
     joint_up_to: float = math.inf  # how many function values of a site are drawn jointly
     marginal: bool = False  # posteriors are given hyperparameters alone, not draws of latents in their prior means
-    _ahead: Any = field(init=False, default=None)  # the run for the hyperparameters, where there is a field
-    _with_means: dict[str, Any] = field(init=False, default_factory=dict)
+    ahead: Optional[Priors] = field(init=False, default=None)  # the run for the hyperparameters of a joint posterior
+    # By GP site whose prior mean is made of members: its process, features and these.
+    with_means: dict[str, Any] = field(init=False, default_factory=dict)
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
-        """Run the model once; where there is a field, once before for the hyperparameters, under which it has its q."""
-        if self.guide.joint.field or self.takes_points:
-            call = NewRows() if self.call.new else Evaluation()
-            ahead = Priors(self.guide, self.conditions, call, at_medians=self.at_medians, draws_data=False)
-            # What handlers hold, they hold here: test_a_handler_may_hold_a_scale.
-            with handlers.unrecorded(same=True, learns=True):
-                ahead.perform(args, kwargs)
-            self.drawn, self._ahead = ahead.drawn, ahead
-            others = self.guide.facts.latents.keys() - ahead.normal.keys()
-            values = {name: value for name, value in traces.free_values(ahead.trace).items() if name in others}
-            self.conditions = replace(self.conditions, values=self.conditions.values | values)
-            if self.marginal and self.call.new and ahead.normal:
-                held = values | {name: ahead.values[name] for name in ahead.bases}
-
-                def processes(z: Mapping[str, Tensor]) -> dict[str, GaussianProcess]:
-                    # clones have a graph, where tensors are of inference mode
-                    given, named, known = map_tensors(Tensor.clone, (args, kwargs, held))
-                    sites = run_standardised(self.guide, given, named, Standardised(self.guide, z, {}), known).nodes
-                    return {n: self.settled(n, traces.as_process(sites[n]["fn"])[0]) for n in ahead.bases}  # type: ignore
-
-                zeros = {name: self.guide.like.new_zeros(fn.shape().numel()) for name, fn in ahead.normal.items()}
-                self._with_means = with_means(processes, zeros, ahead.bases)
+        """Run the model once, and once before where the posterior asks for it."""
+        at_points = self.takes_points or isinstance(self.conditions.drawn, Point)
+        self.guide.kind_of(at_points).before(self, args, kwargs)
         return super().perform(args, kwargs)
 
     def latent_of_field(self, name: str, prior: TorchDistribution) -> Any:
         """The answer at a latent of the field: its posterior, or a value."""
-        posterior = FieldLatent(prior, self._ahead.whole.share(name))
+        posterior = FieldLatent(prior, self.ahead.whole.share(name))  # type: ignore[arg-type,union-attr]
         return posterior.mean if self.at_medians else posterior
 
     def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Union[Tensor, SparsePosterior]:
         joint, nodes = self.at_medians or process.event_shape[0] <= self.joint_up_to, self.nodes or {}
-        kind = NodeSite if name in nodes else Site if joint else self.guide.kind_of_draws(name)
-        if self._ahead is not None:
-            alone: Any = self.settled(name, process), self._ahead.bases[name], ()
-            process, basis, latents = self._with_means.get(name, alone)
-            share = self._ahead.whole.share(name, latents, process.batch_shape)
-            posterior: Any = kind(process, basis, share, name)
-        elif isinstance(module, SiteGP):
-            reading = self.conditions.readings.get(name)
-            posterior = module(process, name, kind, getattr(reading, "sites", None), not self.call.same)
-            if self.call.same and self.call.learns and reading is not None and not reading.direct:
-                # where the next step goes on
-                module.sites.progress |= {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
-        else:
-            posterior = self.free(name, process, module, kind)
-        self.posteriors[name] = posterior
+        kind = NodeSite if name in nodes else Site if joint else self.kind.kind_of_draws(self.guide, name)
+        posterior = self.posteriors[name] = self.kind.answer(self, name, process, module, kind)
         if name in nodes:
             return posterior.at_node(nodes[name])
         return posterior.mean if self.at_medians else posterior
@@ -318,10 +288,7 @@ def require_rows(run: Run, name: str) -> None:
 
 def _refuse_other_data(run: Run, observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
-    guide, about = run.guide, list[str]()
-    for name, module in () if guide.takes_batches else guide.site_modules().items():
-        checks.require_full_batch(name, module.family["name"], run.trace)
-        about.append(f"GP site {name!r} has the family {module.family['name']}, whose posterior")
+    guide, about = run.guide, run.guide.q.of_rows(run)
     local = [n for n in guide.core.facts.local_latents if n in run.sites and _is_prior(run.sites[n])]
     about += [f"latent site {name!r} has a value for each row, which" for name in local]
     if about:
@@ -351,7 +318,7 @@ def share_of_rows(run: Run) -> float:
         fewer = num < before and not _equal(site["scale"] * num, before)
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
-        asked = num == before and least == 1 and not (guide.by_expectation or told in guide.warned)
+        asked = num == before and least == 1 and guide.q.has_bound and told not in guide.warned
         if fewer or (asked and not (is_recorded() or guide.is_given(name, site)) and run.call.relation.others):
             warn_once(
                 guide.warned,

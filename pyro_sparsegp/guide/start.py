@@ -67,7 +67,7 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
 def _apart(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """The normal latents of all rows that move densities which GP sites move, too, and are not joint with these."""
     facts = guide.facts
-    if guide.on_sites and all(gp.is_quadratic for gp in facts.gps.values()):  # of which f follows each draw of latents
+    if guide.q.follows_latents(guide):
         return []
     others = without(facts.latents, [*guide.joint.field, *guide.joint.hyper, *facts.local_latents])
     names = [n for n in others if is_normal_prior(run.sites[n]["infer"]["prior"])]

@@ -12,7 +12,7 @@ variance, whatever the model did:
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Optional
 
@@ -201,21 +201,38 @@ _ELEMENTWISE: dict[str, Callable[[Any], Optional[Elementwise]]] = {
 }
 
 
-@dataclass
-class Grid:
-    """One evaluation of a bound on a product grid."""
+@dataclass(frozen=True)
+class Inputs:
+    """What a bound is evaluated at."""
 
     guide: AutoSparseGP
     wrapped: Callable  # the guide, or what handlers made of it
-    call: tuple[tuple, dict[str, Any]]
-    closed: ClosedForms  # the sites whose expectation is in closed form, and how all others depend on GP sites
-    given: Any = None  # what the guide's runs are conditioned on, where that is read ahead
-    variances: Mapping[str, Tensor] = field(default_factory=dict)  # Var θ of sites in closed form at each node
+    args: tuple
+    kwargs: dict[str, Any]
+    num_nodes: int  # of Gauss-Hermite quadrature along an axis
+
+    @property
+    def call(self) -> tuple[Callable, tuple, dict[str, Any]]:
+        """The arguments of the guide's runs."""
+        return self.wrapped, self.args, self.kwargs
+
+
+class Grid:
+    """One evaluation of a bound on a product grid.
+
+    :param closed: the sites whose expectation is in closed form, and how all others depend on GP sites.
+    """
+
+    def __init__(self, inputs: Inputs, closed: ClosedForms) -> None:
+        self.inputs, self.guide, self.closed = inputs, inputs.guide, closed
+        # What the guide's runs are conditioned on, where that is read ahead.
+        self.given = self.guide.conditioned(*inputs.call) if self.guide.q.is_of_rows else None
+        self.variances: Mapping[str, Tensor] = {}  # Var θ of sites in closed form at each node
 
     def run(self, *node: Tensor) -> Ran:
         """The model's and the guide's run with GP sites at a node, by default at their means."""
         places = places_at(node, self.closed.axes) if node else dict.fromkeys([*self.closed.axes, *self.closed.gps])
-        return self.guide.at_nodes(places, self.wrapped, *self.call, self.given)
+        return self.guide.at_nodes(places, *self.inputs.call, self.given)
 
     def expectations(self, *ran: poutine.Trace) -> Optional[Tensor]:
         """The sum of those in closed form, whatever the node; ``None`` if a second run was of other random numbers."""
@@ -234,7 +251,8 @@ class Grid:
 
         def run(moved: Mapping[str, Tensor]) -> poutine.Trace:
             with pyro.validation_enabled(False):
-                return held_trace(self.guide.model, {**free_values(whole), **moved}, *self.call, model_trace)
+                values, args, kwargs = {**free_values(whole), **moved}, self.inputs.args, self.inputs.kwargs
+                return held_trace(self.guide.model, values, args, kwargs, model_trace)
 
         return run
 
@@ -255,7 +273,7 @@ class Grid:
 
         return at
 
-    def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace, num_nodes: int) -> Tensor:
+    def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
         """The bound's terms at all nodes, off the graph of a run with GP sites at their means; raise where it does not
         show what densities make of single function values.
         """
@@ -271,7 +289,8 @@ class Grid:
         moving = {name: [key for key in keys if key != theta.get(name)] for name, keys in self.closed.moving.items()}
         found = {name: _functions(sites[name], made, moving.get(name, ())) for name in names}
         # Each axis is a dimension of its own: a function's values are those at K nodes, whatever the grid has.
-        nodes, num_axes = normal_nodes(1, self.guide.like, num_nodes)[0], self.closed.num_axes
+        num_nodes, num_axes = self.inputs.num_nodes, self.closed.num_axes
+        nodes = normal_nodes(1, self.guide.like, num_nodes)[0]
         along = [nodes.reshape(-1, *[1] * (num_axes - 1 - axis)) for axis in range(num_axes)]
         values: dict[str, Tensor] = {}
         total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})

@@ -5,7 +5,7 @@ residuals t ~ N(0, I): ηₙ is normal with mean ηₙ(m) and variance (JSJᵀ)�
 steps are a Gaussian process's on these features. Parameters of one density (a loc and a scale) are jointly normal.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,25 +13,22 @@ from torch import Tensor
 
 from ..gaussians.base import Gaussian
 from ..gaussians.steps import recorded
-from ..guide import AutoSparseGP
 from ..guide.field import Layout, Standardised, run_standardised
 from ..guide.predictors import Densities, Pair, Place, Predictors, design
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
 from ..program.traces import free_values, is_observation, repeatable
 from ..warned import warn_once
-from .expected import log_density_minus_kl, weighted_sum
+from .expected import Inputs, log_density_minus_kl, weighted_sum
 
 _LOOKS = {4**k for k in range(1, 16)}  # steps at which it is asked whether predictors are still affine where q is
 
 
-def bound_of_field(
-    guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any], num_nodes: int
-) -> Tensor:
-    """The bound at a draw of the hyperparameters, with so many nodes of Gauss-Hermite quadrature along an axis."""
-    facts, joint = guide.facts, guide.joint
-    ahead = Priors(guide)
-    model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead=ahead)
+def bound_of_field(inputs: Inputs) -> Tensor:
+    """The bound at a draw of the hyperparameters."""
+    guide, args, kwargs = inputs.guide, inputs.args, inputs.kwargs
+    facts, joint, ahead = guide.facts, guide.joint, Priors(guide)
+    model_trace, guide_trace, whole_trace = guide.at_nodes({}, *inputs.call, ahead=ahead)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
     whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.eliminated)
     loc = torch.cat(whole.q.loc, -1).detach()
@@ -71,7 +68,7 @@ def bound_of_field(
         eta, covariance = _moments(whole.q, layout, found)
     drawn = Densities(lambda at: run({}, at), [name for name in seen if name in joint.drawn], layout)
     first = guide_trace.nodes[next(iter(joint.field))]
-    expected = found.expected(eta, covariance, num_nodes)
+    expected = found.expected(eta, covariance, inputs.num_nodes)
     if joint.followed and recorded() is not None:
         following = guide.field.coefficients
         following.note(_gram(found, expected, covariance, following.places[1]))

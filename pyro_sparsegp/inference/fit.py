@@ -156,7 +156,7 @@ def _method(
     """What takes the steps."""
     if method is None:
         optim = FallingAdam() if optim is None else optim
-        if guide.by_expectation:
+        if not guide.q.has_bound:
             return ExpectationPropagation(model, guide, optim, group=group)
         loss = loss or (JitTraceQuadrature_ELBO() if jit else TraceQuadrature_ELBO())
         if isinstance(loss, JitTraceQuadrature_ELBO) and isinstance(optim, FallingAdam):
@@ -190,7 +190,7 @@ class _Loop:
 
     def __post_init__(self) -> None:
         guide, batches, model = self.guide, self.batches, self.model
-        if guide.on_sites and not guide.takes_batches and (not batches.whole or self.workers.num > 1):
+        if not guide.q.takes_batches(guide) and (not batches.whole or self.workers.num > 1):
             raise ValueError(
                 "batch_size, data and group: the guide's family needs all rows in each step; give all data in tensors, "
                 "or take SVGP; or ComputationAware(..., batches=True), first called on its rows, guide(x[r], y[r])"
@@ -211,7 +211,7 @@ class _Loop:
     def _first(self) -> Batch:
         # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches. Others
         # tell by as many rows as a step's whether a plate scales these up.
-        on_all = self.guide.on_sites and not self.guide.takes_batches
+        on_all = not self.guide.q.takes_batches(self.guide)
         return self.batches.first(max(_FIRST, (self.batches.size if on_all else self.batches.batch_size) or 0))
 
     def begin(self) -> None:

@@ -109,9 +109,9 @@ class Step:
         core, model = self.guide.core, self.guide.model
         modules = model.modules() if isinstance(model, nn.Module) else ()
         modes = self.guide.training, tuple(module.training for module in modules), torch.get_default_dtype()
-        ids = id(self.wrapped), id(core), id(core.forms)
+        ids = id(self.wrapped), id(core), id(core.plan)
         parts = tuple((path, kind(leaf)) for path, leaf in walk((self.args, self.kwargs)))
-        return parts, modes, ids, self.elbo._known[self.guide].way
+        return parts, modes, ids, getattr(core.plan, "way", None)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -190,7 +190,7 @@ class Recordings:
             how = self.compile, step.elbo.optim
             self.found[key] = record(step.loss, step.guide, sites, step.tensors, *how)
             others = [leaf for _, leaf in walk((step.args, step.kwargs)) if not isinstance(leaf, Tensor)]
-            self.held.append((step.wrapped, step.guide.core, step.guide.core.forms, others))
+            self.held.append((step.wrapped, step.guide.core, step.guide.core.plan, others))
         except Exception as error:  # of whatever the program does
             self._end(f"a step cannot be recorded: {_place_of(error)}")
         finally:

@@ -2,14 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import pyro
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import ELBO
@@ -20,22 +17,18 @@ from torch import Tensor, nn
 from ..bases.actions import ProjectedFeatures
 from ..gaussians.steps import Record, recording
 from ..guide import AutoSparseGP
-from ..guide.first_call import closed_forms_of, explain_nan
+from ..guide.first_call import explain_nan
 from ..numerics.arguments import require_count
 from ..numerics.decisions import decided
 from ..numerics.linalg import flags_kept
 from ..numerics.processes import is_shared
 from ..posterior.drawing import OTHER_LATENTS
-from ..program.asking import Unsupported, attempt
 from ..program.data import Relation, TrainingData
-from ..program.draws import vmapped
-from ..program.reader import normal_nodes
-from ..program.structure import MAX_AXES
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
-from .expected import Grid, Ran, log_density_minus_kl, posterior_at, require_shown, weighted_sum
-from .field import bound_of_field
+from .expected import Inputs, log_density_minus_kl, posterior_at, weighted_sum
 from .meeting import Evaluation, meet, meet_again
+from .plan import Plan, plan_of
 
 _LOOKS = {4**k for k in range(2, 16)}  # steps after which it is asked whether nodes are enough
 _LEAST = 0.03  # nats that are told of
@@ -46,7 +39,6 @@ class _Known:
     """What an objective knows of a guide."""
 
     met: bool = False  # whether its posteriors have met data
-    way: Optional[int] = None  # in which its terms are found at all nodes, if that is known
     steps: int = 0  # that it has taken
     loss: float = math.inf  # of the last one
     call: Any = None  # its arguments
@@ -228,85 +220,20 @@ class TraceQuadrature_ELBO(ELBO):
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: object) -> Any:
         raise TypeError("TraceQuadrature_ELBO runs the model for all nodes at once; it has no single trace")
 
+    def plan(self, guide: AutoSparseGP, *args: object, **kwargs: object) -> Plan:
+        """How the expectation of each density is found, chosen once for a program: print it.
+
+        >>> print(elbo.plan(guide))  # doctest: +SKIP
+        y: closed form, of f
+
+        :param guide: after its first call; ``args`` are the model's arguments, by default the training data.
+        """
+        data = guide.core.data
+        known = (args, kwargs) if args or kwargs or data is None else (data.args, data.kwargs)
+        return plan_of(guide, *known)
+
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        closed = guide.core.forms or closed_forms_of(guide, args, kwargs)
-        if guide.joint.field:
-            return bound_of_field(guide, wrapped, args, kwargs, self.num_nodes)
-        given = guide.conditioned(wrapped, args, kwargs) if guide.by_sites else None
-        grid = Grid(guide, wrapped, (args, kwargs), closed, given)
-        if closed.drawn:
-            names = ", ".join(closed.drawn)
-            warn_once(
-                guide.warned,
-                "integrated by draws",
-                names,
-                f"GP sites {names} meet in densities of more than {MAX_AXES} function values: these are integrated by "
-                "Monte Carlo, with one draw per particle. Take more, num_particles=10.",
-                stacklevel=5,
-            )
-        if not closed.rows + closed.functions:
-            return self._integrated(grid)
-        # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
-        brought = any(hasattr(kind, "normal_parameter") for kind in closed.kinds.values())
-        with nullcontext() if brought else dist.validation_enabled(False):
-            start = RandomState(guide.like)
-            model_trace, guide_trace, _ = run = grid.run()
-            is_alike = closed.hold(model_trace.nodes)
-            total = grid.expectations(*run) if is_alike else None
-            if total is not None and not closed.rest.gps:  # nothing else depends on function values
-                return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
-        if total is None:
-            start.restore()
-            # A second run was of rows of its own, say; or a density is of another kind now: it is learned anew.
-            left = replace(closed, rows=(), functions=(), given=(), gps=(), rest=guide.facts)
-            guide.core.forms = left if is_alike else None
-            return self._bound(guide, wrapped, args, kwargs)
-        return total + self._integrated(grid, run)
-
-    def _integrated(self, grid: Grid, ran: Optional[Ran] = None) -> Tensor:
-        """The bound's terms summed over the product grid; the run with GP sites at their means may have been made."""
-        if not grid.closed.num_axes:
-            return grid.once() if ran is None else grid.held(*ran)()
-        # Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ); weights add up to 1, so that what has no nodes stays.
-        nodes, weights = normal_nodes(grid.closed.num_axes, grid.guide.like, self.num_nodes)
-        values = self._at_all_nodes(grid, ran, nodes)
-        return values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
-
-    def _at_all_nodes(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Tensor:
-        """The bound's terms at the product grid's nodes, ``(K ** num_axes, num_axes)``."""
-        # A step's graph may show all, by Grid.direct. Else the program runs once, mapped. torch.func.vmap refuses some:
-        # where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with all
-        # that does not depend on nodes held; where after f, it runs once for each node.
-        guide = grid.guide
-        known = self._known.setdefault(guide, _Known())
-
-        def direct() -> Tensor:
-            require_shown(torch.is_grad_enabled())
-            with nullcontext() if known.way is None else dist.validation_enabled(False):
-                return grid.direct(*(ran or grid.run())[:2], self.num_nodes)
-
-        def at_once(terms: Callable[..., Tensor]) -> Tensor:
-            with pyro.validation_enabled(False):
-                return vmapped(terms, *nodes.T, randomness="same")
-
-        def held(one_by_one: bool = False) -> Tensor:
-            terms, state = grid.held(*(ran or grid.run())), RandomState(guide.like)
-            values = torch.stack([terms(*node) for node in nodes]) if one_by_one else at_once(terms)
-            if state.has_moved:
-                raise Unsupported("with all values held, the model drew random numbers by itself, others than before")
-            return values
-
-        once = [] if ran else [partial(at_once, grid.once)]
-        ways: list[Callable[[], Tensor]] = [direct, *once, held, partial(held, one_by_one=True)]
-        for way in range(min(known.way or 0, len(ways) - 1), len(ways)):
-            state = RandomState(guide.like)
-            with attempt() if way < len(ways) - 1 else nullcontext():  # what the last raises is not vmap's doing
-                values = ways[way]()
-                if torch.is_grad_enabled():
-                    known.way = way
-                return values
-            state.restore()
-        raise AssertionError("the last way returns or raises")
+        return plan_of(guide, args, kwargs).bound(Inputs(guide, wrapped, args, kwargs, self.num_nodes))
 
 
 AutoSparseGP.objective = TraceQuadrature_ELBO  # which a check compares with draws

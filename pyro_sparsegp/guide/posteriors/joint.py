@@ -1,0 +1,92 @@
+"""The posterior in which GP sites and normal latents have one Gaussian given the hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pyro.distributions import TorchDistribution
+from torch import Tensor, nn
+
+from ...posterior.drawing import ExpectedSite, FunctionSite, Site
+from ...posterior.sparse_posterior import SparsePosterior
+from ...process import GaussianProcess
+from ...program import handlers, traces
+from ...program.data import map_tensors
+from ...program.structure import Depends, Structure
+from ..calls import Evaluation, NewRows
+from ..field import Standardised, anchor_of, run_standardised, with_means
+from ..known import KnownGuide
+from ..latents import coupled_posterior
+from ..runs import Posteriors, Priors
+from .separate import Separate
+
+
+class Joint(Separate):
+    """One Gaussian q(x | θ) of all members, which a run for the hyperparameters gives its θ before."""
+
+    is_marginal = False
+
+    def members(self, guide: KnownGuide) -> str:
+        return f"one Gaussian given the others: {', '.join(guide.joint.field)}"
+
+    def before(self, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> None:
+        guide, call = run.guide, NewRows() if run.call.new else Evaluation()
+        ahead = Priors(guide, run.conditions, call, at_medians=run.at_medians, draws_data=False)
+        # What handlers hold, they hold here: test_a_handler_may_hold_a_scale.
+        with handlers.unrecorded(same=True, learns=True):
+            ahead.perform(args, kwargs)
+        run.drawn, run.ahead = ahead.drawn, ahead
+        others = guide.facts.latents.keys() - ahead.normal.keys()
+        values = {name: value for name, value in traces.free_values(ahead.trace).items() if name in others}
+        run.conditions = replace(run.conditions, values=run.conditions.values | values)
+        if run.marginal and run.call.new and ahead.normal:
+            held = values | {name: ahead.values[name] for name in ahead.bases}
+
+            def processes(z: Mapping[str, Tensor]) -> dict[str, GaussianProcess]:
+                # clones have a graph, where tensors are of inference mode
+                given, named, known = map_tensors(Tensor.clone, (args, kwargs, held))
+                sites = run_standardised(guide, given, named, Standardised(guide, z, {}), known).nodes
+                return {n: run.settled(n, traces.as_process(sites[n]["fn"])[0]) for n in ahead.bases}  # type: ignore
+
+            zeros = {name: guide.like.new_zeros(fn.shape().numel()) for name, fn in ahead.normal.items()}
+            run.with_means = with_means(processes, zeros, ahead.bases)
+
+    def kind_of_draws(self, guide: KnownGuide, name: str) -> type[Site]:
+        is_single = guide.facts.gps[name].depends != Depends.COUPLED or name in guide.independent_draws
+        return FunctionSite if is_single else ExpectedSite
+
+    def answer(
+        self, run: Posteriors, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]
+    ) -> SparsePosterior:
+        ahead: Priors = run.ahead  # type: ignore[assignment]
+        alone: Any = run.settled(name, process), ahead.bases[name], ()
+        process, basis, latents = run.with_means.get(name, alone)
+        return kind(process, basis, ahead.whole.share(name, latents, process.batch_shape), name)
+
+    def latent(self, run: Any, name: str, prior: TorchDistribution) -> Any:
+        is_member = name in run.guide.joint.field
+        return run.latent_of_field(name, prior) if is_member else super().latent(run, name, prior)
+
+    def sums_of(self, run: Priors, name: str, features: Any) -> tuple[Any, Any]:
+        """Of this site alone, which follows others: they are at their medians."""
+        return run.guide.field.coefficients, anchor_of(run.guide, run.bases, run.normal, run.sites)
+
+    def lacks(self, guide: KnownGuide, seen: Structure) -> list[str]:
+        # its terms are made for the distributions that it met
+        return super().lacks(guide, seen) + guide.facts.has_others(seen)
+
+    def begin(self, guide: KnownGuide) -> None:
+        """Nothing: whatever meets is joint."""
+
+
+class AtPoints(Joint):
+    """One Gaussian for each of the weighted points of hyperparameters that :meth:`AutoSparseGP.integrate` makes."""
+
+    def latent(self, run: Any, name: str, prior: TorchDistribution) -> Any:
+        if name in run.drawn.whole.blocks:
+            return run.latent_of_field(name, prior)
+        if name in run.drawn.shapes:
+            return coupled_posterior(run.guide, name, prior)
+        return super().latent(run, name, prior)

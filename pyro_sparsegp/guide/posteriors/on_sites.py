@@ -1,0 +1,207 @@
+"""q(f | latents, data) of families on sites: latents are drawn, and the sites read under them, before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor, nn
+
+from ...approximations.on_sites import ProjectedGP, SiteGP
+from ...numerics.linalg import MAPPED
+from ...posterior.drawing import Site
+from ...posterior.sparse_posterior import SparsePosterior
+from ...process import GaussianProcess
+from ...program import checks, handlers, traces
+from ...program.data import TrainingData
+from ...program.explore import explore
+from ...program.reader import Expectation, Reader, total_after
+from ...program.structure import Depends, Structure
+from ..calls import BatchStep, Call, Evaluation
+from ..known import KnownGuide
+from ..readings import Readings, SiteReading
+from ..runs import Conditions, Posteriors, Priors, Run, require_rows, shown_by
+from .separate import Separate, require_densities
+
+_SETTLED = 100  # updates of sites outside of training, at most
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
+_LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
+
+
+class OnSites(Separate):
+    """Posteriors that follow from Gaussian sites, read off the densities of training's rows; free ones beside them."""
+
+    is_of_rows = True
+
+    def takes_batches(self, guide: KnownGuide) -> bool:
+        modules = guide.site_modules().values()
+        return bool(modules) and all(module.takes_batches for module in modules)
+
+    def of_rows(self, run: Run) -> list[str]:
+        about = list[str]()
+        for name, module in () if self.takes_batches(run.guide) else run.guide.site_modules().items():
+            checks.require_full_batch(name, module.family["name"], run.trace)
+            about.append(f"GP site {name!r} has the family {module.family['name']}, whose posterior")
+        return about
+
+    def given_now(self, guide: KnownGuide, median: bool, known: bool = False) -> Conditions:
+        """Read at the training data."""
+        if guide.core.data is None and not guide.has_random_latents:
+            return Conditions()
+        data = guide.data_for(next(iter(guide.site_modules())))
+        # Sites that are kept must serve training, too: no tensors of inference mode.
+        with torch.inference_mode(False), torch.no_grad(), traces.repeatable(guide.like) if median else nullcontext():
+            return self.given(guide, Evaluation() if known else Call(), data.args, data.kwargs, median)
+
+    def given(
+        self, guide: KnownGuide, call: Call, args: tuple, kwargs: dict[str, Any], median: bool = False
+    ) -> Conditions:
+        """Draw the latents at the training data, or take their medians, and read the sites under them.
+
+        :param call: of the arguments; if they are other rows, the training data are taken. In a step of training
+            modules keep the sites, and gradients pass through them.
+        """
+        core, modules, same, learns = guide.core, guide.site_modules(), call.same, call.learns
+        if not same:
+            if core.data is None:
+                return Conditions()
+            args, kwargs = core.data.args, core.data.kwargs
+        # Not under vmap, by which predict draws: it has no torch.autograd.grad.
+        reads = [] if MAPPED.get() else list(filter(core.facts.is_alone, modules))
+        run = _UnderLatents(guide, at_medians=median, reads=reads)
+        if run.takes_points:  # asked before the gradients that reading takes, which are no step's
+            run.drawn = core.points.chosen(median)  # type: ignore[union-attr]
+        with handlers.unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
+            run.perform(args, kwargs)
+        if same and core.data is not None and self.takes_batches(guide) and checks.holds_part(run.trace):
+            batch = (BatchStep if learns else Call)(call.relation, call.inputs)
+            return self.given(guide, batch, args, kwargs)  # the rows it knows, as a batch of more
+        name, module = next(iter(modules.items()))
+        checks.require_full_batch(name, module.family["name"], run.trace)
+        if same and learns:
+            core.data = call.relation.call if core.data else TrainingData(guide.model, args, kwargs)
+            core.data.note(shown_by(run))
+        else:
+            require_rows(run, name)
+        held = handlers.held_runs(guide.model, run.trace, args, kwargs)
+        closed = _closed_forms(run, held) if len(core.facts.gps) == 1 else ()
+        reader = Reader(held, core.facts, core.num_nodes, closed)
+        with torch.set_grad_enabled(learns):
+            readings = _read(reader, modules, run, call)
+        # What other runs are to have of latents: all of it at the same rows.
+        free = traces.free_values(run.trace)
+        of_all = core.facts.latents.keys() - {*core.facts.local_latents}
+        shared = free.keys() - run.processes.keys() if same else of_all
+        values = {name: value if learns else value.detach() for name, value in free.items() if name in shared}
+        return Conditions(values, readings, run.drawn)
+
+    def answer(
+        self, run: Posteriors, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]
+    ) -> SparsePosterior:
+        if not isinstance(module, SiteGP):
+            return super().answer(run, name, process, module, kind)
+        reading = run.conditions.readings.get(name)
+        posterior = module(process, name, kind, getattr(reading, "sites", None), not run.call.same)
+        if run.call.same and run.call.learns and reading is not None and not reading.direct:
+            # where the next step goes on
+            module.sites.progress |= {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
+        return posterior
+
+    def follows_latents(self, guide: KnownGuide) -> bool:
+        return all(gp.is_quadratic for gp in guide.facts.gps.values())
+
+    def require(self, run: Run) -> None:
+        require_densities(run)
+        remedy = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
+        for name, module in run.guide.site_modules().items():
+            reads = f"the family {module.family['name']}, which"
+            require_separate_sites(run.guide.facts, name, reads, run.trace, remedy)
+
+
+@dataclass(eq=False)
+class _UnderLatents(Priors):
+    """The latents are drawn, for what families on sites are conditioned on."""
+
+    reads: Collection[str] = ()  # the GP sites by whose values, moves off the prior's mean, densities are derived
+    moves: dict[str, Tensor] = field(init=False, default_factory=dict)
+
+    def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Any:
+        if name in self.reads:
+            self.moves[name] = torch.zeros_like(process.mean, requires_grad=True)
+            return process.mean + self.moves[name]
+        if isinstance(module, SiteGP):
+            return process.mean
+        kind = self.guide.q.kind_of_draws(self.guide, name)
+        posterior = self.posteriors[name] = self.free(name, process, module, kind)
+        return posterior.mean
+
+
+def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
+    """The densities after the one GP site, if expectations of all over its values are in closed form."""
+    core = run.guide.core
+    # A state has no closed forms; sites that are read at nodes instead would be others.
+    forms = core.forms = core.forms or explore(run, held)[1]
+    is_whole = not (forms.functions or forms.rest.gps) and forms.hold(run.trace.nodes)
+    return forms.rows if is_whole else ()
+
+
+def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, call: Call) -> dict[str, SiteReading]:
+    """The sites of some GP sites, at a run's latents."""
+    guide, learns = run.guide, call.learns
+    if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
+        guide.core.looks += 1
+        if guide.core.looks in _LOOKS and any(gp.is_quadratic for gp in reader.found.gps.values()):
+            again, _ = explore(run, reader.run)
+            guide.core.facts = reader.found.bent(again)
+            reader = replace(reader, found=guide.core.facts)
+    met = {name: process for name, process in run.processes.items() if name in modules}
+    readings = {name: SiteReading(name, process, modules[name], reader) for name, process in met.items()}
+    for name in run.moves:
+        _read_off(readings[name], run, learns)
+    left = [reading for name, reading in readings.items() if name not in run.moves]
+    if left:
+        most, tolerance = _SETTLED, _TOLERANCE[guide.like.dtype]
+        if learns:
+            most, tolerance = max(reading.module.updates for reading in left), 0.0
+            for reading in left:
+                reading.resume(call.same)
+            if guide.has_random_latents:  # sites that were kept are those of another draw
+                most, tolerance = max(most, 5), 0.05
+        others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
+        Readings(reader, left, others).settle(most, tolerance)
+        projected = [reading for reading in left if isinstance(reading.module, ProjectedGP) and not learns]
+        for reading in projected:  # of others the bound is a guard
+            reading.module.require_settled(reading.change, reading.name, guide.warned)
+    for reading in readings.values():
+        # To look at a guide does not change how it trains.
+        reading.end(learns or reading.module.sites.empty or (reading.direct and run.at_medians))
+    return readings
+
+
+def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
+    """The sites of a quadratic ℓ by its derivatives in a run with f at the prior's mean μ: λ = −ℓ″, λ(z − μ) = ℓ′."""
+    move = run.moves[reading.name]
+    with torch.enable_grad():
+        # A move that no density depends on has derivatives of 0.
+        total = total_after(run.trace, reading.name, run.guide.facts.gps) + 0 * move.sum()
+        (first,) = torch.autograd.grad(total, move, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=learns)
+    first = first if learns else first.detach()
+    reading.move(reading.expanded(Expectation(total, first, second), torch.zeros_like(move)))
+    reading.change = 0.0
+
+
+def require_separate_sites(found: Structure, name: str, reads: str, trace: poutine.Trace, remedy: str) -> None:
+    """Raise where a GP site's likelihood is none of single values; ``reads`` is what reads Gaussian sites there."""
+    why = [f"values of GP site {layer!r} enter another GP site" for layer in found.inner]
+    if found.gps[name].depends == Depends.COUPLED:
+        why.append("its likelihood does not factorise: one term of a density depends on values at several inputs")
+    why += [f"the distribution of site {flat!r} is piecewise constant" for flat in traces.piecewise_constant(trace)]
+    if why:
+        raise ValueError(
+            f"GP site {name!r} has {reads} reads Gaussian sites off each value's likelihood, but {why[0]}. {remedy}."
+        )

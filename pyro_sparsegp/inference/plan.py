@@ -1,0 +1,188 @@
+"""What a step does about expectations: of each density, by what way its own is found, chosen once for a program.
+
+    bound = Σ E_q[log p(y | f, ·)] − Σ KL
+
+A :class:`Plan` is made where a structure is new, of closed forms, links and the kind of posterior; a step runs it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Optional
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from ..guide import AutoSparseGP
+from ..guide.first_call import closed_forms_of
+from ..guide.posteriors.joint import Joint
+from ..program.asking import Unsupported, attempt
+from ..program.draws import vmapped
+from ..program.explore import ClosedForms
+from ..program.reader import normal_nodes
+from ..program.structure import MAX_AXES
+from ..program.traces import RandomState
+from ..warned import warn_once
+from .expected import Grid, Inputs, Ran, log_density_minus_kl, require_shown
+from .field import bound_of_field
+
+
+class Plan(ABC):
+    """How the bound of one program is found.
+
+    :param forms: which densities have their expectation in closed form.
+    """
+
+    way: Optional[int] = None  # in which terms are found at all nodes, once it is known
+
+    def __init__(self, guide: AutoSparseGP, forms: ClosedForms) -> None:
+        self.forms, self.kind, self.joint = forms, guide.q, guide.joint
+        self.ways = {name: self._way(name) for name in guide.facts.downstream}
+
+    def __str__(self) -> str:
+        """A line for each density."""
+        return "\n".join(f"{name}: {way}" for name, way in self.ways.items())
+
+    def is_of(self, guide: AutoSparseGP) -> bool:
+        """Whether it is a plan of what the guide knows now."""
+        return guide.core.forms is self.forms and guide.joint is self.joint
+
+    @abstractmethod
+    def _way(self, name: str) -> str:
+        """How a density's expectation is found, in words."""
+
+    @abstractmethod
+    def bound(self, inputs: Inputs) -> Tensor:
+        """The bound there, in nats."""
+
+
+def plan_of(guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    """The plan of a guide's program, which is made where there is none."""
+    core = guide.core
+    if core.plan is None or not core.plan.is_of(guide):
+        forms = core.forms or closed_forms_of(guide, args, kwargs)
+        core.plan = _PLANS.get(type(guide.q), OfMarginals)(guide, forms)
+    return core.plan
+
+
+class OfPredictors(Plan):
+    """The bound of one joint Gaussian: over linear predictors, and over points where a density has none."""
+
+    def _way(self, name: str) -> str:
+        links = self.joint.links.get(name)
+        if links is None:
+            return "the mean over points of the joint posterior"
+        parts = [key if link == "identity" else f"{link} of {key}" for key, link in links.items()]
+        return f"over a normal linear predictor, {' and '.join(parts)}"
+
+    def bound(self, inputs: Inputs) -> Tensor:
+        return bound_of_field(inputs)
+
+
+class OfMarginals(Plan):
+    """The bound over marginals of GP sites: closed forms where there are, and a product grid of nodes for the rest."""
+
+    def __init__(self, guide: AutoSparseGP, forms: ClosedForms) -> None:
+        super().__init__(guide, forms)
+        # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
+        self.checks = any(hasattr(kind, "normal_parameter") for kind in forms.kinds.values())
+        rest: Callable[[Grid, Optional[Ran]], Tensor] = self._at_all_nodes if forms.num_axes else _once
+        self.rest = rest if forms.rest.gps or not forms.rows + forms.functions else _plain
+
+    def _way(self, name: str) -> str:
+        if name in self.forms.sites:
+            return "in closed form"
+        gps, axes = self.forms.rest.densities[name].gps, self.forms.axes
+        left = "in closed form by" if name in self.forms.given else "by draws of"
+        ways = {left: [gp for gp in gps if gp not in axes], "at nodes of": [gp for gp in gps if gp in axes]}
+        return ", ".join(f"{way} {' and '.join(names)}" for way, names in ways.items() if names)
+
+    def bound(self, inputs: Inputs) -> Tensor:
+        guide, forms = inputs.guide, self.forms
+        if forms.drawn:
+            names = ", ".join(forms.drawn)
+            warn_once(
+                guide.warned,
+                "integrated by draws",
+                names,
+                f"GP sites {names} meet in densities of more than {MAX_AXES} function values: these are integrated by "
+                "Monte Carlo, with one draw per particle. Take more, num_particles=10.",
+                stacklevel=6,
+            )
+        grid = Grid(inputs, forms)
+        if not forms.rows + forms.functions:
+            return self.rest(grid, None)
+        with nullcontext() if self.checks else dist.validation_enabled(False):
+            start = RandomState(guide.like)
+            ran = grid.run()
+            is_alike = forms.hold(ran[0].nodes)
+            total = grid.expectations(*ran) if is_alike else None
+        if total is not None:
+            return total + self.rest(grid, ran)
+        start.restore()
+        # A second run was of rows of its own, say; or a density is of another kind now: it is learned anew.
+        left = replace(forms, rows=(), functions=(), given=(), gps=(), rest=guide.facts)
+        guide.core.forms = left if is_alike else None
+        return plan_of(guide, inputs.args, inputs.kwargs).bound(inputs)
+
+    def _at_all_nodes(self, grid: Grid, ran: Optional[Ran]) -> Tensor:
+        """The bound's terms summed over the product grid, Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ)."""
+        # Weights add up to 1, so that what has no nodes stays.
+        nodes, weights = normal_nodes(self.forms.num_axes, grid.inputs.guide.like, grid.inputs.num_nodes)
+        values = self._values(grid, ran, nodes)
+        return values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
+
+    def _values(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Tensor:
+        """The bound's terms at the product grid's nodes, ``(K ** num_axes, num_axes)``."""
+        # A step's graph may show all, by Grid.direct. Else the program runs once, mapped. torch.func.vmap refuses some:
+        # where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with all
+        # that does not depend on nodes held; where after f, it runs once for each node.
+        like, known = grid.inputs.guide.like, self.way
+
+        def direct() -> Tensor:
+            require_shown(torch.is_grad_enabled())
+            with nullcontext() if known is None else dist.validation_enabled(False):
+                return grid.direct(*(ran or grid.run())[:2])
+
+        def at_once(terms: Callable[..., Tensor]) -> Tensor:
+            with pyro.validation_enabled(False):
+                return vmapped(terms, *nodes.T, randomness="same")
+
+        def held(one_by_one: bool = False) -> Tensor:
+            terms, state = grid.held(*(ran or grid.run())), RandomState(like)
+            values = torch.stack([terms(*node) for node in nodes]) if one_by_one else at_once(terms)
+            if state.has_moved:
+                raise Unsupported("with all values held, the model drew random numbers by itself, others than before")
+            return values
+
+        once = [] if ran else [partial(at_once, grid.once)]
+        ways: list[Callable[[], Tensor]] = [direct, *once, held, partial(held, one_by_one=True)]
+        for way in range(min(known or 0, len(ways) - 1), len(ways)):
+            state = RandomState(like)
+            with attempt() if way < len(ways) - 1 else nullcontext():  # what the last raises is not vmap's doing
+                values = ways[way]()
+                if torch.is_grad_enabled():
+                    self.way = way
+                return values
+            state.restore()
+        raise AssertionError("the last way returns or raises")
+
+
+def _once(grid: Grid, ran: Optional[Ran]) -> Tensor:
+    """The terms of one run, whose densities take draws of function values, if any."""
+    return grid.once() if ran is None else grid.held(*ran)()
+
+
+def _plain(grid: Grid, ran: Optional[Ran]) -> Tensor:
+    """The terms of a run, where no other density depends on function values."""
+    assert ran is not None
+    return log_density_minus_kl(*ran[:2], grid.closed.sites)
+
+
+_PLANS: dict[type, type[Plan]] = {Joint: OfPredictors}
