@@ -110,6 +110,10 @@ class Run(ABC):
     def note_new(self, name: str, prior: TorchDistribution) -> None:  # noqa: B027, priors alone are asked for these
         """Take note of the prior of a member of the field at rows that it has no values of."""
 
+    def latent_of_field(self, name: str, prior: TorchDistribution) -> Any:
+        """The answer at a latent of the field."""
+        raise NotImplementedError  # of a first run, which knows none
+
     def module(self, name: str, process: GaussianProcess) -> Any:
         """The site's variational module."""
         return self.guide.module_of(name)
@@ -145,7 +149,6 @@ class Priors(Run):
         self.normal[name] = prior
 
     def latent_of_field(self, name: str, prior: TorchDistribution) -> Tensor:
-        """The answer at a latent of the field."""
         self.normal[name] = prior
         return prior.mean
 
@@ -186,7 +189,6 @@ class Posteriors(Run):
         return super().perform(args, kwargs)
 
     def latent_of_field(self, name: str, prior: TorchDistribution) -> Any:
-        """The answer at a latent of the field: its posterior, or a value."""
         posterior = FieldLatent(prior, self.ahead.whole.share(name))  # type: ignore[arg-type,union-attr]
         return posterior.mean if self.at_medians else posterior
 

@@ -9,6 +9,7 @@ from typing import Any
 from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 
+from ...bases.base import Features
 from ...posterior.drawing import ExpectedSite, FunctionSite, Site
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
@@ -19,7 +20,8 @@ from ..calls import Evaluation, NewRows
 from ..field import Standardised, anchor_of, run_standardised, with_means
 from ..known import KnownGuide
 from ..latents import coupled_posterior
-from ..runs import Posteriors, Priors
+from ..points import Point
+from ..runs import Posteriors, Priors, Run
 from .separate import Separate
 
 
@@ -65,11 +67,11 @@ class Joint(Separate):
         process, basis, latents = run.with_means.get(name, alone)
         return kind(process, basis, ahead.whole.share(name, latents, process.batch_shape), name)
 
-    def latent(self, run: Any, name: str, prior: TorchDistribution) -> Any:
+    def latent(self, run: Run, name: str, prior: TorchDistribution) -> Any:
         is_member = name in run.guide.joint.field
         return run.latent_of_field(name, prior) if is_member else super().latent(run, name, prior)
 
-    def sums_of(self, run: Priors, name: str, features: Any) -> tuple[Any, Any]:
+    def sums_of(self, run: Priors, name: str, features: Features) -> tuple[Any, Any]:
         """Of this site alone, which follows others: they are at their medians."""
         return run.guide.field.coefficients, anchor_of(run.guide, run.bases, run.normal, run.sites)
 
@@ -84,9 +86,10 @@ class Joint(Separate):
 class AtPoints(Joint):
     """One Gaussian for each of the weighted points of hyperparameters that :meth:`AutoSparseGP.integrate` makes."""
 
-    def latent(self, run: Any, name: str, prior: TorchDistribution) -> Any:
-        if name in run.drawn.whole.blocks:
+    def latent(self, run: Run, name: str, prior: TorchDistribution) -> Any:
+        point: Point = run.drawn  # type: ignore[assignment]
+        if name in point.whole.blocks:
             return run.latent_of_field(name, prior)
-        if name in run.drawn.shapes:
+        if name in point.shapes:
             return coupled_posterior(run.guide, name, prior)
         return super().latent(run, name, prior)

@@ -9,6 +9,7 @@ import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 
+from ...bases.base import Features
 from ...gaussians import NaturalGaussian
 from ...posterior.drawing import ExpectedSite, GroupedSite, MarginalSite, Site
 from ...posterior.sparse_posterior import SparsePosterior
@@ -86,14 +87,14 @@ class Separate:
         """The posterior of a GP site."""
         return run.free(name, process, module, kind)
 
-    def latent(self, run: Any, name: str, prior: TorchDistribution) -> Any:
+    def latent(self, run: Run, name: str, prior: TorchDistribution) -> Any:
         """The posterior of a latent that is no GP site, or its median: its own, or its part of a draw of several."""
         guide, median = run.guide, run.at_medians or run.guide.is_point(name)
         if median or name not in guide.joint.hyper:
             return guide.own_posterior(name, prior, median)
         return coupled_posterior(guide, name, prior)
 
-    def sums_of(self, run: Priors, name: str, features: Any) -> tuple[Any, Any]:
+    def sums_of(self, run: Priors, name: str, features: Features) -> tuple[Any, Any]:
         """The coefficients that keep a GP site's sums over rows, and what these are about."""
         coefficients = run.guide.module_of(name).coefficients
         return coefficients, coefficients.anchor_of(features)
