@@ -10,10 +10,12 @@ from pyro.infer import SVI
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
 from pyro_sparsegp.gaussians import AtRows, NaturalGaussian
+from pyro_sparsegp.gaussians.arrow import ArrowFactor
 from pyro_sparsegp.gaussians.natural_arrow import NaturalArrow
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import search, start
 from pyro_sparsegp.numerics.arrow import Dense, OneEach
+from pyro_sparsegp.numerics.linalg import NumericalWarning
 
 from .models import observed, restored
 
@@ -273,3 +275,12 @@ def test_steps_on_batches_are_those_of_a_dense_field(dtype, monkeypatch):
         found.append(torch.tensor(losses))
     assert guide.joint.eliminated == "a"
     torch.testing.assert_close(found[1], found[0], rtol=1e-6 if dtype == torch.float64 else 1e-3, atol=0.0)
+
+
+def test_a_covariance_that_rounding_makes_singular_has_a_jitter():
+    phi, _ = _rows()
+    arrow = phi.gram(torch.full((N,), 1e13)).plus(1.0)
+    arrow.__dict__["common_covariance"] = torch.ones(COMMON, COMMON)
+    with pytest.warns(NumericalWarning, match="covariance of some coefficients"):
+        factor = ArrowFactor(torch.zeros(COMMON + OWN), arrow).select(torch.arange(COMMON))
+    assert torch.allclose(factor.root @ factor.root.mT, torch.ones(COMMON, COMMON), atol=1e-6)

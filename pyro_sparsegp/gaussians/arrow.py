@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.arrow import Arrow, OneEach
+from ..numerics.linalg import cholesky
 from .factors import DenseFactor, Factor
 
 
@@ -37,7 +38,7 @@ class ArrowFactor(Factor):
         if int(index.max()) >= len(root):
             return super().select(index)
         covariance = common[index][:, index]
-        return DenseFactor(self.loc[index], torch.linalg.cholesky(covariance))
+        return DenseFactor(self.loc[index], cholesky(covariance, 0.0, "the covariance of some coefficients"))
 
     def unscale(self, v: Tensor) -> Tensor:
         root, along, own = self.precision.factor

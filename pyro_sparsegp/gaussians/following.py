@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import eye_like, plus_one, side_by_side
+from ..numerics.linalg import cholesky, eye_like, plus_one, side_by_side
 from .base import Coefficients, Gaussian
 from .factors import DenseFactor
 from .natural import NaturalGaussian
@@ -102,7 +102,7 @@ class Followed(Gaussian):
             return self.own.marginal([own.index(b) for b in blocks])
         edges = torch.arange(sum(self.sizes), device=self.along.device).split(self.sizes)
         index = torch.cat([edges[b] for b in blocks])
-        root = torch.linalg.cholesky(self.covariance_matrix[index][:, index])
+        root = cholesky(self.covariance_matrix[index][:, index], 0.0, "the covariance of some coefficients")
         factor = DenseFactor(side_by_side([self.loc[b] for b in blocks]), root)
         return Product([self.sizes[b] for b in blocks], [factor], [range(len(blocks))])
 
