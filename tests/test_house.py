@@ -116,7 +116,7 @@ ROOM_BRANCHES = {"guide": 210, "inference": 207, "program": 210}
 ANY = 190  # arguments without a type
 FILE_LINES = 403
 FUNCTION_BRANCHES = 14
-TEST_LINES = 26917
+TEST_LINES = 26948
 
 
 @functools.cache

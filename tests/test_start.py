@@ -205,3 +205,17 @@ def test_unknown_starts():
     for family in (SVGP, MeanFieldAdditive, CoupledPrecision, OrthogonallyDecoupled, WeightSpace):
         with pytest.raises(ValueError, match=f'{family.__name__}\'s start must be "data" or "prior", got \'zero\''):
             family(start="zero")
+
+
+def test_sites_that_meet_where_no_mode_is_found_are_told_of():
+    """Data without noise pull the log scale down without end."""
+    x = torch.linspace(0, 1, 60)[:, None]
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x, mean=-1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+    with pytest.warns(UserWarning, match=r"mode of 'f', 'g' was not found .*independent ones"):
+        AutoSparseGP(model, SVGP(10))(x, torch.sin(6 * x[:, 0]))
