@@ -4,29 +4,36 @@ import math
 from typing import Any
 
 import torch
+from pyro import poutine
+
+from ..program.draws import Draw, in_blocks
 
 _BOUNDS, _ERRORS = 64, 3.5  # bounds that are compared, by so many standard errors
 _JOINT = 2000  # rows whose values are drawn jointly
+_NUMBERS = 1000  # at a row: features, or values at nodes
 _NATS = 1.0  # that are not told of
 
 
 def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """Whether the bound by joint draws of q is the objective's."""
-    facts, drawn = guide.facts, list[float]()
-    if not guide.q.has_bound or guide.corrected_modules() or max(guide.core.sizes.values()) > _JOINT:
+    facts, rows = guide.facts, max(guide.core.sizes.values())
+    if not guide.q.has_bound or guide.corrected_modules() or rows > _JOINT:
         return []
     objective, was = guide.objective(guide.core.num_nodes), guide.training
+
+    def by_draws(_: Draw) -> Draw:
+        guide(*args, **kwargs)
+        model, its = guide.get_traces()
+        return {"": model.log_prob_sum() - its.log_prob_sum()}
+
     with torch.no_grad():
         said = torch.tensor([-objective.loss(guide.model, guide, *args, **kwargs) for _ in range(_BOUNDS)])
         try:
             vars(guide)["training"] = False
-            for _ in range(_BOUNDS):
-                guide(*args, **kwargs)
-                model, its = guide.get_traces()
-                drawn.append(float(model.log_prob_sum() - its.log_prob_sum()))
+            blocks = in_blocks(by_draws, {"": torch.arange(_BOUNDS)}, lambda _: rows * max(rows, _NUMBERS))
+            found = torch.cat([block[""] for block in blocks]).cpu()
         finally:
-            vars(guide)["training"] = was
-    found = torch.tensor(drawn)
+            vars(guide)["training"], guide.trace = was, poutine.Trace()
     error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)
     if abs(found.mean() - said.mean()) < _NATS + _ERRORS * error:
         return []

@@ -12,6 +12,7 @@ as it raises the bound, says how far q's mean and width are from the best.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any, Optional
 
 import pyro.distributions as dist
@@ -19,13 +20,18 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to
+from torch.utils._pytree import tree_map
 from tqdm.auto import tqdm
 
 from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
+from ..program.data import map_tensors
+from ..program.draws import Draw, in_blocks
+from ..program.handlers import Held
 from ..program.traces import bare, is_observation, repeatable, whole_plates
 from .bounds import of_bound
 from .dense import AtValues, ByHessian
+from .draws import items_of_draws
 from .field import index_of, slices
 from .first_call import explain_nan
 from .known import KnownGuide
@@ -45,6 +51,7 @@ _PARTS = 1.0, 0.5, 0.25, 0.125  # of a step that are tried
 _LOST = 1.0  # nats that a basis leaves out and is told of
 _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
+_FEATURES = 128  # a value, in a run
 _NATS = 3.0  # between two modes, within which a lower one is told, and beyond which a fit tells of a higher one
 _APART = 3.0  # standard deviations between two modes
 _FEW = 50  # of a latent's values whose covariance is asked for
@@ -186,15 +193,24 @@ class Compared:
 
     def _of_q(self, num: int) -> dict[str, tuple[Tensor, Tensor]]:
         """As :func:`moments_of`, q's, by so many draws, or at the medians of hyperparameters."""
-        guide, search, each = self.guide, self.search, list[Moments]()
+        guide, search = self.guide, self.search
         asked = {"at_medians": True} if num == 1 else {"joint_up_to": 0, "marginal": True}
-        for _ in range(num):
-            run = guide.run_at(*self.call, draws_data=False, **asked)
+
+        @torch.no_grad()
+        def one(item: Draw) -> Draw:
+            with Held(item):
+                run = guide.run_at(*self.call, draws_data=False, **asked)
             free = {n: biject_to(p.support).inv(run.values[n]).reshape(-1)[:_ROWS] for n, p in search.priors.items()}
             some = {n: search.chosen if q.mean.shape[-1] == search.num else ... for n, q in run.posteriors.items()}
             met = {n: (q.mean[..., some[n]], q.variance[..., some[n]]) for n, q in run.posteriors.items()}
-            each.append({n: (value, 0 * value) for n, value in free.items()} | self._given(run))
-            each[-1] |= {n: tuple(part.detach().reshape(-1)[:_ROWS] for part in parts) for n, parts in met.items()}
+            found = {n: (value, 0 * value) for n, value in free.items()} | self._given(run)
+            return found | {n: tuple(part.reshape(-1)[:_ROWS] for part in parts) for n, parts in met.items()}
+
+        items = items_of_draws(guide, num) if num > 1 else {"": torch.zeros(1)}
+        blocks = in_blocks(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
+        every = tree_map(lambda *parts: torch.cat(parts), *blocks)
+        each: list[Moments] = [map_tensors(itemgetter(i), every) for i in range(num)]
+        guide.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
         sd, points = self.hyper.parts(self.width), guide.core.points
         known = {n: (loc.reshape(-1), sd[n].reshape(-1)) for n, loc in self.hyper.parts(self.loc).items()}
         if points is not None and num > 1:
