@@ -228,6 +228,11 @@ def fitc(kernel, x, z, noise, mean=0.0, share=1.0):
     return dist.MultivariateNormal(x.new_zeros(len(x)) + mean, q + torch.diag(rest + noise**2))
 
 
+def draws_of(guide, name, *data, num=400):
+    """Draws of a latent, or of single values of a GP site, made at once."""
+    return guide._marginal_draws("draws_of", data, {}, num)[name]
+
+
 def estimate(loss, model, guide, *args, num=60, **kwargs):
     """Mean and standard error of an ELBO's loss at fixed parameters."""
     values = torch.tensor([loss.loss(model, guide, *args, **kwargs) for _ in range(num)])

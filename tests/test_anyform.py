@@ -13,7 +13,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.families import SVGP, CoupledPrecision, InducingFamily, MeanFieldAdditive, OrthogonallyDecoupled
 from pyro_sparsegp.gaussians import Diagonal
 
-from .models import restored
+from .models import draws_of, restored
 
 N, NOISE, KERNEL = 20, 0.3, kernels.Matern32(0.3)
 
@@ -38,11 +38,6 @@ def _on_a_grid(grid, log_joint):
     return mean, (weights @ (grid - mean).square()).sqrt(), (log_joint.logsumexp(0) + (grid[1] - grid[0]).log())
 
 
-def _draws(guide, name, data, num=400):
-    with torch.no_grad():
-        return torch.stack([guide.draw(*data)[name] for _ in range(num)])
-
-
 def test_a_product_is_no_predictor():
     """y ~ N(f), t ~ N(b f): at x = 0 either factor hides the other."""
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +60,7 @@ def test_a_product_is_no_predictor():
 
     mean, sd, evidence = _on_a_grid(torch.linspace(0.5, 3, 200), log_joint)
     guide, loss = _trained(model, SVGP(N, trainable=False), (x, y, t), 60)
-    b = _draws(guide, "b", (x,))
+    b = draws_of(guide, "b", x)
     assert loss == pytest.approx(-evidence.item(), abs=0.1)
     assert b.mean().item() == pytest.approx(mean.item(), abs=0.2 * sd.item())
     assert b.std().item() == pytest.approx(sd.item(), rel=0.15)
@@ -93,7 +88,7 @@ def test_training_keeps_the_width_of_a_weight_of_f():
 
     mean, sd, _ = _on_a_grid(torch.linspace(1.0, 2.4, 200), log_joint)
     guide, _ = _trained(model, {"f": SVGP(12), "d": SVGP(6)}, (x, y), 300)
-    rho = _draws(guide, "rho", (x,))
+    rho = draws_of(guide, "rho", x)
     assert guide.joint.intercepts == ("rho",)
     assert rho.mean().item() == pytest.approx(mean.item(), abs=0.3 * sd.item())
     assert rho.std().item() == pytest.approx(sd.item(), rel=0.25)
@@ -117,7 +112,7 @@ def test_training_keeps_the_width_of_noise():
 
     mean, sd, _ = _on_a_grid(torch.linspace(-3, 0.5, 300), log_joint)
     guide, _ = _trained(model, SVGP(N, trainable=False), (x, y), 300)
-    noise = _draws(guide, "noise", (x,), 2000).log()
+    noise = draws_of(guide, "noise", x, num=2000).log()
     assert noise.mean().item() == pytest.approx(mean.item(), abs=0.15 * sd.item())
     assert noise.std().item() == pytest.approx(sd.item(), rel=0.1)
 
@@ -185,7 +180,7 @@ def test_latents_and_f_are_joint_in_whatever_form_a_density_is_written(form):
     assert {*guide.joint.field} == {"mu", "f"}
     # The best Gaussian's bound is below the evidence by what of the posterior is none.
     assert loss == pytest.approx(-(logs.logsumexp(0) - torch.tensor(400_000.0).log()).item(), abs=0.1)
-    draws = {name: _draws(guide, name, (FEW,)).reshape(400, -1) for name in prior}
+    draws = {name: draws_of(guide, name, FEW).reshape(400, -1) for name in prior}
     for name, values in prior.items():
         values = values.reshape(len(values), -1)
         mean = weights @ values
@@ -207,7 +202,7 @@ def test_correlated_noise_beside_an_intercept():
     guide, loss = _trained(model, SVGP(N, trainable=False), (x, y), 1)
     whole, ones = KERNEL(x) + 9 + cover, torch.full((N,), 9.0)
     gain = torch.linalg.solve(whole, ones)
-    mu = _draws(guide, "mu", (x,))
+    mu = draws_of(guide, "mu", x)
     evidence = dist.MultivariateNormal(torch.zeros(N), whole).log_prob(y)
     assert loss == pytest.approx(-evidence.item(), abs=0.01)
     assert mu.mean().item() == pytest.approx((gain @ y).item(), abs=0.1)
@@ -263,7 +258,7 @@ def test_outputs_of_one_site_that_meet_are_joint(form, levels):
         assert torch.allclose(q.mean.reshape(-1), mean[: 2 * N], atol=0.01)
         assert torch.allclose(q.stddev.reshape(-1), sd[: 2 * N], rtol=0.01)
     for name, own in (("f", slice(0, 2 * N)), ("c", slice(2 * N, None)))[: 1 + levels]:
-        draws = _draws(guide, name, (x, y)).reshape(400, -1)
+        draws = draws_of(guide, name, x, y).reshape(400, -1)
         used = slopes.any(0)[own]
         assert ((draws.mean(0) - mean[own]).abs() < 0.25 * sd[own])[used].all()
         assert ((draws.std(0) / sd[own] - 1).abs() < 0.2)[used].all()
@@ -349,7 +344,7 @@ def test_a_family_keeps_its_own_posterior_beside_an_intercept(kind):
     inverses = [torch.linalg.inv(part) for part in _diagonal_blocks(marginal, sizes)]
     gain = torch.linalg.solve(0.09 * torch.eye(N) + 9, torch.full((N,), 9.0))
     sd = (9 - gain @ torch.full((N,), 9.0) + gain @ phi @ torch.block_diag(*inverses) @ phi.mT @ gain).sqrt()
-    assert _draws(guide, "mu", (x,)).std().item() == pytest.approx(sd.item(), rel=0.12)
+    assert draws_of(guide, "mu", x).std().item() == pytest.approx(sd.item(), rel=0.12)
     again = restored(guide, model, made(z)).posterior(x, y)["f"]
     torch.testing.assert_close(again.variance, guide.posterior(x, y)["f"].variance)
 

@@ -38,7 +38,7 @@ from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.predictors import Predictors
 from pyro_sparsegp.program.traces import expectation
 
-from .models import conditional, observed, prepared, refused, restored
+from .models import conditional, draws_of, observed, prepared, refused, restored
 
 N, GROUPS, NOISE = 24, 3, 0.4
 
@@ -245,8 +245,8 @@ def test_two_predictors_are_integrated_together():
     pyro.set_rng_seed(0)
     with torch.no_grad():
         exact = torch.tensor([TraceQuadrature_ELBO().loss(model, guide, *data) for _ in range(20)]).mean()
-        drawn = torch.tensor([Trace_ELBO().loss(model, guide, *data) for _ in range(500)])
-    assert exact.item() == pytest.approx(drawn.mean().item(), abs=4 * drawn.std().item() / 500**0.5 + 0.3)
+        drawn = torch.tensor([Trace_ELBO().loss(model, guide, *data) for _ in range(200)])
+    assert exact.item() == pytest.approx(drawn.mean().item(), abs=4 * drawn.std().item() / 200**0.5 + 0.3)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
@@ -292,7 +292,7 @@ def test_mini_batches_keep_the_widths_of_all_rows():
 
     guide, _ = _step(model, families.SVGP(12, trainable=False), data, 60)
     pyro.set_rng_seed(0)
-    draws = torch.stack([guide.draw(*data)["c"] for _ in range(300)])
+    draws = draws_of(guide, "c", *data)
     assert draws.std().item() == pytest.approx(_exact(*data)[1][0, 0].sqrt().item(), rel=0.2)
 
 
@@ -454,10 +454,10 @@ def test_a_check_names_the_latents_that_have_not_converged():
     guide, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 30)
     assert guide.check(x, 50 + y) == []
     guide.together.loc.data += 1.5 * guide.together.root[0, 0]
-    assert re.match(r"'s': the mean is 1.* off, .*to the optimum. Train longer", guide.check(x, 50 + y)[0])
     guide.together.root *= 0.6
-    assert any(re.match(r"'s': .* interval is 1\.[4-9] times too narrow", line) for line in guide.check())
-    apart, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 100, independent=True)
+    told = r"'s': the mean is [12].* off, and the interval is 1\.[4-9] times too narrow, .*to the optimum. Train longer"
+    assert re.match(told, guide.check()[0])
+    apart, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 40, independent=True)
     lines = apart.check(x, 50 + y)
     assert any(re.match(r"'mu': .*[1-9][0-9].\d times too narrow.* Remove independent=True", line) for line in lines)
     point, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 20, point_estimates=["mu"])
@@ -602,8 +602,8 @@ def test_f_follows_an_intercept_of_another_prior(prior):
     evidence = weights.logsumexp(0).item() + math.log(34 / 3399)
     mean = (weights := weights.softmax(0)) @ grid
     sd = (weights @ (grid - mean).square()).sqrt()
-    guide, losses = _step(model, families.SVGP(12), (x, y), 300)
-    assert sum(losses[-100:]) / 100 == pytest.approx(-evidence, abs=0.3)
+    guide, losses = _step(model, families.SVGP(12), (x, y), 120)
+    assert sum(losses[-60:]) / 60 == pytest.approx(-evidence, abs=0.3)
     other = restored(guide, model, families.SVGP(12))
     draws = predict(model, other, x, num_samples=400, joint=False)
     for each in (into(draws["mu"]).reshape(-1), draws["f"].reshape(400, -1)[:, 0]):  # f is what mu leaves
@@ -668,7 +668,7 @@ def test_f_follows_what_moves_its_likelihood(case):
         r = pyro.sample("r", dist.LogNormal(1.0, 1.0))
         return observed(dist.NegativeBinomial(r, logits=f - r.log() if case == "held" else f), y)
 
-    guide, losses = _step(model, families.SVGP(8), (x, y), 200)
+    guide, losses = _step(model, families.SVGP(8), (x, y), 100)
     assert guide.joint.intercepts == ("r",) * (case != "held")
     assert sum(losses[-50:]) / 50 < losses[0] + 0.3
     assert guide.check(x, y) == []
@@ -728,7 +728,7 @@ def test_widths_of_a_first_batch_become_those_of_all_rows():
     guide, _ = _step(model, families.SVGP(15), (x[:50], y[:50], len(x)))
     first = guide.together.tril.item()
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
-    for rows in torch.randint(len(x), (200, 50), generator=generator):
+    for rows in torch.randint(len(x), (150, 50), generator=generator):
         svi.step(x[rows], y[rows], len(x))
     # fourteen times that of all rows; steps of R bounded by the gradient, not by its own change, left 0.66 of it
     assert guide.together.tril.item() < 0.45 * first
@@ -760,7 +760,7 @@ def test_a_followed_intercept_stands_large_rates(prior, dtype):
         g = pyro.sample("g", GaussianProcess(0.3 * kernels.Matern32(0.1), x))
         observed(dist.Normal(mu + f + g, NOISE), y)
 
-    _, losses = _step(model, families.SVGP(12), (x, y), 150, lr=0.1)
+    _, losses = _step(model, families.SVGP(12), (x, y), 80, lr=0.1)
     assert max(losses[-20:]) < losses[0] + 10  # it was 10⁴ and more, or an error of dtypes
 
 
@@ -976,7 +976,7 @@ def test_exact_of_many_rows_follows_an_intercept(follows, monkeypatch):
         cover = kernels.RBF(0.3)(x) + 0.04 * torch.eye(40)
         ones = torch.ones(40)
         exact = (1 / 25 + ones @ torch.linalg.solve(cover, ones)) ** -0.5
-        drawn = torch.stack([guide.draw(x[:1])["b"] for _ in range(300)])
+        drawn = draws_of(guide, "b", x[:1])
         assert guide.joint.hyper == ("b",)
         assert abs(drawn.std() / exact - 1) < 0.25
 

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
 from pyro_sparsegp.families import SGPR, SVGP
 
-from .models import FAMILIES, conditional, observed, prepared, refused, train
+from .models import FAMILIES, conditional, draws_of, observed, prepared, refused, train
 
 NOISE = 0.2
 KERNEL = kernels.RBF(0.3)[0] + kernels.Linear(1.0)
@@ -156,7 +156,7 @@ def test_a_mask_of_a_latent():
     design = torch.nn.functional.one_hot(group).to(x)
     weighed = torch.linalg.solve(kernels.Matern32(0.3)(x) + 0.01 * torch.eye(40), torch.cat([design, y[:, None]], 1))
     precision = torch.diag(keep.to(x)) + design.mT @ weighed[:, :4]
-    draws = torch.stack([guide.draw(x[:2] + 0.01, group[:2])["a"] for _ in range(400)])
+    draws = draws_of(guide, "a", x[:2] + 0.01, group[:2])
     sd = torch.linalg.inv(precision).diagonal().sqrt()
     mean = torch.linalg.solve(precision, design.mT @ weighed[:, 4])
     assert ((draws.mean(0) - mean).abs() < 0.3 * sd).all()

@@ -604,7 +604,8 @@ def test_kinks(scale):
         return -sd * (t * (2 * unit.cdf(t) - 1) + 2 * unit.log_prob(t).exp()) / scale - math.log(2 * scale)
 
     best, gaps = best_bound(expected, x, z), []
-    for likelihood, num_nodes in ((dist.Laplace, 20), (Kinked, 20), (Kinked, 100)):
+    kinds = [(dist.Laplace, 20), *([(Kinked, 20), (Kinked, 100)] if scale == 0.3 else [])]
+    for likelihood, num_nodes in kinds:
         model = with_likelihood(lambda f, likelihood=likelihood: likelihood(f, scale))
         guide, elbo = AutoSparseGP(model, SGPR(z, trainable=False), independent=True), TraceQuadrature_ELBO(num_nodes)
         claimed = [-elbo.loss_and_grads(model, guide, x, y) for _ in range(40)][-1]
