@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from pyro_sparsegp import families, kernels
+from pyro_sparsegp.guide.check import check
 from pyro_sparsegp.program.rules import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +54,8 @@ def pages():
 @IN_FULL
 @pytest.mark.parametrize("page", pages())
 def test_how_to(page, run, tmp_path, monkeypatch):
+    if run is short:  # as a fit's notes: test_check.py has what all draws tell
+        monkeypatch.setattr("pyro_sparsegp.guide.auto.check", partial(check, whole=False))
     torch.set_default_dtype(torch.float32)  # as a reader's session starts
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": page.stem}
