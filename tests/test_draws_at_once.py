@@ -48,10 +48,10 @@ def test_a_draw_has_the_posterior_that_it_has_alone(fitted):
             q = guide.run_at((x_new,), {}, draws_data=False).posteriors["f"]
         return {"mean": q.mean, "sd": q.stddev}
 
-    items = items_of_draws(guide, 60)
-    assert {name: value.shape for name, value in items.items()} == dict.fromkeys(["", "length", "scale"], (60,))
+    items = items_of_draws(guide, 30)
+    assert {name: value.shape for name, value in items.items()} == dict.fromkeys(["", "length", "scale"], (30,))
     blocks = list(in_blocks(one, items, lambda draw: 1))
-    for i in range(60):
+    for i in range(30):
         alone = one({name: value[i] for name, value in items.items()})
         mean, sd = (torch.cat([block[name] for block in blocks])[i] for name in ("mean", "sd"))
         # an update that moves a marginal by less than 1e-4 standard deviations is none

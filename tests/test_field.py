@@ -30,7 +30,7 @@ from pyro_sparsegp import (
 from pyro_sparsegp.gaussians.drawn import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import search
-from pyro_sparsegp.guide.check import Compared
+from pyro_sparsegp.guide.check import Compared, check
 from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters, init_to_centre
 from pyro_sparsegp.guide.moments import moments_of
@@ -461,7 +461,7 @@ def test_a_check_names_the_latents_that_have_not_converged():
     lines = apart.check(x, 50 + y)
     assert any(re.match(r"'mu': .*[1-9][0-9].\d times too narrow.* Remove independent=True", line) for line in lines)
     point, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 20, point_estimates=["mu"])
-    assert re.match(r"'f': .* [3-9]\.\d times too narrow.* 'mu' as known. Remove 'mu' from", point.check()[-1])
+    assert re.match(r"'f': .* ([3-9]|1\d)\.\d times too narrow.* 'mu' as known. Remove 'mu' from", point.check()[-1])
     refused(r"training arguments, check\(x, y\)", guide.check, x)
     (line,) = guide.check(x, y.masked_fill(torch.arange(N) == 3, math.nan))
     assert "(1 of 24 values, the first at 3) is not finite" in line
@@ -578,7 +578,7 @@ def test_a_mixture_is_a_likelihood_of_a_field(family):
 
     y = y + 3 * (torch.arange(N) % 9 == 4)
     guide, _ = _step(model, family, (x, y), 20)  # not log-concave
-    assert not any("nothing to compare" in line for line in guide.check(x, y))
+    assert not any("nothing to compare" in line for line in check(guide, (x, y), {}, whole=False))
 
 
 @pytest.mark.parametrize(
@@ -633,10 +633,10 @@ def test_each_hyperparameter_is_followed_where_predictors_are_nearest_to_linear(
         observed(dist.Poisson(a * (1 + 9 * x[:, 0]) ** b * f.exp()), y)
 
     x, _, y = _count_data()
-    guide, losses = _step(model, families.SVGP(x.clone(), trainable=False), (x, y), 100)
+    guide, losses = _step(model, families.SVGP(x.clone(), trainable=False), (x, y), 70)
     assert (guide.joint.intercepts, guide.joint.unconstrained) == (("a", "b"), ("a",))
-    _, others = _step(model, families.SGPR(x.clone(), trainable=False), (x, y), 100)
-    assert sum(losses[50:]) / 50 == pytest.approx(sum(others[50:]) / 50, abs=0.3)
+    _, others = _step(model, families.SGPR(x.clone(), trainable=False), (x, y), 70)
+    assert sum(losses[30:]) / 40 == pytest.approx(sum(others[30:]) / 40, abs=0.3)
 
 
 def test_an_intercept_may_have_any_unit():

@@ -321,7 +321,7 @@ def test_exact_draws_at_its_own_rows(dtype):
         assert error < 5 * (2 / 1000) ** 0.5  # standard errors of a variance
 
 
-@pytest.mark.parametrize("start", [torch.float32, torch.float64])
+@pytest.mark.parametrize("start", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_a_check_in_another_dtype_than_that_of_numbers(start):
     """Priors of Python numbers have the default dtype, float64."""
     x = torch.linspace(0, 1, 30, dtype=start)[:, None]

@@ -702,8 +702,14 @@ def test_medians_and_quantiles_as_of_auto_normal(independent):
     refused(r"holds no training data: give the model's arguments, guide.median\(", guide.median)
 
 
-@pytest.mark.parametrize("name", ["forward", "train", "modules", "state_dict", "training", "_modules"])
-@pytest.mark.parametrize("independent", [False, True])
+NAMES = "forward", "train", "modules", "state_dict", "training", "_modules"
+
+
+@pytest.mark.parametrize(
+    ("name", "independent"),
+    [(name, False) for name in NAMES]
+    + [("train", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in NAMES if name != "train")],
+)
 def test_sites_may_have_names_of_what_modules_have(name, independent):
     x, y = data(num=12)
 

@@ -175,7 +175,7 @@ def test_trained_inducing_inputs_stay_with_their_outputs(family):
     assert again.gps.f.basis.codes == (1,)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str)
 def test_a_batch_of_functions_on_one_set_of_inducing_inputs(dtype):
     """As GPyTorch's test/examples/test_batch_svgp_gp_regression.py, whose bounds on both errors are .01 and .02."""
     torch.set_default_dtype(dtype)

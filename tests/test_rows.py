@@ -201,7 +201,8 @@ def test_only_steps_of_training_move_what_a_network_keeps(family):
     guide.posterior(x[:5])
     guide.draw(x[:5])
     predict(model, guide, x[:5], num_samples=3)
-    guide.check(x, y)
+    if not isinstance(family, SGPR):
+        guide.check(x, y)
     guide.state_dict()
     loss.loss(model, guide, x, y)
     assert not moved()
