@@ -19,7 +19,7 @@
 # The data are the RAND health insurance experiment (20,190 person-years), which ships with statsmodels: how many visits
 # to a doctor, given the insurance plan and the person's health.
 #
-# On the command line: `python tutorials/additive.py [--device cuda] [--steps 250] [--out DIR]`.
+# On the command line: `python tutorials/additive.py [--device cuda] [--steps 250] [--people 20190] [--out DIR]`.
 
 # %% tags=["hide-input"]
 import command_line  # what can be said on the command line, beside this file
@@ -43,6 +43,7 @@ from pyro_sparsegp.families import CoupledPrecision, MeanFieldAdditive
 options = command_line.options(
     "Additive models of visits to a doctor.",
     steps=(250, "training steps of each guide"),
+    people=(20_190, "rows of the data, at most", 2_000),
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
@@ -73,7 +74,7 @@ everything = torch.tensor(
 visits = torch.tensor(
     frame["mdvis"].to_numpy(), dtype=torch.float64, device=options.device
 )
-order = torch.randperm(len(visits)).to(options.device)
+order = torch.randperm(len(visits))[: options.people].to(options.device)
 held, kept = order[: len(order) // 5], order[len(order) // 5 :]
 x, y, x_new, y_new = everything[kept], visits[kept], everything[held], visits[held]
 print(

@@ -17,7 +17,7 @@
 # stay as they are. Stacked, the values of g at all patches are the channels of a next image.
 #
 # The images are scikit-learn's digits, 8 by 8 pixels. On the command line:
-# `python tutorials/convolutional.py [--device cuda] [--steps 150] [--out DIR]`.
+# `python tutorials/convolutional.py [--device cuda] [--steps 150] [--images 600] [--out DIR]`.
 
 # %% tags=["hide-input"]
 import time
@@ -42,7 +42,9 @@ from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SVGP, OrthogonalInducing
 
 options = command_line.options(
-    "Functions of images.", steps=(150, "training steps of each guide")
+    "Functions of images.",
+    steps=(150, "training steps of each guide"),
+    images=(600, "images held out", 60),
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
@@ -51,7 +53,8 @@ digits = load_digits()
 order = torch.randperm(len(digits.data))
 images = (torch.as_tensor(digits.data) / 16)[order].to(options.device)
 labels = torch.as_tensor(digits.target)[order].to(options.device)
-x, y, new, truth = images[:500], labels[:500], images[500:1100], labels[500:1100]
+x, y = images[:500], labels[:500]
+new, truth = (part[500 : 500 + options.images] for part in (images, labels))
 SHAPE, PATCH = (8, 8), (3, 3)
 
 # %% [markdown]
