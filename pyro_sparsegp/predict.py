@@ -21,7 +21,7 @@ from .numerics.arguments import require_count
 from .numerics.linalg import solve_lower, times
 from .process import GaussianProcess
 from .program.checks import require_known_indices, warn_of_groups
-from .program.draws import Draw, in_blocks
+from .program.draws import Draw, all_draws
 from .program.enumeration import Enumeration
 from .program.handlers import Held, given_data
 from .program.structure import Role
@@ -88,8 +88,7 @@ def predict(
         return most * ((most if joint else 128) if apart else 1)
 
     with require_known_indices():
-        blocks = list(in_blocks(one, samples, numbers))
-    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+        return all_draws(one, samples, numbers)
 
 
 def _of_guide(

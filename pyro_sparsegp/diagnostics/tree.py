@@ -9,12 +9,13 @@ import torch
 import xarray
 from arviz_base import make_attrs
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .._version import __version__
 from ..guide import AutoSparseGP
 from ..inference.batches import arguments_of
 from ..numerics.arguments import require_count
-from ..program.data import signature_of
+from ..program.data import signature_of, walk
 from ..program.traces import unmasked_rows
 from .sources import Draws, Source, as_source, seeded
 
@@ -72,7 +73,7 @@ def to_datatree(
     """
     require_count(num_samples, "num_samples")
     source, new = as_source(model, guide, args, kwargs), None if predict is None else arguments_of(predict)
-    shape, blocks = source.shape or (1, num_samples), dict[str, dict[str, list[Tensor]]]()
+    shape, blocks = source.shape or (1, num_samples), list[dict[str, dict[str, Tensor]]]()
     with seeded(seed):
         for draws in source.draws(shape[0] * shape[1], new, posterior_predictive):
             groups = {group: getattr(draws, group) for group in _DRAWN}
@@ -84,12 +85,9 @@ def to_datatree(
                     groups["sample_stats"]["lp"] = sum(
                         draws.log_prior.values(), densities.towards[source.attrs["target"]]
                     )
-            for group, variables in groups.items():
-                kept = blocks.setdefault(group, {})
-                for name, values in variables.items():
-                    kept.setdefault(name, []).append(values.cpu())
+            blocks.append(tree_map(Tensor.cpu, groups))
     table = Table(source, shape, draws, dims, coords)
-    found = {group: {name: torch.cat(parts) for name, parts in kept.items()} for group, kept in blocks.items()}
+    found: dict[str, Any] = tree_map(lambda *parts: torch.cat(parts), *blocks)
     found["observed_data"] = observed = {name: source.sites[name]["value"] for name in source.data}
     found["constant_data"] = _constants(model, args, kwargs, observed)
     found["predictions_constant_data"] = {} if new is None else _constants(model, *new, {})
@@ -100,15 +98,18 @@ def to_datatree(
 
 def _constants(model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Mapping[str, Tensor]) -> Any:
     """The tensors among a model's arguments, by the names of its parameters, but those that are observed values."""
-    flat: dict[str, Any] = {}
-    for name, value in signature_of(model).bind_partial(*args, **kwargs).arguments.items():
-        parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
-        flat |= parts if isinstance(parts, Mapping) else {name: parts}
-    tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
+    found = walk(signature_of(model).bind_partial(*args, **kwargs).arguments)
+    tensors = {_label(path): torch.as_tensor(v) for path, v in found if isinstance(v, (Tensor, np.ndarray))}
     # An observed value has numbers in the place of NaN under a mask.
     pairs = ((n, v, y) for n, v in tensors.items() for y in observed.values() if v.shape == y.shape)
     seen = {name for name, value, y in pairs if ((value == y) | value.isnan()).all()}
     return {name: value for name, value in tensors.items() if name not in seen}
+
+
+def _label(path: tuple) -> str:
+    """The last name on the way to an argument, and its places in lists from there on."""
+    last = max(i for i, key in enumerate(path) if isinstance(key, str))
+    return "_".join(map(str, path[last:]))
 
 
 class Table:

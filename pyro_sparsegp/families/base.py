@@ -240,13 +240,16 @@ def require_matrix(process: GaussianProcess, name: str) -> None:
 
 
 def _plain(value: object) -> Any:
-    if isinstance(value, Tensor):
-        return len(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if isinstance(value, InducingVariables):
-        return value.describe()
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+    match value:
+        case Tensor():
+            return len(value)
+        case list() | tuple():
+            return [_plain(part) for part in value]
+        case InducingVariables():
+            return value.describe()
+        case int() | float() | str() | None:
+            return value
+    return type(value).__name__
 
 
 def _call(declared: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from pyro import poutine
 
-from ..program.draws import Draw, in_blocks
+from ..program.draws import Draw, all_draws
 
 _BOUNDS, _ERRORS = 64, 3.5  # bounds that are compared, by so many standard errors
 _JOINT = 2000  # rows whose values are drawn jointly
@@ -30,8 +30,8 @@ def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         said = torch.tensor([-objective.loss(guide.model, guide, *args, **kwargs) for _ in range(_BOUNDS)])
         try:
             vars(guide)["training"] = False
-            blocks = in_blocks(by_draws, {"": torch.arange(_BOUNDS)}, lambda _: rows * max(rows, _NUMBERS))
-            found = torch.cat([block[""] for block in blocks]).cpu()
+            drawn = all_draws(by_draws, {"": torch.arange(_BOUNDS)}, lambda _: rows * max(rows, _NUMBERS))
+            found = drawn[""].cpu()
         finally:
             vars(guide)["training"], guide.trace = was, poutine.Trace()
     error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)

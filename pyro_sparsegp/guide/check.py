@@ -20,13 +20,12 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.utils._pytree import tree_map
 from tqdm.auto import tqdm
 
 from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
 from ..program.data import map_tensors
-from ..program.draws import Draw, in_blocks
+from ..program.draws import Draw, all_draws
 from ..program.handlers import Held
 from ..program.traces import bare, is_observation, repeatable, whole_plates
 from .bounds import of_bound
@@ -207,8 +206,7 @@ class Compared:
             return found | {n: tuple(part.reshape(-1)[:_ROWS] for part in parts) for n, parts in met.items()}
 
         items = items_of_draws(guide, num) if num > 1 else {"": torch.zeros(1)}
-        blocks = in_blocks(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
-        every = tree_map(lambda *parts: torch.cat(parts), *blocks)
+        every = all_draws(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
         each: list[Moments] = [map_tensors(itemgetter(i), every) for i in range(num)]
         guide.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
         sd, points = self.hyper.parts(self.width), guide.core.points

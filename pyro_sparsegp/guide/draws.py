@@ -7,7 +7,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..program import handlers, traces
-from ..program.draws import in_blocks
+from ..program.draws import all_draws
 from .known import KnownGuide
 from .runs import Priors
 
@@ -26,6 +26,6 @@ def items_of_draws(guide: KnownGuide, num: int) -> dict[Any, Tensor]:
             run = Priors(guide).perform(data.args, data.kwargs)
         return {name: run.values[name] for name in core.facts.latents if name in run.values}
 
-    blocks = list(in_blocks(one, each, lambda draw: sum(map(torch.numel, draw.values()))))
+    drawn = all_draws(one, each, lambda draw: sum(map(torch.numel, draw.values())))
     guide.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
-    return each | {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+    return each | drawn

@@ -214,11 +214,14 @@ class CovarianceFunction(Documented, ABC):
 
 def describe(value: object) -> str:
     """An argument for ``repr``: the number, the tensor's shape, the network's kind."""
-    if callable(value) and not isinstance(value, CovarianceFunction):
-        return getattr(value, "__name__", type(value).__name__)
-    if isinstance(value, Tensor) and (value.dim() or torch._C._functorch.is_functorch_wrapped_tensor(value)):
-        return f"<{', '.join(map(str, value.shape))}>"
-    return f"{float(value.detach()):.4g}" if isinstance(value, Tensor) else repr(value)
+    match value:
+        case CovarianceFunction():
+            return repr(value)
+        case Tensor() if value.dim() or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return f"<{', '.join(map(str, value.shape))}>"
+        case Tensor():
+            return f"{float(value.detach()):.4g}"
+    return getattr(value, "__name__", type(value).__name__) if callable(value) else repr(value)
 
 
 def positive(value: Scalar, name: str) -> Scalar:

@@ -12,7 +12,7 @@ from torch.distributions import constraints
 
 from ..warned import Warned, warn_once
 from .data import tensors
-from .traces import all_sites, bare, sample_sites
+from .traces import all_sites, bare, cut_plates, sample_sites
 
 
 @contextmanager
@@ -29,10 +29,9 @@ def require_known_indices() -> Iterator[None]:
 
 def holds_part(trace: poutine.Trace) -> str:
     """Which observed site holds a mini-batch of a plate's rows, in words; empty if none does."""
-    for name, site in sample_sites(trace).items():
-        for frame in site["cond_indep_stack"] if site["is_observed"] else ():
-            if frame.size < (frame.full_size or 0):
-                return f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
+    observed = ((name, site) for name, site in sample_sites(trace).items() if site["is_observed"])
+    for name, frame in ((name, frame) for name, site in observed for frame in cut_plates(site)):
+        return f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
     return ""
 
 

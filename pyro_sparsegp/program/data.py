@@ -188,12 +188,17 @@ def _is_record(item: object) -> bool:
 
 def walk(tree: Any) -> Iterator[tuple[tuple, Any]]:
     """What is in nested mappings, lists, tuples and dataclasses, each with its path."""
-    if _is_record(tree):
-        tree = {field.name: getattr(tree, field.name) for field in fields(tree)}
-    if not isinstance(tree, (Mapping, list, tuple)):
-        yield (), tree
-        return
-    for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+    parts: Any = ()
+    match tree:
+        case Mapping():
+            parts = tree.items()
+        case list() | tuple():
+            parts = enumerate(tree)
+        case _ if _is_record(tree):
+            parts = ((field.name, getattr(tree, field.name)) for field in fields(tree))
+        case _:
+            yield (), tree
+    for key, part in parts:
         yield from (((key, *path), leaf) for path, leaf in walk(part))
 
 
@@ -210,19 +215,20 @@ def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any
     alike.
     """
     of = partial(map_tensors, function, kinds=kinds)
-    if isinstance(tree, kinds):
-        return function(tree, *alike)
-    if isinstance(tree, Mapping) and hasattr(tree, "__or__"):  # what has none cannot be made of other parts
-        parts: Any = {key: of(part, *(one[key] for one in alike)) for key, part in tree.items()}
-        return tree | parts
-    if isinstance(tree, (list, tuple)):
-        parts = list(map(of, tree, *alike))
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if _is_record(tree):
-        tree = copy.copy(tree)
-        for name in (field.name for field in fields(tree)):
-            # Of a frozen one, too.
-            object.__setattr__(tree, name, of(*(getattr(one, name) for one in (tree, *alike))))
+    match tree:
+        case _ if isinstance(tree, kinds):
+            return function(tree, *alike)
+        case Mapping() if hasattr(tree, "__or__"):  # what has none cannot be made of other parts
+            changed: Any = {key: of(part, *(one[key] for one in alike)) for key, part in tree.items()}
+            return tree | changed
+        case list() | tuple():
+            parts = map(of, tree, *alike)
+            return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        case _ if _is_record(tree):
+            tree = copy.copy(tree)
+            for name in (field.name for field in fields(tree)):
+                # Of a frozen one, too.
+                object.__setattr__(tree, name, of(*(getattr(one, name) for one in (tree, *alike))))
     return tree
 
 

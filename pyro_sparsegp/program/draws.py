@@ -114,6 +114,13 @@ def in_blocks(
             yield tree_map(partial(_in_order, order), *(draw for _, draw in parts))
 
 
+def all_draws(
+    one: Callable[[Draw], Draw], items: Mapping[Any, Tensor], numbers: Callable[[Draw], int]
+) -> dict[Any, Any]:
+    """The draws of :func:`in_blocks`, stacked in one."""
+    return tree_map(lambda *parts: torch.cat(parts), *in_blocks(one, items, numbers))
+
+
 def _in_order(order: Tensor, *values: Tensor) -> Tensor:
     return torch.cat(values)[order.to(values[0].device)]
 

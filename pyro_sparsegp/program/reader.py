@@ -21,7 +21,7 @@ from .draws import mapped
 from .handlers import Rerun
 from .owners import find_owners
 from .structure import Depends, Structure
-from .traces import entries, expectation, log_densities, parameter_of, sample_sites, share_of
+from .traces import cut_plates, entries, expectation, log_densities, parameter_of, sample_sites, share_of
 
 _MOST_NODES = 350  # of Gauss-Hermite quadrature: with more, numpy's weights are NaN
 
@@ -44,9 +44,7 @@ class Terms:
         shapes = {name: part.shape for name, part in parts.items() if name in found.downstream}
         # What plates leave of a site's terms because they hold some of their rows.
         self.shares = {name: share_of(trace.nodes[name]) for name in shapes}
-        frames = [frame for name in shapes for frame in trace.nodes[name]["cond_indep_stack"]]
-        # Of plates that have drawn some of their rows.
-        frames = [frame for frame in frames if frame.size < (frame.full_size or 0)]
+        frames = [frame for name in shapes for frame in cut_plates(trace.nodes[name])]
         self.plates = {frame.name: (int(frame.size), int(frame.full_size)) for frame in frames}
         self.differentiable = any(parts[name].requires_grad for name in shapes)
         self.owners, self.rowwise = known

@@ -50,14 +50,18 @@ def free_values(trace: poutine.Trace) -> dict[str, Tensor]:
 
 def is_observation(site: dict[str, Any]) -> bool:
     """Whether a site holds data, rather than a deterministic value, such as ``poutine.reparam`` makes."""
-    if site["type"] != "sample" or not site["is_observed"] or site["infer"].get("_deterministic"):
-        return False
-    return not isinstance(getattr(site["fn"], "base_dist", None), Delta)
+    is_given = site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
+    return bool(is_given) and not isinstance(getattr(site["fn"], "base_dist", None), Delta)
 
 
 def plate_sizes(site: dict[str, Any]) -> dict[str, int]:
     """The numbers of all rows of the plates that enclose a site."""
     return {frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized}
+
+
+def cut_plates(site: dict[str, Any]) -> list[Any]:
+    """The plates around a site that have drawn some of their rows."""
+    return [frame for frame in site["cond_indep_stack"] if frame.size < (frame.full_size or 0)]
 
 
 def share_of(site: dict[str, Any]) -> float:
