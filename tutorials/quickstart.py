@@ -50,6 +50,8 @@ options = command_line.options(
     device=False,
     steps=(200, "training steps of each guide"),
     draws=(0, "draws of a new NUTS chain; 0 reads those of the last chain", 0),
+    samples=(1000, "draws of each posterior", 50),
+    rows=(20_000, "rows with inputs of their own", 2000),
 )
 settings = {"steps": options.steps, "progress": False}  # of each fit
 torch.set_default_dtype(torch.float64)
@@ -93,7 +95,7 @@ share, plan = np.unique(frame["lncoins"], return_inverse=True)
 everyone = tuple(torch.tensor(np.array(v)) for v in (level, plan, frame["mdvis"]))
 order = frame.reset_index(drop=True).sample(1400, random_state=0).index.tolist()
 train = tuple(column[order[:400]] for column in everyone)
-test = tuple(column[order[400:]] for column in everyone)
+test = tuple(column[order[400 : 400 + options.samples]] for column in everyone)
 print(
     f"{len(illness)} levels of illness; people by plan: {train[1].bincount().tolist()}"
 )
@@ -165,7 +167,7 @@ def trained(guide):
     scores = diagnostics.predictive_scores(model, guide, *test, num_samples=100)
     score = scores.summary.loc["log_score", "mean"]
     khat = diagnostics.psis(
-        diagnostics.to_datatree(model, guide, *train, num_samples=1000)
+        diagnostics.to_datatree(model, guide, *train, num_samples=options.samples)
     ).khat
     return bound, score, khat, seconds
 
@@ -175,7 +177,7 @@ rows = {name: trained(guide) for name, guide in guides.items()}
 rows["NUTS"] = (np.nan, nuts["score"].item(), np.nan, nuts["seconds"].item())
 found = {"NUTS": nuts}
 for name, guide in guides.items():
-    draws = predict(model, guide, *train[:2], num_samples=1000)
+    draws = predict(model, guide, *train[:2], num_samples=options.samples)
     found[name] = {name: draws[name].squeeze().numpy() for name in NAMES}
 
 # %%
@@ -219,7 +221,7 @@ def curve(x):
     return torch.sin(12 * x) * torch.exp(-x) + 0.3 * torch.sin(31 * x)
 
 
-x_many = torch.rand(20_000, 1)
+x_many = torch.rand(options.rows, 1)
 y_many = torch.poisson(torch.exp(curve(x_many[:, 0])))
 pyro.set_rng_seed(2)
 sparse = AutoSparseGP(many, SVGP(24))
@@ -233,7 +235,7 @@ longer = time.process_time() - start
 grid = torch.linspace(0, 1, 200)[:, None]
 bands = {}
 for name, guide in {"reference": reference, "SVGP(24)": sparse}.items():
-    draws = predict(many, guide, grid, num_samples=1000)
+    draws = predict(many, guide, grid, num_samples=options.samples)
     bands[name] = (draws["base"].reshape(-1, 1) + draws["f"]).exp().numpy()
 widths = {name: draws.std(0).mean() for name, draws in bands.items()}
 print(f"SVGP(24), mini-batches: {seconds:.0f} CPU s, mean sd {widths['SVGP(24)']:.4f}")
@@ -315,8 +317,8 @@ print(f"The picture is in {options.out / 'quickstart.png'}")
 pyro.set_rng_seed(2)
 guide = AutoSparseGP(model, SVGP(8))
 fit(model, guide, everyone, batch_size=1024, **settings)
-draws = predict(model, guide, *train[:2], num_samples=1000)
-a = draws["a"].reshape(1000, 5)
+draws = predict(model, guide, *train[:2], num_samples=options.samples)
+a = draws["a"].reshape(-1, 5)
 ratio = (a[:, 0] - a[:, 4]).exp()
 low, high = ratio.quantile(torch.tensor([0.025, 0.975])).tolist()
 print("visits under free care, as a multiple of those under the plan that pays least:")

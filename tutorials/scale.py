@@ -38,7 +38,7 @@ from pyro_sparsegp.families import SVGP
 
 options = command_line.options(
     "Two million rows on disk, checkpoints, two processes.",
-    rows=(2_000_000, "rows on disk", 20_000),
+    rows=(2_000_000, "rows on disk", 4_000),
     steps=(300, "training steps of each fit", 8),
 )
 device = options.device
@@ -157,7 +157,10 @@ class Blocks:
 fit(
     model,
     new(),
-    tuple(torch.from_numpy(part) for part in simulated(generator, 20_000)),
+    tuple(
+        torch.from_numpy(part)
+        for part in simulated(generator, min(options.rows, 20_000))
+    ),
     batch_size=512,
     **settings,
 )
