@@ -19,6 +19,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
 
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Natural, Tape, recording, steppers
@@ -163,7 +164,9 @@ def record(
     :param loss_of: the loss of the tensors of a call; ``sites``: of parameters, as a plain step has met them.
     :param compile: by inductor; ``optim``: whose steps are taken within, where it can be.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # which imports sympy
+    # which import sympy
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     params = [site["value"].unconstrained() for site in sites.values()]
     zero = torch.zeros((), dtype=guide.like.dtype, device=guide.like.device)
@@ -198,7 +201,9 @@ def record(
         module.tape = tape
     try:
         inputs = found.inputs(tensors)
-        graph = make_fx(step)(*inputs)
+        # One mode for the shapes of all tensors: make_fx makes one for each, in half of a recording's time.
+        with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+            graph = make_fx(step)(*inputs)
     finally:
         for module in tapes:
             (module.steps, module.last_rate), module.tape = counts[module], None
