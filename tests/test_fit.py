@@ -61,7 +61,7 @@ def require_equal(found, expected):
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("step", [2, 5])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("case", ["tensors", "loader", "sites", "EP", "EP, batches"])
 def test_resumed_as_if_never_cut_off(case, step, tmp_path):
     torch.manual_seed(0)

@@ -113,8 +113,8 @@ NESTED = torch.arange(G).repeat_interleave(ROWS)
     [
         (indexed, by_hand, SVGP(8), GROUP, None),
         (indexed, by_hand, SVGP(8), GROUP, Trace_ELBO()),
-        (indexed, by_hand, SVGP(8, natural=False), GROUP, None),
-        (indexed, by_hand, CoupledPrecision(8), GROUP, None),
+        pytest.param(indexed, by_hand, SVGP(8, natural=False), GROUP, None, marks=pytest.mark.slow),
+        pytest.param(indexed, by_hand, CoupledPrecision(8), GROUP, None, marks=pytest.mark.slow),
         (nested, by_hand, SVGP(8), NESTED, None),
         (everything, everything_by_hand, SVGP(8), GROUP, None),
     ],
