@@ -288,3 +288,17 @@ def test_data_that_a_model_holds_and_that_were_replaced(family):
     refused("now observes other values of site 'y'", loaded.posterior, new)
     train(model, guide, steps=1)
     torch.testing.assert_close(guide.posterior(new)["f"].mean, exact_mean(x, -y, new), atol=1e-3, rtol=1e-3)
+
+
+def test_a_bound_at_other_rows_than_those_of_effects_is_refused():
+    """By name: their posterior is one of single rows."""
+    x, y = data(num=20)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            e = pyro.sample("e", dist.Normal(0.0, 0.3))
+            return pyro.sample("y", dist.Poisson((f + e).exp()), obs=y)
+
+    guide = trained(model, SVGP(8), x, y.round().abs(), steps=2)
+    refused("'e' has a value for each row", TraceQuadrature_ELBO().loss, model, guide, x[:8], y[:8].round().abs())
