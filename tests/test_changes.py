@@ -91,6 +91,37 @@ def test_another_likelihood_is_refused_where_latents_are_joint():
         svi.step(x, y, False)
 
 
+LOST = {  # closed forms, under a flag; and how much of f is in the rate of other data
+    "no affine parameter": (lambda f, g, flag: dist.Normal(f**2 if flag else f, 0.3), 1.0),
+    "a product": (lambda f, g, flag: dist.Normal(f * (1 + g) if flag else f, (g - 1).exp()), None),
+    "another site in the mean": (lambda f, g, flag: dist.Normal(f + g if flag else f, 0.3), 1.0),
+    "another site in the scale": (lambda f, g, flag: dist.Normal(f, (g - 1).exp() if flag else 0.3), 1.0),
+}
+
+
+@pytest.mark.parametrize(("density", "share"), LOST.values(), ids=LOST)
+def test_a_switch_that_takes_a_closed_form_is_seen(density, share):
+    """In a step, and in an evaluation: else the bound is another program's."""
+
+    def model(x, y=None, flag=False):
+        f, g = (pyro.sample(name, GaussianProcess(kernels.Matern32(0.3), x)) for name in "fg")
+        with pyro.plate("d", len(x)):
+            pyro.sample("y", density(f, g, flag), obs=y)
+            pyro.sample("z", dist.Poisson((f * share + g if share else g).exp()), obs=y.abs().round())
+
+    (x, y), elbo = data(), TraceQuadrature_ELBO()
+    guides = [AutoSparseGP(model, families.SVGP(6), independent=True) for _ in range(3)]
+    for _ in range(3):
+        elbo.loss_and_grads(model, guides[0], x, y)
+    for other in guides[1:]:
+        other.load_state_dict(guides[0].state_dict())
+    before, wanted = elbo.loss(model, guides[0], x, y), elbo.loss(model, guides[1], x, y, True)
+    elbo.loss(model, guides[2], x, y)
+    assert elbo.loss(model, guides[0], x, y, True) == pytest.approx(wanted, rel=1e-9)
+    assert elbo.differentiable_loss(model, guides[2], x, y, True).item() == pytest.approx(wanted, rel=1e-9)
+    assert elbo.loss(model, guides[0], x, y) == pytest.approx(before, rel=1e-6)
+
+
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize(
     ("saved", "other", "why"),

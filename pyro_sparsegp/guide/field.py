@@ -235,6 +235,16 @@ def run_standardised(
         return trace_like(like, lambda: held(*args, **kwargs), handler)
 
 
+def require_rows_of_effects(guide: KnownGuide, priors: Mapping[str, Any]) -> None:
+    """Raise if latents that have a value for each row of training have others in a run with these priors."""
+    numbers = {name: prior.shape().numel() for name, prior in priors.items() if name in guide.joint.row_effects}
+    if others := [name for name, num in numbers.items() if num != sum(guide.joint.field[name])]:
+        raise ValueError(
+            f"latent site {others[0]!r} has a value for each row of the training data, and a bound at other rows would "
+            "need its posterior there. Give the training data; diagnostics.predictive_scores takes other rows."
+        )
+
+
 # Its Gaussian, and what runs of the guide take of it.
 
 

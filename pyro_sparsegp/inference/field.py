@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..gaussians.base import Gaussian
 from ..gaussians.steps import recorded
-from ..guide.field import Layout, Standardised, run_standardised
+from ..guide.field import Layout, Standardised, require_rows_of_effects, run_standardised
 from ..guide.predictors import Densities, Pair, Place, Predictors, design
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
@@ -29,12 +29,7 @@ def bound_of_field(inputs: Inputs) -> Tensor:
     guide, args, kwargs = inputs.guide, inputs.args, inputs.kwargs
     facts, joint, ahead = guide.facts, guide.joint, Priors(guide)
     model_trace, guide_trace, whole_trace = guide.at_nodes({}, *inputs.call, ahead=ahead)
-    effects = {name: prior.shape().numel() for name, prior in ahead.normal.items() if name in joint.row_effects}
-    if others := [name for name, num in effects.items() if num != sum(joint.field[name])]:
-        raise ValueError(
-            f"latent site {others[0]!r} has a value for each row of the training data, and a bound at other rows would "
-            "need its posterior there. Give the training data; diagnostics.predictive_scores takes other rows."
-        )
+    require_rows_of_effects(guide, ahead.normal)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
     whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.eliminated)
     loc = torch.cat(whole.q.loc, -1).detach()

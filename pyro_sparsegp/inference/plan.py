@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 
@@ -127,8 +126,7 @@ class OfMarginals(Plan):
             return total + self.rest(grid, ran)
         start.restore()
         # A second run was of rows of its own, say; or a density is of another kind now: it is learned anew.
-        left = replace(forms, rows=(), functions=(), given=(), gps=(), rest=guide.facts)
-        guide.core.forms = left if is_alike else None
+        guide.core.forms = forms.opened(guide.facts) if is_alike else None
         return plan_of(guide, inputs.args, inputs.kwargs).bound(inputs)
 
     def _at_all_nodes(self, grid: Grid, ran: Optional[Ran]) -> Tensor:

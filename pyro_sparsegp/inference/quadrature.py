@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..bases.actions import ProjectedFeatures
 from ..gaussians.steps import Record, recording
 from ..guide import AutoSparseGP
+from ..guide.changes import watch
 from ..guide.first_call import explain_nan
 from ..numerics.arguments import require_count
 from ..numerics.decisions import decided
@@ -207,6 +208,7 @@ class TraceQuadrature_ELBO(ELBO):
         """Minus the bound as a scalar tensor."""
         unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
         unwrapped.prepare(*args, **kwargs)
+        watch(unwrapped, args, kwargs, is_step=False)
         return self._minus_bound(unwrapped, guide, args, kwargs)
 
     def _minus_bound(self, unwrapped: AutoSparseGP, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:

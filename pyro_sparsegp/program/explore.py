@@ -89,6 +89,16 @@ class ClosedForms:
         without = {*self.axes, *self.rest.inner, *self.rest.coupled}
         return [name for name in self.rest.gps if name not in without]
 
+    def fit(self, seen: "ClosedForms") -> bool:
+        """Whether they serve another run, in which those were seen."""
+        pairs = (self.sites, seen.sites), (self.given, seen.given + seen.sites), (self.rows, seen.rows)
+        lost = [own for own, its in (*pairs, (seen.gps, self.gps)) if not {*own} <= {*its}]
+        return not [*lost, *self.of_rows.lacks(seen.of_rows), *self.rest.lacks(seen.rest)]
+
+    def opened(self, facts: Structure) -> "ClosedForms":
+        """None: all densities of these facts are at nodes, which serve any."""
+        return replace(self, rows=(), functions=(), given=(), gps=(), rest=facts)
+
     def hold(self, nodes: Mapping[str, Any]) -> bool:
         """Whether a run's sites have distributions of the kinds that were found."""
         return self.kinds == {name: type(bare(nodes[name]["fn"])) for name in self.kinds if name in nodes}

@@ -232,8 +232,9 @@ class Structure:
 
     def bent(self, seen: Structure) -> Structure:
         """This structure, of GP sites in whose values densities are quadratic in another run, too."""
-        both = {name: gp.is_quadratic and seen.gps[name].is_quadratic for name, gp in self.gps.items()}
-        return replace(self, gps={name: replace(gp, is_quadratic=both[name]) for name, gp in self.gps.items()})
+        met = {name: own for name, own in seen.gps.items() if own.depends != Depends.NONE}
+        bent = {name for name, own in met.items() if not own.is_quadratic}
+        return replace(self, gps={**self.gps, **{n: replace(self.gps[n], is_quadratic=False) for n in bent}})
 
     def lacks(self, seen: Structure) -> list[str]:
         """What a run shows that this structure has not, in words. A batch may show less."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from .separate import Separate, require_densities
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # standard deviations of a marginal that an update may move
-_LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
 
 
 class OnSites(Separate):
@@ -152,12 +151,6 @@ def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
 def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, call: Call) -> dict[str, SiteReading]:
     """The sites of some GP sites, at a run's latents."""
     guide, learns = run.guide, call.learns
-    if learns:  # densities that were normal around f at the first call may not stay so: at some steps it is asked again
-        guide.core.looks += 1
-        if guide.core.looks in _LOOKS and any(gp.is_quadratic for gp in reader.found.gps.values()):
-            again, _ = explore(run, reader.run)
-            guide.core.facts = reader.found.bent(again)
-            reader = replace(reader, found=guide.core.facts)
     met = {name: process for name, process in run.processes.items() if name in modules}
     readings = {name: SiteReading(name, process, modules[name], reader) for name, process in met.items()}
     for name in run.moves:
