@@ -140,18 +140,19 @@ def sampled(model: Callable, result: object, data: Optional[Call]) -> tuple[Call
     # Trained takes whitened draws back to function values itself.
     while isinstance(model, ReparamHandler) and isinstance(model.msngr.config, Whitening):
         model = model.fn
-    if isinstance(result, MCMC):
-        samples = result.get_samples(group_by_chain=True)
-        known: Any = getattr(result, "_args", None), getattr(result, "_kwargs", {})
-        data = known if data is None else data
-    elif isinstance(result, Mapping) and {isinstance(value, Tensor) for value in result.values()} == {True}:
-        samples = {name: value[None] for name, value in result.items()}
-    else:
-        raise ValueError(
-            "the result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, got "
-            f"{type(result).__name__}. The order is model, result, then the model's arguments. A GP site's posterior "
-            "lacks the other latents: give the guide that it is from."
-        )
+    match result:
+        case MCMC():
+            samples = result.get_samples(group_by_chain=True)
+            known: Any = getattr(result, "_args", None), getattr(result, "_kwargs", {})
+            data = known if data is None else data
+        case Mapping() if {isinstance(value, Tensor) for value in result.values()} == {True}:
+            samples = {name: value[None] for name, value in result.items()}
+        case _:
+            raise ValueError(
+                "the result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, "
+                f"got {type(result).__name__}. The order is model, result, then the model's arguments. A GP site's "
+                "posterior lacks the other latents: give the guide that it is from."
+            )
     if data is None or data[0] is None:
         raise ValueError("predict needs the training arguments: pass data=(x, y), or an MCMC that has run on them")
     return model, samples, data

@@ -17,7 +17,7 @@ from ..gaussians.base import Gaussian
 from ..kernels import Kernel
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
-from ..numerics.functions import broadcast_shapes, in_pieces
+from ..numerics.functions import broadcast_shapes, if_known, in_pieces
 from ..numerics.linalg import Whitening, cholesky, on_diagonal, over_upper, solve_lower
 from .base import Basis, Component, CrossFeatures, Features, Moments
 from .features import ExplicitFeatures
@@ -197,10 +197,10 @@ class AdditiveFeatures(Features):
         return [(p.kernel, p, tuple(range(end - len(p.sizes), end))) for p, end in zip(self.parts, ends)]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        draws: list[Any] = [part.prior_functions(num, num_features, x) for part in self.parts]
-        if any(draw is None for draw in draws):
-            return None
-        return lambda x: sum(f(x) for f, _ in draws), [w for _, own in draws for w in own]
+        def joined(*draws: tuple[Callable, list[Tensor]]) -> tuple[Callable, list[Tensor]]:
+            return lambda x: sum(f(x) for f, _ in draws), [w for _, own in draws for w in own]
+
+        return if_known(joined, *(part.prior_functions(num, num_features, x) for part in self.parts))
 
 
 class Additive(Basis):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels import Kernel
 from ..kernels.base import hyperparameters
-from ..numerics.functions import in_chunks
+from ..numerics.functions import if_known, in_chunks
 from ..numerics.linalg import PRECISE, Whitening, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Init, choose_inputs, coarse_to_fine, given_inputs, some_distinct, those
@@ -65,12 +65,13 @@ class InducingFeatures(CrossFeatures):
         return self.factor.new_ones(sum(self.sizes)) if self.are_values else None
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
+        def with_coefficients(draw: Callable) -> tuple[Callable, list[Tensor]]:
+            values = in_chunks(draw, num * num_features)(self.z)
+            # w' = L⁻¹f(Z)
+            return draw, list(solve_lower(self.factor, values[..., None])[..., 0].split(self.sizes, -1))
+
         draw = self.kernel.prior_functions(num, num_features, x) if self.are_values else None
-        if draw is None:
-            return None
-        values = in_chunks(draw, num * num_features)(self.z)
-        # w' = L⁻¹f(Z)
-        return draw, list(solve_lower(self.factor, values[..., None])[..., 0].split(self.sizes, -1))
+        return if_known(with_coefficients, draw)
 
 
 class InducingPoints(Basis):

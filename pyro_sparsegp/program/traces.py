@@ -202,16 +202,14 @@ def unmasked(fn: Any, value: Tensor, mask: object) -> Optional[Tensor]:
     values; where discrete latents are summed out, of the distribution given these.
     """
     fn = getattr(fn, "given_discrete", fn)
-    masks, parts = [(mask, fn.event_shape)], []
+    masks = [(mask, fn.event_shape)]
     while isinstance(fn, WRAPPERS):
         masks.append((getattr(fn, "_mask", None), fn.event_shape))
         fn = fn.base_dist
-    for part, event in masks:
-        if part is not None:
-            part = torch.as_tensor(part, device=value.device)
-            parts.append(part.reshape(part.shape + (1,) * len(event)))
-    if not parts:
+    given = [(torch.as_tensor(part, device=value.device), event) for part, event in masks if part is not None]
+    if not given:
         return None
+    parts = [part.reshape(part.shape + (1,) * len(event)) for part, event in given]
     # A mask is that of all values of discrete latents, whose dimensions are in front.
     seen = functools.reduce(torch.logical_and, [part[(0,) * max(part.dim() - value.dim(), 0)] for part in parts])
     return seen.expand(broadcast_shapes(seen.shape, value.shape))
@@ -376,11 +374,12 @@ def rewrapped(fn: TorchDistribution, value: Tensor, masked: bool = True) -> Tens
     """A term for each single number of the distribution under ``fn``'s wrappers, as ``fn.log_prob`` has them; ``.mask``
     leaves none out if it is not ``masked``.
     """
-    if not isinstance(fn, WRAPPERS):
-        return value
-    inner = rewrapped(fn.base_dist, value, masked)
-    if isinstance(fn, torch.distributions.Independent):
-        return sum_rightmost(inner, fn.reinterpreted_batch_ndims)
-    if isinstance(fn, dist.MaskedDistribution):
-        return scale_and_mask(inner, mask=fn._mask if masked else None)
-    return inner.expand(fn.batch_shape)
+    match fn:
+        case torch.distributions.Independent():
+            return sum_rightmost(rewrapped(fn.base_dist, value, masked), fn.reinterpreted_batch_ndims)
+        case MaskedDistribution():
+            inner = rewrapped(fn.base_dist, value, masked)
+            return scale_and_mask(inner, mask=fn._mask if masked else None)
+        case ExpandedDistribution():
+            return rewrapped(fn.base_dist, value, masked).expand(fn.batch_shape)
+    return value
