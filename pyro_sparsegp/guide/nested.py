@@ -44,6 +44,7 @@ _EVALUATIONS = 60  # of F, at most
 # be known to 1e-3 and its gradient to 0.1, test_float32.py::test_a_start_is_as_wide_as_that_of_float64.
 _GAIN = {torch.float64: 1e-5, torch.float32: 1e-3}
 _DIFFERENCE = {torch.float64: 0.005, torch.float32: 0.06}
+_FAR = 0.3  # a difference on both sides, at most
 _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
 _FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
 _ACROSS = [(k + 0.5) / 24 for k in range(24)]  # of an interval
@@ -333,11 +334,21 @@ class Nested:
 
     def covariance(self, mode: Optimum) -> Tensor:
         """H⁻¹ at the mode, by differences of gradients."""
-        far, units = _DIFFERENCE[mode.theta.dtype], self.hyper.units
-        precision = units.new_zeros(len(units), len(units))
-        for row, move in zip(precision, far * units.diag()):
-            row += (mode.slope - self.at(mode.theta + move).slope) * units / far
+        units, least = self.hyper.units, _DIFFERENCE[mode.theta.dtype]
+        precision = self._curvature(mode, least * torch.ones_like(units), lambda theta: mode)
+        if units.dtype == torch.float32:  # which rounds gradients: where θ is wide, steps are, and on both sides
+            far = precision.diagonal().clamp(min=1.0).rsqrt().clamp(least, _FAR)
+            precision = self._curvature(mode, far, self.at)
         # Where F is flat, or bends upwards, as it may beside a mode, θ has the largest width.
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         axes = units[:, None] * axes
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
+
+    def _curvature(self, mode: Optimum, far: Tensor, behind: Callable[[Tensor], Optimum]) -> Tensor:
+        """−∇²F in the units of θ, by F ahead of the mode and at what is ``behind`` it."""
+        precision, units = far.new_zeros(len(far), len(far)), self.hyper.units
+        for row, move in zip(precision, (far * units).diag()):
+            before, after = behind(mode.theta - move), self.at(mode.theta + move)
+            # by what θ moved between both
+            row += (before.slope - after.slope) * units / ((after.theta - before.theta) / units).sum()
+        return precision
