@@ -345,13 +345,13 @@ def test_a_check_in_another_dtype_than_that_of_numbers(start):
 
 def test_rounded_gradients_leave_the_start_its_width():
     """With 512 inducing points gradients round by 0.15, and one-sided differences were up to 7 times too wide."""
-    hessian, start = torch.tensor([[7.0, -12.0], [-12.0, 33.0]]), torch.zeros(2)
+    hessian, start = torch.tensor([[7.0, -12.0], [-12.0, 33.0]]).float(), torch.zeros(2).float()
     nested = Nested.__new__(Nested)
-    nested.hyper = SimpleNamespace(units=torch.ones(2))
+    nested.hyper = SimpleNamespace(units=torch.ones(2).float())
     generator = torch.Generator().manual_seed(0)
 
     def at(theta):
-        noise = 0.3 * (torch.rand(2, generator=generator) - 0.5)
+        noise = 0.3 * (torch.rand(2, generator=generator).float() - 0.5)
         return Optimum(theta, start.sum(), -hessian @ theta + noise, start, None, {})
 
     nested.at = at
