@@ -1,5 +1,7 @@
 """A program that changes after its guide's first call is told of by name, at the step at which it is seen."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -120,6 +122,30 @@ def test_a_switch_that_takes_a_closed_form_is_seen(density, share):
     assert elbo.loss(model, guides[0], x, y, True) == pytest.approx(wanted, rel=1e-9)
     assert elbo.differentiable_loss(model, guides[2], x, y, True).item() == pytest.approx(wanted, rel=1e-9)
     assert elbo.loss(model, guides[0], x, y) == pytest.approx(before, rel=1e-6)
+
+
+def test_a_switch_that_shows_less_leaves_closed_forms():
+    """Their sites may be left out, too."""
+
+    def model(x, y=None, flag=True):
+        f, g = (pyro.sample(name, GaussianProcess(kernels.Matern32(0.3), x)) for name in "fg")
+        with pyro.plate("d", len(x)):
+            pyro.sample("z", dist.Laplace(2 * f, 1.0), obs=-y)
+            for name in ("y", "w") if flag else ():
+                pyro.sample(name, dist.Normal(f, 0.3 if name == "y" else (g - 1).exp()), obs=y)
+        if flag:
+            pyro.sample("m", dist.MultivariateNormal(f, torch.eye(N)), obs=y)
+
+    guide, elbo, (x, y) = AutoSparseGP(model, families.SVGP(6), independent=True), TraceQuadrature_ELBO(), data()
+    elbo.loss_and_grads(model, guide, x, y)
+    elbo.loss_and_grads(model, guide, x, y, False)
+    q = guide.posterior(x, y)
+    loc, sd = 2 * q["f"].mean[:, None], 2 * q["f"].stddev[:, None]
+    t = torch.linspace(-9, 9, 4001)
+    away = (-y[:, None] - loc - sd * t).abs() @ dist.Normal(0.0, 1.0).log_prob(t).softmax(0)
+    dense = (-away - math.log(2)).sum() - sum(p.kl for p in q.values())
+    assert elbo.loss(model, guide, x, y, False) == pytest.approx(-dense.item(), abs=1e-4)
+    assert (guide.core.forms.sites, guide.core.forms.given) == (("z", "y", "m"), ("w",))
 
 
 @pytest.mark.parametrize("learns", [True, False])

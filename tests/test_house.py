@@ -116,7 +116,7 @@ ROOM_BRANCHES = {"guide": 208.1, "inference": 205.3, "program": 198.7}
 ANY = 190  # arguments without a type
 FILE_LINES = 403
 FUNCTION_BRANCHES = 14
-TEST_LINES = 27034
+TEST_LINES = 27058
 
 
 @functools.cache

@@ -57,8 +57,9 @@ def _variances_of(
     """
     sites: Any = model_trace.nodes
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
+    rows, functions = ([name for name in own if name in sites] for own in (found.rows, found.functions))
     variances, others = {}, {}
-    for name in found.rows:
+    for name in rows:
         theta = parameter_of(sites[name]["fn"])
         place = theta.shape, theta.stride(), theta.data_ptr()
         values = {gp: sites[gp]["value"] for gp in found.gps}
@@ -67,13 +68,13 @@ def _variances_of(
             variances[name] = posteriors[here[0]].variance
         else:
             others[name] = bare(sites[name]["fn"])
-    if others or found.functions:
+    if others or functions:
         state, run = RandomState(next(iter(posteriors.values())).mean), again()
         if others:
             axes = found.of_rows.axes(torch.inf)
             variances |= _variances_by_axes(run, guide_trace, axes, others)
-        if found.functions:
-            variances |= _variances_by_rows(run, posteriors, found.functions)
+        if functions:
+            variances |= _variances_by_rows(run, posteriors, functions)
         if state.has_moved:
             return None
     return variances
@@ -239,7 +240,7 @@ class Grid:
         variances = _variances_of(self.closed, partial(self.again, *ran), *ran[:2])
         if variances is None:
             return None
-        self.variances = {name: variances.pop(name) for name in self.closed.given}
+        self.variances = {name: variances.pop(name) for name in self.closed.given if name in variances}
         return _sum_of_expectations(variances, *ran[:2])
 
     def once(self, *node: Tensor) -> Tensor:

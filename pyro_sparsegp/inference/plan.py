@@ -42,7 +42,7 @@ class Plan(ABC):
 
     def __init__(self, guide: AutoSparseGP, forms: ClosedForms) -> None:
         self.forms, self.kind, self.joint = forms, guide.q, guide.joint
-        self.ways = {name: self._way(name) for name in guide.facts.downstream}
+        self.ways = {name: self._way(name) for name in forms.rest.downstream}
 
     def __str__(self) -> str:
         """A line for each density."""

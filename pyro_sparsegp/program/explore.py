@@ -90,9 +90,10 @@ class ClosedForms:
         return [name for name in self.rest.gps if name not in without]
 
     def fit(self, seen: "ClosedForms") -> bool:
-        """Whether they serve another run, in which those were seen."""
+        """Whether they serve another run, which may show less, and in which those were seen."""
+        met = {*seen.rest.downstream}
         pairs = (self.sites, seen.sites), (self.given, seen.given + seen.sites), (self.rows, seen.rows)
-        lost = [own for own, its in (*pairs, (seen.gps, self.gps)) if not {*own} <= {*its}]
+        lost = [name for own, its in pairs for name in met & ({*own} - {*its})] + [*({*seen.gps} - {*self.gps})]
         return not [*lost, *self.of_rows.lacks(seen.of_rows), *self.rest.lacks(seen.rest)]
 
     def opened(self, facts: Structure) -> "ClosedForms":
@@ -101,7 +102,7 @@ class ClosedForms:
 
     def hold(self, nodes: Mapping[str, Any]) -> bool:
         """Whether a run's sites have distributions of the kinds that were found."""
-        return self.kinds == {name: type(bare(nodes[name]["fn"])) for name in self.kinds if name in nodes}
+        return all(type(bare(nodes[name]["fn"])) is kind for name, kind in self.kinds.items() if name in nodes)
 
 
 def _met(run: Met, shapes: Mapping[str, Sequence[int]]) -> Structure:
