@@ -178,6 +178,27 @@ class AdditiveFeatures(Features):
         own = [torch.eye(n, dtype=like.dtype, device=like.device) if a is None else a for n, a in found]
         return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 
+    @functools.cached_property
+    def learned(self) -> Any:
+        found = [features.learned.reshape(-1) for _, features in self.groups if features.learned is not None]
+        return torch.cat(found) if found else None
+
+    def shift(self, before: Tensor) -> Tensor:
+        """Of all blocks."""
+        found = zip(self.shifts(before), self.sizes)
+        own = [before.new_zeros(n, n) if part is None else part for part, n in found]
+        return on_diagonal(own, torch.zeros_like(self.anchor))
+
+    def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
+        own = [features.learned for _, features in self.groups if features.learned is not None]
+        former = iter(before.split([z.numel() for z in own]))
+
+        def of(features: Features) -> list[Optional[Tensor]]:
+            z = features.learned
+            return features.shifts(before if z is None else next(former).view(z.shape))
+
+        return self._in_order(of)
+
     @property
     def anchors(self) -> Sequence[Optional[Tensor]]:
         return self._in_order(lambda features: features.anchors)
@@ -229,7 +250,8 @@ class Additive(Basis):
             if len(members) == 1:
                 features = bases[c](terms[c], jitter, f"{name}, term {c}")
             else:
-                values, own = Values(torch.stack(inputs, -3)), bases[c].jitter if jitter is None else jitter
+                values = Values(torch.stack(inputs, -3), bases[c].trainable)
+                own = bases[c].jitter if jitter is None else jitter
                 features = features_of(stacked([terms[c] for c in members], values.z), [values], own, name)
             groups.append((members, features))
         return AdditiveFeatures(kernel, bases, groups)

@@ -52,10 +52,19 @@ class Features(Documented, ABC):
     @property
     def anchors(self) -> list[Optional[Tensor]]:
         """L's blocks on the diagonal, ``(..., M_b, M_b)`` for each block of coefficients, or ``None``."""
-        if self.anchor is None:
+        return self._blocks(self.anchor)
+
+    def _blocks(self, whole: Optional[Tensor]) -> list[Optional[Tensor]]:
+        if whole is None:
             return [None] * len(self.sizes)
         edges = list(itertools.accumulate(self.sizes, initial=0))
-        return [self.anchor[..., a:b, a:b] for a, b in itertools.pairwise(edges)]
+        return [whole[..., a:b, a:b] for a, b in itertools.pairwise(edges)]
+
+    learned: Optional[Tensor] = None  # Z, if u is values at inputs that are learned
+
+    def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
+        """(K_{Z₀Z} − K_ZZ)L⁻ᵀ, by which values at former inputs Z₀ are more than Lw; of each block, if it has such."""
+        return [None] * len(self.sizes)
 
     # u, (M,), with L⁻¹u the coefficients of the function 1, or near them; None where it is not known
     ones: Any = None

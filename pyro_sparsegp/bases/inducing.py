@@ -34,14 +34,31 @@ _WIDENED = 3e-8  # the jitter in float32 where K_uu is found in float64
 class InducingFeatures(CrossFeatures):
     """φ(x) = L⁻¹k_uf(x) with LLᵀ = K_uu, for u the union of the sets, a block of φ for each set."""
 
-    def __init__(self, kernel: Any, variables: Sequence[Variables], whitened: Whitening) -> None:
+    def __init__(
+        self, kernel: Any, variables: Sequence[Variables], whitened: Whitening, matrix: Optional[Tensor] = None
+    ) -> None:
         super().__init__(kernel, tuple(map(attrgetter("size"), variables)))
+        self.matrix: Any = matrix  # K_uu
         self.variables, self.factor, self.whitened = list(variables), whitened.factor, whitened
         self.are_values = {*map(type, variables)} == {Values}  # whether u is f(Z)
         self._wide = self._joined = _join(self.variables)
         if self.factor.dtype != getattr(self._joined[0], "z", self.factor).dtype:  # found in float64
             self._wide, self.factor = _join(widened(kernel, self.variables)), self.factor.to(self.z)
         self.anchor = self.factor
+        first, *others = self._joined
+        self.learned = first.z if not others and isinstance(first, Values) and first.moves else None
+
+    def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
+        return self._blocks(self.shift(before))
+
+    def shift(self, before: Tensor) -> Tensor:
+        """(K_{Z₀Z} − K_ZZ)L⁻ᵀ of former inputs Z₀."""
+        part: Any = self._joined[0]
+        # in the dtype of K_ZZ: the difference is small, and L⁻ᵀ magnifies its rounding
+        now, then, here = (type(part)(z.to(self.matrix)) for z in (part.z, before, part.z.detach()))
+        # the diagonal term that a kernel has at the same rows, such as White's, is no value's at others
+        own = between(self.kernel, here, now) if self.kernel.has_residual else self.matrix
+        return self.whitened((between(self.kernel, then, now) - own).to(self.whitened.factor)).to(self.factor)
 
     @property
     def z(self) -> Tensor:
@@ -210,11 +227,11 @@ class InducingPoints(Basis):
         found: list[Variables] = []
         for z, of_source in zip(self.inputs, self.of_source):
             if of_source or not isinstance(z, Tensor):
-                found.append(SourceValues(z) if isinstance(z, Tensor) else z)
+                found.append(SourceValues(z, self.trainable) if isinstance(z, Tensor) else z)
                 continue
             if z.shape[-1] != self.width:  # the kernel never reads the other columns: what stands there is no matter
                 z = z.new_zeros(len(z), self.width).index_copy(1, self.column_index, z)
-            found.append(Values(torch.where(self.held, z.detach(), z) if self.codes else z))
+            found.append(Values(torch.where(self.held, z.detach(), z) if self.codes else z, self.trainable))
         return found
 
     def forward(self, kernel: Kernel, jitter: Optional[float], name: str) -> InducingFeatures:
@@ -268,7 +285,7 @@ def features_of(kernel: Kernel, variables: list[Variables], jitter: Optional[flo
     scale = whole.detach().diagonal(dim1=-2, dim2=-1)[..., : exact[0].size].mean(-1)  # of the first set for all
     what = f"{'K_ZZ' if type(sets[0]) is Values and len(sets) == 1 else 'K_uu'} of site {name!r}"
     whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)
-    return InducingFeatures(kernel, variables, whitened)
+    return InducingFeatures(kernel, variables, whitened, whole)
 
 
 def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVariables:
@@ -284,6 +301,6 @@ def _join(variables: Sequence[Variables]) -> list[Variables]:
     found: list[Any] = []
     for part in variables:
         if found and isinstance(part, Values) and type(part) is type(found[-1]):
-            part = type(part)(torch.cat([found.pop().z, part.z]))
+            part = type(part)(torch.cat([found.pop().z, part.z]), part.moves)
         found.append(part)
     return found

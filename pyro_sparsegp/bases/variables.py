@@ -63,10 +63,10 @@ class InducingVariables(AbstractModule):
 
 
 class Values:
-    """u = f(Z), for inputs Z, ``(M, D)``."""
+    """u = f(Z), for inputs Z, ``(M, D)``, which may be learned."""
 
-    def __init__(self, z: Tensor) -> None:
-        self.z, self.size = z, z.shape[-2]
+    def __init__(self, z: Tensor, moves: bool = False) -> None:
+        self.z, self.size, self.moves = z, z.shape[-2], moves
 
     def covariance(self, kernel: Kernel) -> Tensor:
         return kernel(self.z)
@@ -95,7 +95,7 @@ def widened(kernel: Kernel, variables: list[Any]) -> list[Any]:
         return variables
     if not all(in_any_dtype(kernel.source if isinstance(part, SourceValues) else kernel) for part in narrow):
         return variables
-    return [type(part)(part.z.to(wider(part.z))) for part in variables]
+    return [type(part)(part.z.to(wider(part.z)), part.moves) for part in variables]
 
 
 def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:

@@ -236,21 +236,26 @@ class NaturalLowRank(NaturalGaussian):
         self.rank = self.low_rank.shape[-1]
         if base:
             self.tilt = torch.nn.Parameter(square.clone())
-        # D, the positive part of D − I, and L + ηsI that they belong to
-        for name, value in (("block", plus_one(square)), ("gain", square), ("seat", like.new_zeros(0, 0))):
+        # D, the positive part of D − I, and L + ηsI and Z that they belong to
+        more = {"seat": like.new_zeros(0, 0), "inputs": like.new_zeros(0)}
+        for name, value in ({"block": plus_one(square), "gain": square} | more).items():
             self.register_buffer(name, value)
 
     def hold_by_draws(self) -> None:
         """Nothing: where draws alone show curvatures these sites are held as others."""
 
     def anchor_of(self, features: Any, mean: object = None) -> Any:
-        return features.anchors  # its blocks on the diagonal, in a list
+        seat = self._seat(features.anchors)  # of blocks on the diagonal
+        if (learned := features.learned) is not None:
+            pairs = zip(features.shifts(self._before(learned)), self.sizes)
+            whole = self._stack.squares([learned.new_zeros(n, n) if part is None else part for part, n in pairs])
+            seat.move(learned, whole - torch.diag_embed(1 - self._stack.own(whole)))
+        return seat
 
     # States have the parts block by block.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        del destination[prefix + "softness"]
         for name in _KEPT:
             value = destination.pop(prefix + name)
             parts = [value] * len(self.sizes)
@@ -288,6 +293,8 @@ class NaturalLowRank(NaturalGaussian):
 
     def _seat(self, anchor: Any) -> Seat:
         """L + ηsI of each block as a stack, I where it is about w."""
+        if isinstance(anchor, Seat):
+            return anchor
         like = next((part for part in anchor or () if part is not None), None)
         if like is None:
             return Seat(self.seat.new_zeros(0, 0))
@@ -299,11 +306,11 @@ class NaturalLowRank(NaturalGaussian):
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
         if not self._turns(seat):
             return Seen(loc, torch.zeros_like(loc), (low_rank, self.block, self.gain), seat)
-        moved, stays, columns = seat.kept - self.seat, self._stays, stack.columns(loc)
+        moved, stays, columns = seat.now - self.seat, self._stays, stack.columns(loc)
         # T = I + L₀⁻¹(L − L₀)
         turn = plus_one(solve_lower(self.seat, moved))
-        # T⁻¹m = m − L⁻¹(L − L₀)m
-        near = columns - solve_lower(seat.kept, each_times(moved, columns))
+        # T⁻¹m = m − A⁻¹(A − L₀)m
+        near = columns - seat.back(each_times(moved, columns))
         # (TᵀK − KT⁻¹)m
         rest = each_times(turn.mT, each_times(stays, columns)) - each_times(stays, near)
         near, rest = (stack.narrow(part.flatten(-3)) for part in (near, rest))

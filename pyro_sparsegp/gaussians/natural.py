@@ -28,7 +28,7 @@ from .seats import Known, Seat, softened
 from .steps import Natural, Pass, Rate, cautious, recorded
 
 _KNOWN = 9  # steps that sums of more than a batch count for
-_BY_DRAWS = 0.3  # η where draws alone show curvatures
+_BY_DRAWS = 0.03  # η where draws alone show curvatures
 
 Parts = tuple[Tensor, ...]  # what a precision is made of
 
@@ -47,9 +47,9 @@ class NaturalGaussian(Natural):
 
     (Khan and Lin, 2017; Salimbeni, Eleftheriadis and Hensman, 2018; Adam, Chang, Khan and Solin, 2021.)
 
-    G, ``(..., M, M)``, and r = (I + G)m, ``(..., M)``, are sums over the data (sites). They are about (L + ηsI)w, with
-    s the root mean variance of u = Lw in each block, and keep that meaning where L moves: about u where it is well
-    conditioned, about w where it is not. Where the process has a constant mean that moves, they are about f = μ + Lw,
+    G, ``(..., M, M)``, and r = (I + G)m, ``(..., M)``, are sums over the data (sites). They are about f's values
+    u = Lw at the inducing inputs of the last step, and keep that meaning where L and these inputs move. Where the
+    process has a constant mean that moves, they are about f = μ + Lw,
     r ← r − GL⁻¹δ for μ ← μ + δ: what f says of the data stays what it was, and the gradient by μ is that of the whole
     (else each step of μ would have to wait for q's).
 
@@ -66,7 +66,7 @@ class NaturalGaussian(Natural):
         for together (a step with each one's own mean diverges where they are coupled).
     """
 
-    softness = 0.03  # η
+    softness = 0.0  # η: sites are about (L + ηsI)w, with s the root mean variance of u in each block
     gram: Tensor
     seat: Tensor
     level: Tensor
@@ -95,6 +95,7 @@ class NaturalGaussian(Natural):
         self.tilt = torch.nn.Parameter(like.new_zeros(*batch_shape, num, num))
         self.register_buffer("gram", like.new_zeros(*batch_shape, num, num))
         self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that the sums belong to
+        self.register_buffer("inputs", like.new_zeros(0))  # and Z, flat, where it is learned
         self.register_buffer("level", like.new_zeros(0))  # μ that the sums belong to, (..., M), where it moves
 
     @staticmethod
@@ -108,10 +109,12 @@ class NaturalGaussian(Natural):
         # I + G = I + λΦᵀΦ
         self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
         if type(seat) is Seat:  # features at rows do not move before the first step, which has them with it
-            self.seat = seat.kept.detach()
+            self.seat, self.inputs = seat.kept.detach(), seat.inputs
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
-        softness = torch.as_tensor(state_dict.pop(prefix + "softness", self.softness))  # one for each block, once
+        # Earlier releases had one for each block, then 0.03 for all, and no inputs.
+        softness = torch.as_tensor(state_dict.pop(prefix + "softness", 0.03))
+        state_dict.setdefault(prefix + "inputs", self.inputs.new_zeros(0))
         self.softness = round(float(softness.flatten()[0]), 6)  # some were saved in float32
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -122,20 +125,28 @@ class NaturalGaussian(Natural):
 
     def hold_by_draws(self) -> None:
         """Before any step: curvatures will come from draws, whose noise is not small where L is. Held about u it would
-        be magnified as L moves; sites are held nearer to w.
+        be magnified as L moves; sites are held nearer to w there.
         """
         self.softness = _BY_DRAWS
-        self.seat = self.seat.new_zeros(0, 0)  # a start belongs to any seat
+        self.seat, self.inputs = self.seat.new_zeros(0, 0), self.inputs.new_zeros(0)  # a start belongs to any seat
 
     def anchor_of(self, features: Any, mean: Any = None) -> Any:
         # It follows from the first step on in which features train.
         anchor = features.anchor if self.seat.numel() or features.trains else None
+        if anchor is None:
+            return None
+        seat = self._seat(anchor)
+        if (learned := features.learned) is not None:
+            seat.move(learned, features.shift(self._before(learned)))
         is_constant = isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,))
         moves = is_constant and (mean.requires_grad or self.level.numel())  # or did
-        if anchor is not None and moves and (ones := features.ones) is not None:
-            anchor = self._seat(anchor)
-            anchor.level = mean * ones
-        return anchor
+        if moves and (ones := features.ones) is not None:
+            seat.level = mean * ones
+        return seat
+
+    def _before(self, inputs: Tensor) -> Tensor:
+        """Inducing inputs that the sums belong to, of the shape of these."""
+        return (self.inputs if self.inputs.numel() else inputs.detach()).view(inputs.shape)
 
     # What P is made of: here G = P − I, (..., M, M).
 
@@ -275,11 +286,12 @@ class NaturalGaussian(Natural):
         q = self._given(seen)
         self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat)
         self._end_tilt()
+        seat.settle()
 
     def _put(self, loc: Tensor, parts: Parts, seat: Seat) -> None:
         self._set("loc", loc)
         self._put_parts(parts)
-        self._buffers["seat"] = seat.kept.detach()
+        self._buffers["seat"], self._buffers["inputs"] = seat.kept.detach(), seat.inputs
         if seat.level is not None:
             self._buffers["level"] = seat.level.detach()
         if seat.log_weight is not None:
@@ -295,6 +307,7 @@ class NaturalGaussian(Natural):
         right = -rate[..., None] * (slope / weight[..., None] + loc)
         if again:
             # of the mean m' that other passes have led to: what is left of P'(m' − m)
+            base.seat.settle()
             seen = self._seen_from(base.seat)
             loc, parts = side_by_side(self._given(seen).loc), seen.parts
             # (1 − ρ)P'(m' − m)

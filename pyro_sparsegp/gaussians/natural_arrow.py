@@ -32,8 +32,8 @@ class NaturalArrow(NaturalGaussian):
         self.layout, self.slices, self._is_known = [(DenseFactor, tuple(range(len(self.sizes))))], [slice(None)], False
         num, own = sum(self.sizes[:-1]), self.sizes[-1]
         # G; and what it is about
-        shapes = {"common": (num, num), "cross": (num, own), "own": (own,), "seat": (0, 0), "level": (0,)}
-        for name, shape in shapes.items():
+        shapes = {"common": (num, num), "cross": (num, own), "own": (own,), "seat": (0, 0)}
+        for name, shape in [*shapes.items(), ("inputs", (0,)), ("level", (0,))]:
             self.register_buffer(name, like.new_zeros(shape))
 
     @property

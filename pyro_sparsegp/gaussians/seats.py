@@ -39,30 +39,45 @@ from .base import Stack, each_times
 class Seat:
     """What sites are about in one run: values u = Lw, or near them where L is ill conditioned.
 
-    :param kept: L + ηsI, ``(..., M, M)``, of :func:`softened`; what later runs know of it.
+    :param kept: L + ηsI, ``(..., M, M)``, of :func:`softened`; what later runs know of it, with ``inputs``.
+    :param now: A, features at the inputs that the sums belong to; L if inducing inputs have not moved since.
     """
 
     has_turn = True  # whether the way back is known, :meth:`turn`: else it is autograd's
     level: Optional[Tensor] = None  # values, as of u, that f adds to, such as a constant mean's, if they may move
     log_weight: Optional[Tensor] = None  # of all data's precision, as by their noise, if it may move
 
-    def __init__(self, kept: Tensor) -> None:
-        self.kept = kept
+    def __init__(self, kept: Tensor, now: Optional[Tensor] = None) -> None:
+        self.kept, self.now, self.inputs = kept, kept if now is None else now, kept.new_zeros(0)
 
     @cached_property
     def detached(self) -> Self:
         """This without its graph."""
         other = copy.copy(self)
         other.kept, other.level = self.kept.detach(), None if self.level is None else self.level.detach()
+        other.now = other.kept if self.now is self.kept else self.now.detach()
         other.log_weight = None if self.log_weight is None else self.log_weight.detach()
         return other
 
     def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """TᵀGT, and a and b with the mean a + (I + TᵀGT)⁻¹b, of what was kept, G and m."""
-        gram, along = seen_from(gram, loc, before, self.kept)
-        # T⁻¹m = m − L⁻¹(L − L₀)m
-        near = loc - solve_lower(self.kept, (self.kept - before) @ loc[..., None])[..., 0]
+        gram, along = seen_from(gram, loc, before, self.now, self.now is self.kept)
+        # T⁻¹m = m − A⁻¹(A − L₀)m
+        near = loc - self.back((self.now - before) @ loc[..., None])[..., 0]
         return gram, near, along - near
+
+    def move(self, inputs: Tensor, shift: Tensor) -> None:
+        """Have inputs that move, and what values at the former ones are beside L."""
+        self.inputs = inputs.detach().flatten().clone()  # an optimiser writes to them
+        self.now = self.kept + shift
+
+    def settle(self) -> None:
+        """Sums belong here by now; how values at these inputs move stays known."""
+        self.now = self.now - (self.now - self.kept).detach()
+
+    def back(self, x: Tensor) -> Tensor:
+        """A⁻¹X, of the present values A where the sums belong to, L itself where no input moves."""
+        return solve_lower(self.kept, x) if self.now is self.kept else torch.linalg.solve(self.now, x)
 
     def coefficients(self, values: Tensor) -> Tensor:
         """The coefficients of a function with these values u."""
@@ -70,7 +85,7 @@ class Seat:
 
     def turn(self) -> Tensor:
         """Zeros, or I, that have the derivative of T from here."""
-        return turn_of(self.kept)
+        return turn_of(self.now, self.now is self.kept)
 
 
 class AtRows(Seat):
@@ -180,21 +195,27 @@ class Known(Unmapped):
 def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
     """L + ηsI, with s² the mean of diag(LLᵀ) over each block, whose units may be far apart."""
     # by row_squares, whose way back makes one matrix; that of a norm makes three
+    if not softness:
+        return anchor
     squares = row_squares(anchor).split(list(sizes), -1)
     means = side_by_side([part.mean(-1, keepdim=True).expand_as(part) for part in squares])
     return anchor + torch.diag_embed(softness * means.sqrt())
 
 
-def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+def seen_from(
+    gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor], lower: bool = True
+) -> tuple[Tensor, Tensor]:
     """Sums of sites (G, r), ``(..., M, M)`` and ``(..., M)``, that keep their meaning about u = Lw under another L:
     (TᵀGT, Tᵀr) with T = L₀⁻¹L. If they are about w, L₀ is empty, and L is ``None``.
+
+    :param lower: whether L is lower triangular, as L₀ is.
     """
     if now is None or not before.numel():
         return gram, pull
     # T = I + L₀⁻¹(L − L₀), which makes w there of w here, exactly where L is what it was: by rows, as its factors are.
     turn = plus_one(torch.linalg.solve_triangular(before.mT, (now - before).mT, upper=True, left=False).mT)
     # TᵀGT by blocks, of which triangles are left out, and half of what is symmetric
-    turned = tril_of_product(turn, gram @ turn, symmetric=True, lower=True)
+    turned = tril_of_product(turn, gram @ turn, symmetric=True, lower=lower)
     # Tᵀr
     return turned, (turn.mT @ pull[..., None])[..., 0]
 

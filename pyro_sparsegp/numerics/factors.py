@@ -149,31 +149,38 @@ class Factor(Function):
 
 
 class _Turn(Function):
-    """L ↦ zeros; only L's lower triangle has a gradient, L̄ = L⁻ᵀ tril(grad)."""
+    """L ↦ zeros; only L's lower triangle has a gradient, L̄ = L⁻ᵀ tril(grad), or all of an L that is full."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(factor: Tensor) -> Tensor:
+    def forward(factor: Tensor, lower: bool) -> Tensor:
         return torch.zeros_like(factor)
 
     @staticmethod
     def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+        ctx.lower = inputs[1]  # type: ignore[attr-defined]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(ctx.saved_tensors[0], grad.tril().mT, upper=False, left=False).mT
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        if not ctx.lower:
+            return torch.linalg.solve(factor.mT, grad), None
+        return torch.linalg.solve_triangular(factor, grad.tril().mT, upper=False, left=False).mT, None
 
     @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> Tensor:
-        return solve_lower(ctx.saved_tensors[0], change)
+    def jvp(ctx: Any, change: Tensor, _: object) -> Tensor:
+        (factor,) = ctx.saved_tensors
+        return solve_lower(factor, change) if ctx.lower else torch.linalg.solve(factor, change)
 
 
-# Zeros, (..., M, M), whose derivative is L⁻¹dL for a lower triangular L: what follows from that alone has its gradient
-# by L at the cost of one triangular solve.
-turn_of = _Turn.apply
+def turn_of(factor: Tensor, lower: bool = True) -> Tensor:
+    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL, for a lower triangular L or another: what follows from that
+    alone has its gradient by L at the cost of one solve.
+    """
+    return _Turn.apply(factor, lower)
 
 
 class Whitened(Function):
