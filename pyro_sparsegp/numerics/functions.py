@@ -28,8 +28,9 @@ def if_known(function: Callable[..., Any], *values: object) -> Any:
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """As :func:`torch.broadcast_shapes`, whose first call imports sympy, for most of a second."""
-    if shapes and shapes.count(shapes[0]) == len(shapes):
-        return torch.Size(shapes[0])
+    first = next(iter(shapes), ())
+    if shapes.count(first) == len(shapes):
+        return torch.Size(first)
     return torch.Size(np.broadcast_shapes(*map(tuple, shapes)))
 
 
