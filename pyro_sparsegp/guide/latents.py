@@ -167,16 +167,18 @@ def coupled_params(guide: KnownGuide, name: str, prior: TorchDistribution) -> tu
 
 def coupled_posterior(guide: KnownGuide, name: str, prior: TorchDistribution) -> Any:
     """The posterior of a coupled latent in a run: its part of the draw of all."""
-    run, drawn = guide.run, guide.run.drawn
-    if isinstance(drawn, Point):
-        part = _Part(drawn, *drawn.place(name), name, prior)
-        if name not in run.conditions.values:  # else it is what the run before has drawn
-            run.parts[name] = part
-        return part.rsample() if run.at_medians else part
-    q = guide.together
+    run, q = guide.run, guide.together
     run.drawn = run.drawn or q(torch.randn_like(q.mean))
     part = run.parts[name] = _Part(run.drawn, *_place(guide, name, prior), name, prior)
     return part
+
+
+def posterior_at_point(run: Any, point: Point, name: str, prior: TorchDistribution) -> Any:
+    """The posterior of one of them in a run at a point of all."""
+    part = _Part(point, *point.place(name), name, prior)
+    if name not in run.conditions.values:  # else it is what the run before has drawn
+        run.parts[name] = part
+    return part.rsample() if run.at_medians else part
 
 
 def condition_on_held(guide: KnownGuide, run: Any, name: str) -> None:

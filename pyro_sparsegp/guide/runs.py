@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, Optional, Self, Union
 
 import pyro
@@ -29,7 +28,7 @@ from ..program.enumeration import Enumeration
 from ..program.owners import kept_buffers
 from ..warned import warn_once
 from .calls import Call, Evaluation
-from .field import anchor_of, basis_of
+from .field import basis_of
 from .known import KnownGuide
 from .latents import FieldLatent
 from .points import Point
@@ -71,12 +70,14 @@ class Run(ABC):
     @checks.require_known_indices()
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
         """Run the model once."""
-        guide, core, held = self.guide, self.guide.core, self.conditions
-        # By the way round a Pyro module's attributes, which takes long.
-        state, before, self.drawn = vars(guide), guide.run, self.drawn or held.drawn
+        guide, core = self.guide, self.guide.core
+        self.drawn = self.drawn or self.conditions.drawn
         if self.takes_points and self.drawn is None:
             self.drawn = core.points.chosen(self.at_medians)  # type: ignore[union-attr]
         self.kind = guide.kind_of(isinstance(self.drawn, Point))
+        self.look_ahead(args, kwargs)
+        # By the way round a Pyro module's attributes, which takes long.
+        state, before, held = vars(guide), guide.run, self.conditions
         state["run"] = self
         if self.sums_out and (core.facts.discrete or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
@@ -89,6 +90,9 @@ class Run(ABC):
             state["run"] = before
         self.trace = guide.trace
         return self
+
+    def look_ahead(self, args: tuple, kwargs: dict[str, Any]) -> None:  # noqa: B027, posteriors alone have to
+        """What is to be known before the model runs."""
 
     @property
     def takes_points(self) -> bool:
@@ -160,16 +164,7 @@ class Priors(Run):
     @cached_property
     def whole(self) -> Whole:
         """q(x) under them; made where the first member asks, so that its parameters are seen in that run."""
-        if isinstance(self.drawn, Point):
-            return self.drawn.whole
-        joint = self.guide.joint
-        read = [*joint.field, *joint.intercepts, *joint.weights, *chain(*joint.factors.values())]
-        missing = [name for name in read if name not in self.sites]
-        if missing:
-            raise ValueError(
-                f"there is no latent site {missing[0]!r}: the guide was made, or its state saved, with another model."
-            )
-        return self.guide.field(anchor_of(self.guide, self.bases, self.normal, self.trace.nodes))
+        return self.kind.whole(self)
 
 
 @dataclass(eq=False)
@@ -182,11 +177,8 @@ class Posteriors(Run):
     # By GP site whose prior mean is made of members: its process, features and these.
     with_means: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
-        """Run the model once, and once before where the posterior asks for it."""
-        at_points = self.takes_points or isinstance(self.conditions.drawn, Point)
-        self.guide.kind_of(at_points).before(self, args, kwargs)
-        return super().perform(args, kwargs)
+    def look_ahead(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.kind.before(self, args, kwargs)
 
     def latent_of_field(self, name: str, prior: TorchDistribution) -> Any:
         posterior = FieldLatent(prior, self.ahead.whole.share(name))  # type: ignore[arg-type,union-attr]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 
 from ...bases.base import Features
+from ...gaussians.product import Whole
 from ...posterior.drawing import ExpectedSite, FunctionSite, Site
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
@@ -19,7 +21,7 @@ from ...program.structure import Depends, Structure
 from ..calls import Evaluation, NewRows
 from ..field import Standardised, anchor_of, run_standardised, with_means
 from ..known import KnownGuide
-from ..latents import coupled_posterior
+from ..latents import posterior_at_point
 from ..points import Point
 from ..runs import Posteriors, Priors, Run
 from .separate import Separate
@@ -36,6 +38,7 @@ class Joint(Separate):
     def before(self, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> None:
         guide, call = run.guide, NewRows() if run.call.new else Evaluation()
         ahead = Priors(guide, run.conditions, call, at_medians=run.at_medians, draws_data=False)
+        ahead.drawn = run.drawn
         # What handlers hold, they hold here: test_a_handler_may_hold_a_scale.
         with handlers.unrecorded(same=True, learns=True):
             ahead.perform(args, kwargs)
@@ -54,6 +57,17 @@ class Joint(Separate):
 
             zeros = {name: guide.like.new_zeros(fn.shape().numel()) for name, fn in ahead.normal.items()}
             run.with_means = with_means(processes, zeros, ahead.bases)
+
+    def whole(self, run: Priors) -> Whole:
+        """q(x | θ) at the hyperparameters of a run."""
+        joint = run.guide.joint
+        read = [*joint.field, *joint.intercepts, *joint.weights, *chain(*joint.factors.values())]
+        missing = [name for name in read if name not in run.sites]
+        if missing:
+            raise ValueError(
+                f"there is no latent site {missing[0]!r}: the guide was made, or its state saved, with another model."
+            )
+        return run.guide.field(anchor_of(run.guide, run.bases, run.normal, run.trace.nodes))
 
     def kind_of_draws(self, guide: KnownGuide, name: str) -> type[Site]:
         is_single = guide.facts.gps[name].depends != Depends.COUPLED or name in guide.independent_draws
@@ -86,10 +100,13 @@ class Joint(Separate):
 class AtPoints(Joint):
     """One Gaussian for each of the weighted points of hyperparameters that :meth:`AutoSparseGP.integrate` makes."""
 
+    def whole(self, run: Priors) -> Whole:
+        return run.drawn.whole  # type: ignore[union-attr]
+
     def latent(self, run: Run, name: str, prior: TorchDistribution) -> Any:
         point: Point = run.drawn  # type: ignore[assignment]
         if name in point.whole.blocks:
             return run.latent_of_field(name, prior)
         if name in point.shapes:
-            return coupled_posterior(run.guide, name, prior)
+            return posterior_at_point(run, point, name, prior)
         return super().latent(run, name, prior)
