@@ -19,7 +19,7 @@ from ..gaussians import Coefficients, Gaussian, Product, ProjectedGaussian, opti
 from ..gaussians.factors import DenseFactor
 from ..gaussians.product import from_natural, sums_of
 from ..gaussians.seats import seen_from
-from ..gaussians.sites import KeptSites, Sites
+from ..gaussians.sites import KeptSites, Sites, within_reach
 from ..modules import AbstractModule, size_buffers
 from ..numerics.decisions import decided
 from ..numerics.functions import is_long
@@ -32,7 +32,20 @@ _UNSETTLED = 0.1  # a move, in standard deviations, that is warned of
 Kind = type[SparsePosterior]
 
 
-class SiteGP(AbstractModule):
+class BySites:
+    """What has a posterior by Gaussian sites, and what updates of these may do."""
+
+    slack = 0.0  # of a bound, by which an update may lower it beyond rounding
+
+    def limited(self, sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) -> Sites:
+        """What an update makes of sites, beside those kept before and the marginals relative to the prior's mean."""
+        return sites
+
+    def require_settled(self, change: Any, name: str, warned: Warned) -> None:
+        """Warn where another update of sites moves a marginal by so many standard deviations, and no bound guards."""
+
+
+class SiteGP(BySites, AbstractModule):
     """One site's variational module whose posterior follows from Gaussian sites.
 
     :param x: some inputs, ``(N, D)``, which say the dtype, the device and D.
@@ -223,6 +236,8 @@ class ExactWeightSpaceGP(OptimalGP):
 class ProjectedGP(SiteGP):
     """The posterior given projections of the sites' data, by a policy's actions."""
 
+    slack = 1e-2  # sites of a free q are not quite the best for projected data: golden student-ComputationAware
+
     def __init__(self, policy: Policy, *args: Any, batches: bool) -> None:
         super().__init__(*args)
         self.policy, self.takes_batches = policy, batches
@@ -237,8 +252,10 @@ class ProjectedGP(SiteGP):
         q = ProjectedGaussian(actions.target, features.factor, actions.noise, features.covariance, values)
         return kind(process, features, q, name, sites, features.of(products) if here else None)
 
-    def require_settled(self, change: Tensor, name: str, warned: Warned) -> None:
-        """Warn where another update of sites moves a marginal by so many standard deviations: no bound guards them."""
+    def limited(self, sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) -> Sites:
+        return within_reach(sites, kept, marginals)
+
+    def require_settled(self, change: Any, name: str, warned: Warned) -> None:
         if decided(change > _UNSETTLED):
             warn_once(
                 warned,

@@ -9,6 +9,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..approximations.free import SparseGP
+from ..approximations.on_sites import BySites
 from ..gaussians import NaturalGaussian
 from ..gaussians.product import Continued, sums_of
 from ..gaussians.sites import KeptSites, Sites
@@ -31,7 +32,7 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # standard deviations o
 _TOGETHER = "Train on old and new rows together"
 
 
-class _Sums:
+class _Sums(BySites):
     """q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) Πₙ N(zₙ | μₙ + φₙᵀw, 1/λₙ): what rows seen before left, and new sites.
 
     (Bui, Nguyen and Turner, 2017.) Neither the old rows nor their sites are needed.
@@ -112,12 +113,10 @@ def _require_sums(guide: KnownGuide) -> None:
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
     several = [name for name in field if name in facts.gps and facts.gps[name].outputs]
     why += [f"the functions of GP site {name!r} have one posterior" for name in several]
-    if len(field) > 1:
-        why.append(f"{list(field)} have one posterior")
-    for name, module in guide.modules_by_site().items():
-        known = getattr(module, "coefficients", None)
-        if not isinstance(known, NaturalGaussian) or vars(known).get("rank"):
-            why.append(f"GP site {name!r} has the family {module.family['name']}")
+    why += [f"{list(field)} have one posterior"] if len(field) > 1 else []
+    known = {name: (module, getattr(module, "coefficients", None)) for name, module in guide.modules_by_site().items()}
+    others = {n: m for n, (m, q) in known.items() if not isinstance(q, NaturalGaussian) or vars(q).get("rank")}
+    why += [f"GP site {name!r} has the family {module.family['name']}" for name, module in others.items()]
     if why:
         raise ValueError(
             f"absorb adds to the sums over rows that natural steps keep of each GP site alone, and {why[0]}. "

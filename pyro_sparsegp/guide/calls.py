@@ -49,8 +49,12 @@ def classify(guide: KnownGuide, args: tuple, kwargs: dict[str, object]) -> Call:
     relation, steps = guide.relation(args, kwargs), torch.is_grad_enabled()
     # Its tensors are compared with those of training where something belongs to single rows, and no sooner.
     if guide.core.data is None or not guide.is_about_rows:
-        return (TrainingStep if steps else Call if guide.q.is_of_rows else Evaluation)(relation)
-    if relation.same:
-        return (TrainingStep if steps else Evaluation)(relation, relation.inputs)
-    is_batch = steps and guide.q.takes_batches(guide) and not relation.fewer
-    return (BatchStep if is_batch else Call)(relation, relation.inputs)
+        return kind_of_call(steps or not guide.q.is_of_rows, steps)(relation)
+    learns = steps and (relation.same or (guide.q.takes_batches(guide) and not relation.fewer))
+    return kind_of_call(relation.same, learns)(relation, relation.inputs)
+
+
+def kind_of_call(same: bool, learns: bool) -> type[Call]:
+    """That of a call with observations, of the same rows as training's or others, in a step or not."""
+    kinds = {(kind.same, kind.learns): kind for kind in (TrainingStep, Evaluation, BatchStep, Call)}
+    return kinds[same, learns]

@@ -10,8 +10,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..approximations.on_sites import ProjectedGP
-from ..gaussians.sites import KeptSites, Sites, update, within_reach
+from ..gaussians.sites import KeptSites, Sites, update
 from ..numerics.decisions import decided
 from ..numerics.linalg import MAPPED
 from ..posterior.sparse_posterior import SparsePosterior
@@ -95,11 +94,11 @@ class SiteReading:
         return Sites(self.process.x, precision, found.first + precision * away, self.alone)
 
     def damped(self, found: Expectation) -> Sites:
-        """A damped update; projections of data take no sites whose z is far from the marginal."""
+        """A damped update, as far as the module takes it."""
         (mean, variance), old = self.marginal, self.sites.detached()
         relative = mean - self.process.mean, variance
         sites = update(old, found.first, (-found.second).clamp(min=0), relative, self.rate * self.pace)
-        return within_reach(sites, old, relative) if isinstance(self.module, ProjectedGP) else sites
+        return self.module.limited(sites, old, relative)
 
     def end(self, keeps: bool) -> None:
         """Let go of what is larger than the sites, which are read; the module may keep them."""
@@ -155,8 +154,8 @@ class Readings:
         found = self._expect(reading, marginal)
         away, old = mean - reading.process.mean, reading.sites
         target = reading.expanded(found, away)
-        if isinstance(reading.module, ProjectedGP) and not reading.quadratic:
-            target = within_reach(target, old, (away, variance))
+        if not reading.quadratic:
+            target = reading.module.limited(target, old, (away, variance))
         if reading.alone:
             reading.change = 0.0
             return found, target
@@ -190,9 +189,7 @@ class Readings:
         if known is not marginal:  # what was kept may be of an earlier step
             found, _ = self._target(reading)
         bound = (found.value - posterior.kl.sum()).detach()
-        # The sites of a free q are not quite the best ones for projected data: golden student-ComputationAware.
-        share = 1e-2 if isinstance(reading.module, ProjectedGP) else _ROUNDING[marginal[0].dtype]
-        slack = share * (1 + bound.abs())
+        slack = max(reading.module.slack, _ROUNDING[marginal[0].dtype]) * (1 + bound.abs())
         # Where the bound is lost, modes of rows raise it (test_exponential_links_under_wide_priors), but not by kinks.
         is_far = not decided(bound > -_WIDE * marginal[0].numel())
         for attempt in range(_ATTEMPTS):

@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from ...approximations.on_sites import ProjectedGP, SiteGP
+from ...approximations.on_sites import SiteGP
 from ...numerics.linalg import MAPPED
 from ...posterior.drawing import Site
 from ...posterior.sparse_posterior import SparsePosterior
@@ -21,7 +21,7 @@ from ...program.data import TrainingData
 from ...program.explore import explore
 from ...program.reader import Expectation, Reader, total_after
 from ...program.structure import Depends, Structure
-from ..calls import BatchStep, Call, Evaluation
+from ..calls import Call, Evaluation, kind_of_call
 from ..known import KnownGuide
 from ..readings import Readings, SiteReading
 from ..runs import Conditions, Posteriors, Priors, Run, require_rows, shown_by
@@ -77,7 +77,7 @@ class OnSites(Separate):
         with handlers.unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
             run.perform(args, kwargs)
         if same and core.data is not None and self.takes_batches(guide) and checks.holds_part(run.trace):
-            batch = (BatchStep if learns else Call)(call.relation, call.inputs)
+            batch = kind_of_call(False, learns)(call.relation, call.inputs)
             return self.given(guide, batch, args, kwargs)  # the rows it knows, as a batch of more
         name, module = next(iter(modules.items()))
         checks.require_full_batch(name, module.family["name"], run.trace)
@@ -123,7 +123,7 @@ class OnSites(Separate):
 
 @dataclass(eq=False)
 class _UnderLatents(Priors):
-    """The latents are drawn, for what families on sites are conditioned on."""
+    """A run that draws the latents under which sites are read."""
 
     reads: Collection[str] = ()  # the GP sites by whose values, moves off the prior's mean, densities are derived
     moves: dict[str, Tensor] = field(init=False, default_factory=dict)
@@ -166,8 +166,7 @@ def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, cal
                 most, tolerance = max(most, 5), 0.05
         others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
         Readings(reader, left, others).settle(most, tolerance)
-        projected = [reading for reading in left if isinstance(reading.module, ProjectedGP) and not learns]
-        for reading in projected:  # of others the bound is a guard
+        for reading in () if learns else left:
             reading.module.require_settled(reading.change, reading.name, guide.warned)
     for reading in readings.values():
         # To look at a guide does not change how it trains.
