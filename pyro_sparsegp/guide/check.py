@@ -261,28 +261,35 @@ class Compared:
         return lines
 
     def _cause(self, name: str, late: dict[str, str], small: dict[str, str]) -> str:
-        """Why a posterior is off, and what to do."""
+        """Why a posterior is off, and what to do: the first cause that there is."""
         facts, search, guide = self.guide.facts, self.search, self.guide
-        if given := self._cause_given(name):
-            return given
-        if small:
-            names = ", ".join(map(repr, small))
-            return f"because the basis of {names} is too small. Give its family more inducing points."
         normal = [*search.normal, *facts.gps]
         met = [n for n in normal if n not in {*guide.joint.hyper, *guide.joint.field}]
-        if isinstance(self.nested, ByHessian) or (met and len(normal) > 1):
-            names = ", ".join(map(repr, met if name in met and len(met) > 1 else {**search.priors, **facts.gps}))
-            return f"because the guide treats {names} as independent, which meet in densities. Compare with NUTS."
-        if late:
-            return f"because training has not brought {', '.join(map(repr, late))} to the optimum. {_LONGER}"
+        apart = met if name in met and len(met) > 1 else [*search.priors, *facts.gps]
+        are_apart = isinstance(self.nested, ByHessian) or (met and len(normal) > 1)
         family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
-        if family not in _FULL:
-            return f"because {family} has not the covariance of a full Gaussian. Take SVGP."
-        if not self.hyper.size and self._is_gaussian():  # all posteriors are normal
-            if guide.q.is_of_rows:  # and found in one step
-                return "because noise is not far above jitter. Take float64 and GaussianProcess(..., jitter=1e-12)."
-            return f"because training has not brought {name!r} to the optimum. {_LONGER}"
-        return "because the posterior is far from normal. Call guide.integrate, or compare with NUTS."
+        is_normal = not self.hyper.size and self._is_gaussian()  # each posterior is, on sites found in one step
+        of_small, of_apart, of_late = (", ".join(map(repr, names)) for names in (small, apart, late))
+        alone = [n for n in search.priors if guide.is_independent(n) and n not in self.apart]
+        its = alone if name in facts.gps else [name]
+        causes = [
+            (
+                of_argument("point_estimates", guide.point_estimates, self.apart, "known"),
+                self.apart and name in {*facts.gps, *guide.joint.field, *self.apart},
+            ),
+            (of_argument("independent", guide.independent, its, "independent"), alone and name in {*facts.gps, *alone}),
+            (f"the basis of {of_small} is too small. Give its family more inducing points.", small),
+            (f"the guide treats {of_apart} as independent, which meet in densities. Compare with NUTS.", are_apart),
+            (f"training has not brought {of_late} to the optimum. {_LONGER}", late),
+            (f"{family} has not the covariance of a full Gaussian. Take SVGP.", family not in _FULL),
+            (
+                "noise is not far above jitter. Take float64 and GaussianProcess(..., jitter=1e-12).",
+                is_normal and guide.q.is_of_rows,
+            ),
+            (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
+            ("the posterior is far from normal. Call guide.integrate, or compare with NUTS.", True),
+        ]
+        return "because " + next(cause for cause, applies in causes if applies)
 
     def _is_gaussian(self) -> bool:
         """Whether data are normal around linear predictors."""
@@ -290,16 +297,6 @@ class Compared:
         data = {name for name, site in self.search.sites.items() if is_observation(site)}
         kinds = all(type(bare(self.search.sites[name]["fn"])) is dist.Normal for name in data)
         return kinds and links == {name: {"loc": "identity"} for name in data}
-
-    def _cause_given(self, name: str) -> str:
-        """An argument of the guide that is the cause; "" if none is."""
-        guide, is_gp = self.guide, name in self.guide.facts.gps
-        if self.apart and (is_gp or name in {*guide.joint.field, *self.apart}):
-            return of_argument("point_estimates", guide.point_estimates, self.apart, "known")
-        alone = [n for n in self.search.priors if guide.is_independent(n) and n not in self.apart]
-        if alone and (is_gp or name in alone):
-            return of_argument("independent", guide.independent, alone if is_gp else [name], "independent")
-        return ""
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Those of the posterior, and of q: over the density of the draws, ∝ exp(−½|ε/1.3|²)."""

@@ -43,4 +43,4 @@ def of_argument(argument: str, given: Any, names: list[str], how: str) -> str:
     """A cause that the guide was given."""
     which = ", ".join(map(repr, names))
     remedy = f"{argument}=True" if given is True else f"{which} from {argument}="
-    return f"because the guide treats {which} as {how}. Remove {remedy}."
+    return f"the guide treats {which} as {how}. Remove {remedy}."

@@ -38,6 +38,7 @@ _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so m
 _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
 _NARROWER = 0.2  # of a hyperparameter's precision, from which data's precision follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
+_MODULES = SparseGP, OptimalGP, ExactGP, ExpectationGP  # that may be a part of a field
 PATIENCE = 2.0  # seconds, after which a search shows a bar
 _DRAWS = 3  # of the prior, beside the first call's own values
 
@@ -107,22 +108,23 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
 
 def obstacle(guide: KnownGuide) -> str:
     """Why a guide's latents and GP sites are not one posterior, and what to do; "" if nothing is in the way."""
-    facts = guide.facts
     if torch.distributed.is_initialized():  # processes have other rows each, at which they would find other modes
         return "several processes train. Make the guide's first step in one, and load its state."
-    if facts.inner:
-        return f"values of GP site {facts.inner[0]!r} enter another one. Compare with NUTS."
-    for name in without(facts.latents, guide.able_to_couple):
-        if name in facts.local_latents:
-            return f"latent {name!r} has a value for each row. Integrate it out in the likelihood."
-        return f"get_posterior gives latent {name!r} a posterior of its own. Leave that to the guide."
-    for name, module in guide.modules_by_site().items():
-        family = module.family["name"]
-        if type(module) not in (SparseGP, OptimalGP, ExactGP, ExpectationGP) or module.family.get("num_columns"):
-            return f"GP site {name!r} has the family {family}. Take SVGP(64)."
-        if (num := sum(module.basis.sizes) * module.batch_shape.numel()) > LARGEST:
-            return f"GP site {name!r} has {num} coefficients. Take up to {LARGEST}, by fewer inducing points."
-    return ""
+    facts, modules = guide.facts, guide.modules_by_site()
+    apart = without(facts.latents, guide.able_to_couple)
+    others = {n: m for n, m in modules.items() if type(m) not in _MODULES or m.family.get("num_columns")}
+    sizes = {n: sum(m.basis.sizes) * m.batch_shape.numel() for n, m in modules.items() if n not in others}
+    why = [f"values of GP site {name!r} enter another one. Compare with NUTS." for name in facts.inner]
+    why += [
+        f"latent {name!r} has a value for each row. Integrate it out in the likelihood."
+        if name in facts.local_latents
+        else f"get_posterior gives latent {name!r} a posterior of its own. Leave that to the guide."
+        for name in apart
+    ]
+    why += [f"GP site {n!r} has the family {m.family['name']}. Take SVGP(64)." for n, m in others.items()]
+    much = f"coefficients. Take up to {LARGEST}, by fewer inducing points."
+    why += [f"GP site {n!r} has {num} {much}" for n, num in sizes.items() if num > LARGEST]
+    return next(iter(why), "")
 
 
 def _find(search: Search) -> str:
@@ -186,13 +188,17 @@ class _Mode:
         for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
             if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
                 self._put(q, q.anchor_of(self.handler.bases[name]), [name])
-        if self._is_classes:
-            return "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS."
-        if not self.search.is_exact:
-            return ""
-        if self.search.rows < self.search.num:
-            return f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."
-        return f"inputs of {', '.join(self.facts.gps)} move, or plates take a part of the rows. Take SVGP(64)."
+        search, moving = self.search, ", ".join(self.facts.gps)
+        whys = [
+            (
+                self._is_classes,
+                "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS.",
+            ),
+            (not search.is_exact, ""),
+            (search.rows < search.num, f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."),
+            (True, f"inputs of {moving} move, or plates take a part of the rows. Take SVGP(64)."),
+        ]
+        return next(why for applies, why in whys if applies)
 
     def _set_others(self, joint: Collection[str]) -> None:
         """Start independent posteriors at the mode, with the variances given all other latents."""

@@ -131,7 +131,7 @@ def fit(
     ways: dict[Any, bool] = {"auto": total >= _LONG, True: True, False: False}
     method = _method(model, guide, optim, loss, method, group, ways[jit])
     path = None if checkpoint is None else Path(checkpoint)
-    settles = steps is None and epochs is None and stopping is None
+    settles, stopping = steps is None and epochs is None and stopping is None, stopping or (lambda losses: False)
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
     if resume and path is not None and path.exists():
         loop.resume(path)
@@ -179,7 +179,7 @@ class _Loop:
     batches: Union[TensorBatches, LoadedBatches]
     total: int
     workers: Workers
-    stopping: Optional[Callable[[list[float]], bool]]
+    stopping: Callable[[list[float]], bool]
     path: Optional[Path]
     settles: bool  # whether the number of steps follows the bound
     losses: list[float] = field(default_factory=list)
@@ -300,18 +300,12 @@ class _Loop:
                     self.losses.append(self._step(next(stream)))
                     self._settle(len(self.losses))
                     bar.total = self.total
-                    # Of the next step, before the checkpoint: a resumed optimiser takes its rates from there
-                    # (test_resumed_as_if_never_cut_off).
+                    # Before the checkpoint, which has them for the next step: test_resumed_as_if_never_cut_off.
                     self._set_rates()
                     self.seconds = time.monotonic() - began
                     bar.update()
                     bar.set_postfix_str(f"loss {np.mean(self.losses[-50:]):.5g}", refresh=False)
-                    if self.stopping is not None and self.stopping(self.losses):
-                        why = "the stopping rule says so"
-                    why = _INTERRUPTED if interrupts else why
-                    # What stops one process stops all, which else would wait for its gradients for ever.
-                    stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(why)))))
-                    why = why or ("another process stopped" if stops else "")
+                    why = self._why_to_stop(interrupts)
                     if why or time.monotonic() - written >= checkpoint_every or len(self.losses) == self.total:
                         self.keep()
                         written = time.monotonic()
@@ -319,6 +313,13 @@ class _Loop:
             share_rates(self.guide, 1.0)  # natural steps' own rates after it, whatever ended the steps
         ended = "the bound stands" if self.settles and self.total < _STEPS else f"all {self.total} steps were taken"
         return why or ended
+
+    def _why_to_stop(self, interrupts: list[int]) -> str:
+        """Why no step is to follow, if one could."""
+        whys: dict[str, Any] = {_INTERRUPTED: interrupts, "the stopping rule says so": self.stopping(self.losses)}
+        # What stops one process stops all, which else would wait for its gradients for ever.
+        of_any = self.workers.largest(self.guide.like.new_tensor(float(any(whys.values()))))
+        return next((why for why, applies in {**whys, "another process stopped": of_any}.items() if applies), "")
 
     def _settle(self, step: int) -> None:
         """Where the bound stands after so many steps, have rates fall from here, to the end of training."""
