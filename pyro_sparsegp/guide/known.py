@@ -29,7 +29,7 @@ Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
 
 
 @dataclass(frozen=True)
-class Joint:
+class Coupling:
     """Which latents have one posterior with others: hyperparameters, and the field given these."""
 
     hyper: tuple[str, ...] = ()  # hyperparameters, jointly normal in unconstrained space
@@ -55,7 +55,7 @@ class Core:
     """What a guide has learnt at its first call, or was loaded with."""
 
     facts: Structure = _field(default_factory=Structure)  # what is known of the program; nothing, before
-    joint: Joint = _field(default_factory=Joint)
+    joint: Coupling = _field(default_factory=Coupling)
     sizes: dict[str, int] = _field(default_factory=dict)  # of each observed site, how many values it had; 0 if unknown
     num_nodes: int = 20  # along an axis of quadrature in training, at which sites are read, too
     forms: Optional[ClosedForms] = None  # which are in closed form; learned anew where a state was loaded
@@ -137,7 +137,7 @@ class KnownGuide(AutoNormalMessenger):
         return facts
 
     @property
-    def joint(self) -> Joint:
+    def joint(self) -> Coupling:
         """Which latents have one posterior."""
         return self.core.joint
 

@@ -13,9 +13,12 @@ from ..modules import path_of
 from ..program.data import TrainingData, is_plain, map_tensors
 from ..program.structure import Structure
 from .field import make_field
-from .known import Core, Joint, KnownGuide
+from .known import Core, Coupling, KnownGuide
 from .latents import couple
 from .points import Points
+
+# Of a field, which has them where its members, hyperparameters and data ask for them.
+_BUFFERS = ("field.rows_", "field.slopes", "field.coefficients.log_weight")
 
 
 def saved_of(guide: KnownGuide) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Te
     """Make a guide what a state of these tensors is to be loaded into; raise if it is of other families."""
     saved = saved if "structure" in saved else _of_earlier_release(saved)
     now, modules = guide.core, {name: module.spec() for name, module in guide.modules_by_site().items()}
-    joint = Joint(**{key: part for key, part in saved["joint"].items() if key in Joint.__dataclass_fields__})
+    joint = Coupling(**{key: part for key, part in saved["joint"].items() if key in Coupling.__dataclass_fields__})
     found = Core(Structure.from_json(saved["structure"]), joint, dict(saved["sizes"]), loaded=True)
     found.num_nodes = saved["num_nodes"]
     # A guide that was called keeps its parameters, which an optimiser may have:
@@ -52,8 +55,9 @@ def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Te
     guide.core = found
     if "points" in saved:
         found.points = map_tensors(lambda t: t.to(guide.like), Points(**saved["points"]))
-    for key in [key for key in tensors if key.startswith("field.rows_")]:
-        guide.field.register_buffer(key.removeprefix("field."), torch.zeros_like(tensors[key]))
+    for key in [key for key in tensors if key.startswith(_BUFFERS)]:
+        path, _, leaf = key.rpartition(".")
+        guide.get_submodule(path).register_buffer(leaf, torch.zeros_like(tensors[key]))
     if "data" in saved:
         data, like = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"]), guide.like
         data.note(saved["data"].get("shown", {}))
@@ -83,10 +87,6 @@ def _make_parameters(guide: KnownGuide, modules: Mapping[str, Any], tensors: Map
         couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
     if joint.field:
         make_field(guide, joint.field)
-    if joint.weights:
-        guide.field.coefficients.register_buffer("log_weight", guide.like.new_zeros(()))
-    if joint.intercepts:
-        guide.field.register_buffer("slopes", torch.zeros_like(tensors["field.slopes"]))
 
 
 def _of_earlier_release(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,6 +120,6 @@ def _of_earlier_release(saved: Mapping[str, Any]) -> dict[str, Any]:
         "meeting": of["interactions"],
         "summed": of["summed"],
     }
-    known = {key: of[key] for key in Joint.__dataclass_fields__ if key in saved} | {"hyper": of.get("coupled", [])}
+    known = {key: of[key] for key in Coupling.__dataclass_fields__ if key in saved} | {"hyper": of.get("coupled", [])}
     joint = {key: tuple(part) if isinstance(part, list) else part for key, part in known.items()}
     return of | {"structure": json.dumps(structure), "joint": joint, "modules": of["gps"], "sizes": of["rows"]}
