@@ -271,15 +271,16 @@ def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, 
     """
     parts: list[Tensor] = []
     for i, name in enumerate(guide.joint.field):
+        if name in guide.joint.followed:
+            continue
         # exp(bᵀθ)A: of a non-centred latent u is what it is multiplied to
         factors = guide.joint.factors.get(name, {}).items()
         logs = [_unconstrained(sites[other]) @ guide.like.new_tensor(slopes) for other, slopes in factors]
         # priors of Python numbers are on the host, of the default dtype
         factor = sum(logs, guide.like.new_zeros(())).exp()
-        if name in bases and name not in guide.joint.followed:
+        if name in bases:
             at = factor * side_by_side(bases[name](getattr(guide.field, f"rows_{i}")))
             parts += at.expand(*guide.module_of(name).batch_shape, *at.shape[-2:]).reshape(-1, *at.shape[-2:])
-        if name in bases:
             continue
         at = _scale_of(priors[name]).to(guide.like)
         if name in guide.joint.row_effects and len(at) != sum(guide.joint.field[name]):  # of new rows

@@ -216,7 +216,7 @@ class FieldLatent(OfPrior):
         return self.spread(self.share.log_ratio(self.drawn or []))
 
     def spread(self, total: Tensor) -> Tensor:
-        """A number of the whole field over the batch."""
+        """A number of the whole field, an equal part of it for each element of the batch."""
         return (total / max(self.batch_shape.numel(), 1)).expand(self.batch_shape)
 
 

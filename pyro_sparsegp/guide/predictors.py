@@ -168,17 +168,14 @@ class Densities:
 
     def total(self, at: Tensor) -> Tensor:
         """Their sum, as sites scale and mask them."""
-        sites = self.run(at) if self.names else {}
+        sites = self.run(at)
         with asks_program():
             parts = [(sites[name]["fn"].log_prob(sites[name]["value"]), sites[name]) for name in self.names]
         return sum((scale_and_mask(p, s["scale"], s["mask"]).sum() for p, s in parts), at.new_zeros(()))
 
     def local(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Their sum ℓ at x, ``(num,)``, ∇ℓ, and −∇²ℓ by x and residuals."""
-        at = self.layout.extend(x)
-        if not self.names:
-            return x.new_zeros(()), x.new_zeros(len(x)), x.new_zeros(1, 1).expand(len(at), len(at))
-        at = at if at.requires_grad else at.requires_grad_()
+        at = self.layout.extend(x).requires_grad_()
         total = self.total(at)
         with asks_program():  # whose functions may have no second derivative
             (slope,) = torch.autograd.grad(total, at, create_graph=True)
@@ -190,8 +187,6 @@ class Densities:
 
     def local_mean(self, x: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         """E ∇ℓ and −E ∇²ℓ by x ~ N(x, P⁻¹), P of the Cholesky factor ``root``."""
-        if not self.names:
-            return torch.zeros_like(x), torch.zeros_like(root)
         with repeatable(x):
             noise = design(self.layout.extended, x)
         own, rest = noise.tensor_split([len(x)], -1)

@@ -41,7 +41,7 @@ class Conditions:
     """What a run's posteriors are conditioned on, of families on sites: drawn and read before it."""
 
     values: dict[str, Tensor] = field(default_factory=dict)  # of the latents
-    readings: dict[str, Any] = field(default_factory=dict)  # of such families, by GP site
+    readings: dict[str, Any] = field(default_factory=dict)  # of GP sites that have such a family
     drawn: Union[Drawn, Point, None] = None  # the latents that are coupled
 
 
@@ -55,8 +55,8 @@ class Run(ABC):
     at_medians: bool = False  # other latents are there; else they are drawn, or held as the conditions say
     # Standardised, of the GP sites that are at quadrature nodes, None for the mean, and not drawn.
     nodes: Optional[Mapping[str, Optional[Tensor]]] = None
-    draws_data: bool = True  # data that are not there are drawn; or nothing is, in their place
-    sums_out: bool = True  # discrete latents are, that are enumerated; or they come from the model
+    draws_data: bool = True  # data that are not given are drawn; or another value stands in for them
+    sums_out: bool = True  # enumerated discrete latents are summed out; or the model draws them
 
     processes: dict[str, GaussianProcess] = field(init=False, default_factory=dict)  # of the GP sites it met
     posteriors: dict[str, Any] = field(init=False, default_factory=dict)
@@ -64,7 +64,7 @@ class Run(ABC):
     trace: poutine.Trace = field(init=False, default_factory=poutine.Trace)
     enumeration: Optional[Enumeration] = field(init=False, default=None)
     drawn: Union[Drawn, Point, None] = field(init=False, default=None)  # latents that are coupled
-    parts: dict[str, Any] = field(init=False, default_factory=dict)  # of that draw, which sites are about to take
+    parts: dict[str, Any] = field(init=False, default_factory=dict)  # of that draw, whose sites are not yet met
     kind: Any = field(init=False, default=None)  # of posterior
 
     @checks.require_known_indices()
@@ -334,15 +334,15 @@ def _equal(one: object, other: object) -> bool:
 
 def note_rows(run: Run) -> None:
     """After a run: note the rows that kernels' diagonals depend on, or warn where training has more of them."""
-    guide = run.guide
-    for name, process in run.processes.items():
-        module = guide.corrected_modules().get(name) if process.kernel.depends_on_rows else None
-        if module is not None and not run.call.new and torch.is_grad_enabled():
+    guide, corrected = run.guide, run.guide.corrected_modules()
+    for name in [name for name in corrected if name in run.processes]:
+        process, module = run.processes[name], corrected[name]
+        if not run.call.new and torch.is_grad_enabled():
             module.see(process.x)
             frames = [frame for site in run.data.values() for frame in site["cond_indep_stack"]]
             sizes = [int(f.full_size) for f in frames if f.size == process.x.shape[-2] and f.full_size]
             module.num_rows = max(sizes, default=module.num_rows)
-        elif module is not None and run.call.new and module.num_seen < module.num_rows:
+        elif run.call.new and module.num_seen < module.num_rows:
             warn_once(
                 guide.warned,
                 "rows unseen",

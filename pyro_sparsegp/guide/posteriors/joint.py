@@ -86,7 +86,7 @@ class Joint(Separate):
         return run.latent_of_field(name, prior) if is_member else super().latent(run, name, prior)
 
     def sums_of(self, run: Priors, name: str, features: Features) -> tuple[Any, Any]:
-        """Of this site alone, which follows others: they are at their medians."""
+        """Those of the field, whose one member this site is; what it follows is at its median."""
         return run.guide.field.coefficients, anchor_of(run.guide, run.bases, run.normal, run.sites)
 
     def lacks(self, guide: KnownGuide, seen: Structure) -> list[str]:

@@ -27,7 +27,7 @@ class Separate:
 
     has_bound = True  # whether its objective is a bound, which draws estimate and gradients raise
     is_of_rows = False  # whether it belongs to single rows of the training data
-    is_marginal = True  # whether a GP site has its marginals' variances given latents
+    is_marginal = True  # whether variances of a GP site are given the latents
 
     def describe(self, guide: KnownGuide) -> str:
         """Which functions and latents have one Gaussian, and how others are distributed."""
@@ -64,7 +64,7 @@ class Separate:
     def given_now(self, guide: KnownGuide, median: bool, known: bool = False) -> Conditions:
         """What prediction is conditioned on, for one draw of the latents or their medians.
 
-        :param known: whether the draw is of training's data, so that their rows' latents are the draw's.
+        :param known: whether it predicts at training's rows, which have the latents of rows that this draw has.
         """
         return Conditions()
 
