@@ -100,6 +100,11 @@ class AutoSparseGP(SiteMessenger):
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
 
+    @property
+    def q(self) -> Separate:
+        """The kind of its posterior."""
+        return self.kind_of()
+
     def kind_of(self, at_points: bool = False) -> Separate:
         own = _JOINT if self.core.joint.field else self._own_kind
         return _AT_POINTS if at_points else own

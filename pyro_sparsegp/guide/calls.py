@@ -44,17 +44,15 @@ class NewRows(Call):
     new = True
 
 
+# Of calls with observations, by whether they are of training's rows, and whether something is learned of them.
+KINDS = {(kind.same, kind.learns): kind for kind in (TrainingStep, Evaluation, BatchStep, Call)}
+
+
 def classify(guide: KnownGuide, args: tuple, kwargs: dict[str, object]) -> Call:
     """Which call it is that brings these arguments."""
     relation, steps = guide.relation(args, kwargs), torch.is_grad_enabled()
     # Its tensors are compared with those of training where something belongs to single rows, and no sooner.
     if guide.core.data is None or not guide.is_about_rows:
-        return kind_of_call(steps or not guide.q.is_of_rows, steps)(relation)
+        return KINDS[steps or not guide.q.is_of_rows, steps](relation)
     learns = steps and (relation.same or (guide.q.takes_batches(guide) and not relation.fewer))
-    return kind_of_call(relation.same, learns)(relation, relation.inputs)
-
-
-def kind_of_call(same: bool, learns: bool) -> type[Call]:
-    """That of a call with observations, of the same rows as training's or others, in a step or not."""
-    kinds = {(kind.same, kind.learns): kind for kind in (TrainingStep, Evaluation, BatchStep, Call)}
-    return kinds[same, learns]
+    return KINDS[relation.same, learns](relation, relation.inputs)

@@ -268,24 +268,21 @@ class Compared:
         apart = met if name in met and len(met) > 1 else [*search.priors, *facts.gps]
         are_apart = isinstance(self.nested, ByHessian) or (met and len(normal) > 1)
         family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
-        is_normal = not self.hyper.size and self._is_gaussian()  # each posterior is, on sites found in one step
-        of_small, of_apart, of_late = (", ".join(map(repr, names)) for names in (small, apart, late))
+        is_normal = not self.hyper.size and self._is_gaussian()  # each posterior is
+        is_exact = is_normal and guide.q.is_of_rows  # and found in one step
         alone = [n for n in search.priors if guide.is_independent(n) and n not in self.apart]
         its = alone if name in facts.gps else [name]
+        beside_points = self.apart and name in {*facts.gps, *guide.joint.field, *self.apart}
+        beside_alone = alone and name in {*facts.gps, *alone}
+        of_small, of_apart, of_late = (", ".join(map(repr, names)) for names in (small, apart, late))
         causes = [
-            (
-                of_argument("point_estimates", guide.point_estimates, self.apart, "known"),
-                self.apart and name in {*facts.gps, *guide.joint.field, *self.apart},
-            ),
-            (of_argument("independent", guide.independent, its, "independent"), alone and name in {*facts.gps, *alone}),
+            (of_argument("point_estimates", guide.point_estimates, self.apart, "known"), beside_points),
+            (of_argument("independent", guide.independent, its, "independent"), beside_alone),
             (f"the basis of {of_small} is too small. Give its family more inducing points.", small),
             (f"the guide treats {of_apart} as independent, which meet in densities. Compare with NUTS.", are_apart),
             (f"training has not brought {of_late} to the optimum. {_LONGER}", late),
             (f"{family} has not the covariance of a full Gaussian. Take SVGP.", family not in _FULL),
-            (
-                "noise is not far above jitter. Take float64 and GaussianProcess(..., jitter=1e-12).",
-                is_normal and guide.q.is_of_rows,
-            ),
+            ("noise is not far above jitter. Take float64 and GaussianProcess(..., jitter=1e-12).", is_exact),
             (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
             ("the posterior is far from normal. Call guide.integrate, or compare with NUTS.", True),
         ]

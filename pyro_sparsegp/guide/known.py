@@ -101,6 +101,8 @@ class KnownGuide(AutoNormalMessenger):
 
     together: Any  # q(θ) of hyperparameters
     field: Any  # q(x) of all that is normal given them
+    q: Any  # the kind of its posterior, of :mod:`.posteriors`
+    kind_of: Any  # the same, or that of draws at weighted points of the hyperparameters
 
     def __init__(
         self, model: Callable, families: Families, named: Mapping[str, Any], start: Optional[str], **options: Any
@@ -150,15 +152,6 @@ class KnownGuide(AutoNormalMessenger):
         """The latents of all rows, or of rows in the field, with no posterior by an overridden ``get_posterior``."""
         apart = {*self.facts.local_latents} - {*self.joint.row_effects}
         return [name for name, own in self.facts.latents.items() if own.shape is not None and name not in apart]
-
-    @property
-    def q(self) -> Any:
-        """The kind of its posterior, of :mod:`.posteriors`."""
-        return self.kind_of()
-
-    def kind_of(self, at_points: bool = False) -> Any:
-        """As :attr:`q`; or of draws at weighted points of the hyperparameters."""
-        raise NotImplementedError
 
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""

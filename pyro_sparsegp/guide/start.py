@@ -188,15 +188,13 @@ class _Mode:
         for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
             if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
                 self._put(q, q.anchor_of(self.handler.bases[name]), [name])
-        search, moving = self.search, ", ".join(self.facts.gps)
+        search, names = self.search, ", ".join(self.facts.gps)
+        classes = "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS."
         whys = [
-            (
-                self._is_classes,
-                "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS.",
-            ),
+            (self._is_classes, classes),
             (not search.is_exact, ""),
             (search.rows < search.num, f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."),
-            (True, f"inputs of {moving} move, or plates take a part of the rows. Take SVGP(64)."),
+            (True, f"inputs of {names} move, or plates take a part of the rows. Take SVGP(64)."),
         ]
         return next(why for applies, why in whys if applies)
 

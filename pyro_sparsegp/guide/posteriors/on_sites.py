@@ -21,7 +21,7 @@ from ...program.data import TrainingData
 from ...program.explore import explore
 from ...program.reader import Expectation, Reader, total_after
 from ...program.structure import Depends, Structure
-from ..calls import Call, Evaluation, kind_of_call
+from ..calls import KINDS, Call, Evaluation
 from ..known import KnownGuide
 from ..readings import Readings, SiteReading
 from ..runs import Conditions, Posteriors, Priors, Run, require_rows, shown_by
@@ -77,7 +77,7 @@ class OnSites(Separate):
         with handlers.unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
             run.perform(args, kwargs)
         if same and core.data is not None and self.takes_batches(guide) and checks.holds_part(run.trace):
-            batch = kind_of_call(False, learns)(call.relation, call.inputs)
+            batch = KINDS[False, learns](call.relation, call.inputs)
             return self.given(guide, batch, args, kwargs)  # the rows it knows, as a batch of more
         name, module = next(iter(modules.items()))
         checks.require_full_batch(name, module.family["name"], run.trace)
