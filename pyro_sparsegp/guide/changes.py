@@ -7,9 +7,8 @@ import torch
 from pyro import poutine
 
 from ..program.data import switches_of
-from ..program.explore import ClosedForms, explore
+from ..program.explore import explore
 from ..program.handlers import held_runs
-from ..program.structure import Structure
 from ..program.traces import RandomState
 from .calls import Call
 from .known import KnownGuide
@@ -31,7 +30,12 @@ def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], is_step: bool 
     core.steps += is_step
     if not (is_new or is_due):
         return
-    seen, forms = _seen(guide, args, kwargs)
+    state = RandomState(guide.like)  # of the step, which takes the same rows
+    with poutine.block(), pyro.validation_enabled(False):
+        inputs = torch.is_grad_enabled() or guide.relation(args, kwargs).inputs
+        run = Posteriors(guide, call=Call(inputs=inputs), at_medians=True).perform(args, kwargs)
+        seen, forms = explore(run, held_runs(guide.model, run.trace, args, kwargs))
+    state.restore()
     if told := "; ".join(guide.q.lacks(guide, seen)):
         given = ", ".join(f"{'.'.join(map(str, path))}={value!r}" for path, value in switches)
         raise ValueError(
@@ -45,14 +49,3 @@ def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], is_step: bool 
     # A prediction by a loaded state shows no data, as training does: test_a_latent_that_a_state_does_not_have.
     if seen.data == guide.facts.data or not core.loaded:
         core.met.add(switches)
-
-
-def _seen(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> tuple[Structure, ClosedForms]:
-    """The program at these arguments, and its closed forms."""
-    state = RandomState(guide.like)  # of the step, which takes the same rows
-    with poutine.block(), pyro.validation_enabled(False):
-        inputs = torch.is_grad_enabled() or guide.relation(args, kwargs).inputs
-        run = Posteriors(guide, call=Call(inputs=inputs), at_medians=True).perform(args, kwargs)
-        found = explore(run, held_runs(guide.model, run.trace, args, kwargs))
-    state.restore()
-    return found

@@ -124,7 +124,7 @@ class SiteMessenger(KnownGuide):
         # Before anything is learned every latent is the guide's.
         if facts.gps and (own is None or own.plates) and _is_new(self, name, prior):
             if name in self.core.joint.row_effects:
-                run.note_new(name, prior)
+                run.normal[name] = prior
             return prior
         rules.require("latent", name, prior, self.trace)
         return run.kind.latent(run, name, prior)

@@ -60,6 +60,7 @@ class Run(ABC):
 
     processes: dict[str, GaussianProcess] = field(init=False, default_factory=dict)  # of the GP sites it met
     posteriors: dict[str, Any] = field(init=False, default_factory=dict)
+    normal: dict[str, Any] = field(init=False, default_factory=dict)  # priors of the field's latents, of new rows, too
     values: dict[str, Tensor] = field(init=False, default_factory=dict)  # of all sites
     trace: poutine.Trace = field(init=False, default_factory=poutine.Trace)
     enumeration: Optional[Enumeration] = field(init=False, default=None)
@@ -111,9 +112,6 @@ class Run(ABC):
         known = self.guide.core.facts.data
         return {name: site for name, site in self.sites.items() if site["is_observed"] and name in known}
 
-    def note_new(self, name: str, prior: TorchDistribution) -> None:  # noqa: B027, priors alone are asked for these
-        """Take note of the prior of a member of the field at rows that it has no values of."""
-
     def latent_of_field(self, name: str, prior: TorchDistribution) -> Any:
         """The answer at a latent of the field."""
         raise NotImplementedError  # of a first run, which knows none
@@ -143,14 +141,8 @@ class Run(ABC):
 class Priors(Run):
     """GP sites, and what else is a part of the field, at their priors' means."""
 
-    normal: dict[str, Any] = field(init=False, default_factory=dict)  # priors of these others
-
     def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Tensor:
         return process.mean
-
-    def note_new(self, name: str, prior: TorchDistribution) -> None:
-        """Take note of the prior of a member of the field at rows that it has no values of."""
-        self.normal[name] = prior
 
     def latent_of_field(self, name: str, prior: TorchDistribution) -> Tensor:
         self.normal[name] = prior

@@ -111,16 +111,13 @@ def obstacle(guide: KnownGuide) -> str:
     if torch.distributed.is_initialized():  # processes have other rows each, at which they would find other modes
         return "several processes train. Make the guide's first step in one, and load its state."
     facts, modules = guide.facts, guide.modules_by_site()
-    apart = without(facts.latents, guide.able_to_couple)
+    apart, local = without(facts.latents, guide.able_to_couple), facts.local_latents
     others = {n: m for n, m in modules.items() if type(m) not in _MODULES or m.family.get("num_columns")}
     sizes = {n: sum(m.basis.sizes) * m.batch_shape.numel() for n, m in modules.items() if n not in others}
     why = [f"values of GP site {name!r} enter another one. Compare with NUTS." for name in facts.inner]
-    why += [
-        f"latent {name!r} has a value for each row. Integrate it out in the likelihood."
-        if name in facts.local_latents
-        else f"get_posterior gives latent {name!r} a posterior of its own. Leave that to the guide."
-        for name in apart
-    ]
+    why += [f"latent {n!r} has a value for each row. Integrate it out in the likelihood." for n in apart if n in local]
+    own = "a posterior of its own. Leave that to the guide."
+    why += [f"get_posterior gives latent {n!r} {own}" for n in apart if n not in local]
     why += [f"GP site {n!r} has the family {m.family['name']}. Take SVGP(64)." for n, m in others.items()]
     much = f"coefficients. Take up to {LARGEST}, by fewer inducing points."
     why += [f"GP site {n!r} has {num} {much}" for n, num in sizes.items() if num > LARGEST]
@@ -307,18 +304,19 @@ class _Mode:
 
     def _wants_field(self, field: list[str], intercepts: Collection[str]) -> bool:
         """Whether GP sites meet in a density, or a latent is to be joint with them."""
-        search, modules = self.search, self.guide.modules_by_site().values()
-        moves = any(as_process(self.handler.priors[name])[0].x.requires_grad for name in self.facts.gps)  # type: ignore[union-attr]
+        search, facts, modules = self.search, self.facts, self.guide.modules_by_site().values()
+        if self._is_classes or any(isinstance(module, ExpectationGP) for module in modules):
+            return False
         # Values at all rows are a basis if all are here, and stay where they are:
         # test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
-        stays = not (search.is_exact and (search.rows < search.num or search.is_part or moves))
+        moves = any(as_process(self.handler.priors[name])[0].x.requires_grad for name in facts.gps)  # type: ignore[union-attr]
+        if search.is_exact and (search.rows < search.num or search.is_part or moves):
+            return False
+        if len(field) > len(modules) or facts.meeting or self.guide.together_by_name or facts.has_outputs_that_meet:
+            return True
         # an intercept of another prior, which f follows by itself on sites
-        follows = bool(intercepts or self.weights.any() or (self.nested.drawn and self.guide.joint.hyper))
-        follows = follows and all(type(module) is SparseGP for module in modules) and not self.own
-        meets = len(field) > len(modules) or bool(self.facts.meeting or self.guide.together_by_name)
-        meets = meets or self.facts.has_outputs_that_meet
-        is_open = stays and not self._is_classes
-        return is_open and (meets or follows) and not any(isinstance(module, ExpectationGP) for module in modules)
+        follows = intercepts or self.weights.any() or (self.nested.drawn and self.guide.joint.hyper)
+        return bool(follows) and all(type(module) is SparseGP for module in modules) and not self.own
 
     @property
     def _is_classes(self) -> bool:

@@ -194,12 +194,11 @@ class ExpectationPropagation:
                 name for name, gp in facts.gps.items() if gp.depends.rank > Depends.ELEMENTWISE.rank
             ],
         }
-        for why, names in whys.items():
-            for name in names:
-                raise ValueError(
-                    f"GP site {name!r} cannot be trained by expectation propagation, whose integrals are "
-                    f"one-dimensional: {why}. Take SVI with TraceQuadrature_ELBO and a family such as SVGP."
-                )
+        for name, why in [(name, why) for why, names in whys.items() for name in names]:
+            raise ValueError(
+                f"GP site {name!r} cannot be trained by expectation propagation, whose integrals are one-dimensional: "
+                f"{why}. Take SVI with TraceQuadrature_ELBO and a family such as SVGP."
+            )
         if not facts.downstream:
             raise ValueError(
                 f"no log density depends on GP site {next(iter(facts.gps))!r} in the guide's first call: "
