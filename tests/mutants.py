@@ -67,7 +67,7 @@ first-draws-count-in-full: test_deep_gp.py::test_single_draws_of_an_inner_layer_
 - limits += [_BY_MARGINALS for one in passes if one.by_draws]
 + limits += []
 natural-rates-stay: test_fit.py::test_mini_batches_leave_the_mean_where_all_rows_have_it
-- share_rates(self.guide, falling(step, self.total))
+- share_rates(self.guide, falling(len(self.losses), self.total))
 + share_rates(self.guide, 1.0)
 schedules-are-of-parameters-alone: test_fit.py::test_natural_steps_follow_a_schedule
 - share_rates(guide, min(1.0, max(found)))
@@ -322,8 +322,8 @@ noise-is-shared: test_botorch.py::test_noise_and_its_absence
 - covariances = covariances + noise.expand(*means.shape[1:], len(means)).movedim(-1, 0).diag_embed()
 + covariances = covariances + noise.expand(*means.shape[1:], len(means)).movedim(-1, 0)[..., None]
 batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient
-- is_batch = steps and guide.q.takes_batches(guide) and not relation.fewer
-+ is_batch = False
+- learns = steps and (relation.same or (guide.q.takes_batches(guide) and not relation.fewer))
++ learns = steps and relation.same
 labels-are-masks: test_data.py::test_what_is_no_tensor
 - both, hidden = (self._known.leaves, self.call.leaves), torch.bool if self._trains else ()
 + both, hidden = (self._known.leaves, self.call.leaves), torch.bool

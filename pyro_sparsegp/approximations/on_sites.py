@@ -41,7 +41,7 @@ class BySites:
         """What an update makes of sites, beside those kept before and the marginals relative to the prior's mean."""
         return sites
 
-    def require_settled(self, change: Any, name: str, warned: Warned) -> None:
+    def require_settled(self, change: Tensor, name: str, warned: Warned) -> None:
         """Warn where another update of sites moves a marginal by so many standard deviations, and no bound guards."""
 
 
@@ -255,7 +255,7 @@ class ProjectedGP(SiteGP):
     def limited(self, sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) -> Sites:
         return within_reach(sites, kept, marginals)
 
-    def require_settled(self, change: Any, name: str, warned: Warned) -> None:
+    def require_settled(self, change: Tensor, name: str, warned: Warned) -> None:
         if decided(change > _UNSETTLED):
             warn_once(
                 warned,

@@ -131,7 +131,7 @@ def fit(
     ways: dict[Any, bool] = {"auto": total >= _LONG, True: True, False: False}
     method = _method(model, guide, optim, loss, method, group, ways[jit])
     path = None if checkpoint is None else Path(checkpoint)
-    settles, stopping = steps is None and epochs is None and stopping is None, stopping or (lambda losses: False)
+    settles = steps is None and epochs is None and stopping is None
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
     if resume and path is not None and path.exists():
         loop.resume(path)
@@ -179,7 +179,7 @@ class _Loop:
     batches: Union[TensorBatches, LoadedBatches]
     total: int
     workers: Workers
-    stopping: Callable[[list[float]], bool]
+    stopping: Optional[Callable[[list[float]], bool]]
     path: Optional[Path]
     settles: bool  # whether the number of steps follows the bound
     losses: list[float] = field(default_factory=list)
@@ -316,7 +316,8 @@ class _Loop:
 
     def _why_to_stop(self, interrupts: list[int]) -> str:
         """Why no step is to follow, if one could."""
-        whys: dict[str, Any] = {_INTERRUPTED: interrupts, "the stopping rule says so": self.stopping(self.losses)}
+        says_so = self.stopping is not None and self.stopping(self.losses)
+        whys: dict[str, Any] = {_INTERRUPTED: interrupts, "the stopping rule says so": says_so}
         # What stops one process stops all, which else would wait for its gradients for ever.
         of_any = self.workers.largest(self.guide.like.new_tensor(float(any(whys.values()))))
         return next((why for why, applies in {**whys, "another process stopped": of_any}.items() if applies), "")
@@ -352,13 +353,12 @@ class _Loop:
             self.epoch, self.place = self.epoch + 1, 0
 
     def _set_rates(self) -> None:
-        step = len(self.losses)
         if isinstance(self.optim, FallingAdam):
-            self.optim.at(step, self.total)
+            self.optim.at(len(self.losses), self.total)
             # At a rate ρ, q's mean is √(N/B · ρ/2) of its deviations beside the optimum
             # (test_mini_batches_leave_the_mean_where_all_rows_have_it).
             if not self.batches.whole:
-                share_rates(self.guide, falling(step, self.total))
+                share_rates(self.guide, falling(len(self.losses), self.total))
         else:
             follow_rates(self.guide, self.optim)
 
