@@ -106,8 +106,8 @@ class AutoSparseGP(SiteMessenger):
         return self.kind_of()
 
     def kind_of(self, at_points: bool = False) -> Separate:
-        own = _JOINT if self.core.joint.field else self._own_kind
-        return _AT_POINTS if at_points else own
+        """The kind of its posterior, or of draws at weighted points of the hyperparameters."""
+        return _AT_POINTS if at_points else _JOINT if self.core.joint.field else self._own_kind
 
     def __repr__(self) -> str:
         """What q is, which latents have one Gaussian with GP sites and so on; and the structure of the program."""
