@@ -116,7 +116,7 @@ ROOM_BRANCHES = {"guide": 200.2, "inference": 203.4, "program": 198.6}
 ANY = 190  # arguments without a type
 FILE_LINES = 403
 FUNCTION_BRANCHES = 14
-TEST_LINES = 27105
+TEST_LINES = 27125
 
 
 @functools.cache
