@@ -63,7 +63,7 @@ class Features(Documented, ABC):
     learned: Optional[Tensor] = None  # Z, if u is values at inputs that are learned
 
     def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
-        """(K_{Z₀Z} − K_ZZ)L⁻ᵀ, by which values at former inputs Z₀ are more than Lw; of each block, if it has such."""
+        """(K_{Z₀Z} − K_ZZ)L⁻ᵀ: values at former inputs Z₀ are Lw and that times w; of each block, if it has such."""
         return [None] * len(self.sizes)
 
     # u, (M,), with L⁻¹u the coefficients of the function 1, or near them; None where it is not known
