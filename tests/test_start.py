@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.bases.initial import coarse_to_fine
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
@@ -21,7 +20,6 @@ from pyro_sparsegp.families import (
 )
 
 from .models import gaussian, observed, prepared, restored, train
-from .pretended import There, pretended_device
 
 SMOOTH = 3.0 * kernels.RBF(0.4)[0] + 2.0 * kernels.Matern52(0.5)[1]
 Z = torch.linspace(0, 1, 5, dtype=torch.float64)[:, None]
@@ -126,26 +124,9 @@ def test_inner_layers_start_at_the_prior():
     assert abs(start["h"].kl.item()) < 1e-6 < 1 < start["f"].kl.item()
 
 
-def test_coarse_to_fine_is_ordered_where_the_points_are():
-    matrix = kernels.RBF(0.5)(torch.linspace(0, 1, 12)[:, None])
-    with pretended_device() as device:
-        order = coarse_to_fine(There(matrix))
-    assert not device.events
-    assert torch.equal(order.here, coarse_to_fine(matrix))
-
-
-def test_coarse_to_fine_goes_to_the_farthest_point_next():
-    z = torch.linspace(0, 1, 30)[:, None]
-    order = coarse_to_fine(torch.stack([2.0 * kernels.Matern32(0.3)(z), kernels.RBF(0.5)(z)]))
-    assert sorted(order.tolist()) == list(range(30))
-    far = (z[order] - z[order].mT).abs()
-    for m in range(1, 30):
-        assert far[:m, m].min() > far[:m, m:].amin(0).max() - 1e-9
-
-
 @pytest.mark.parametrize("family", [SVGP, MeanFieldAdditive])
 def test_given_inputs_in_the_order_of_a_line(family):
-    """Natural steps hold sites about Lw: where small pivots of L stood first, losses went to thousands and stayed."""
+    """Small pivots of L stand first there. Losses went to thousands where sites were about (L + ηsI)w."""
     torch.manual_seed(1)
     x, z = torch.rand(200, 1), torch.linspace(0, 1, 25)[:, None]
     y = torch.sin(8 * x[:, 0]) + 0.1 * torch.randn(200)

@@ -132,7 +132,7 @@ class AdditiveFeatures(Features):
 
     def __init__(self, kernel: Any, bases: Sequence[Any], groups: Sequence[tuple[Sequence[int], Any]]) -> None:
         super().__init__(kernel, tuple(size for basis in bases for size in basis.sizes))
-        self.bases, self.groups = bases, groups
+        self.bases, self.groups, self.moves = bases, groups, any(features.moves for _, features in groups)
 
     def _in_order(self, ask: Callable[[Any], Sequence[Any]]) -> list[Any]:
         # What features give, a list of one entry a block each, summand by summand.
@@ -179,8 +179,8 @@ class AdditiveFeatures(Features):
         return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 
     @functools.cached_property
-    def learned(self) -> Any:
-        found = [features.learned.reshape(-1) for _, features in self.groups if features.learned is not None]
+    def places(self) -> Any:
+        found = [features.places.reshape(-1) for _, features in self.groups if features.places is not None]
         return torch.cat(found) if found else None
 
     def shift(self, before: Tensor) -> Tensor:
@@ -190,11 +190,11 @@ class AdditiveFeatures(Features):
         return on_diagonal(own, torch.zeros_like(self.anchor))
 
     def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
-        own = [features.learned for _, features in self.groups if features.learned is not None]
+        own = [features.places for _, features in self.groups if features.places is not None]
         former = iter(before.split([z.numel() for z in own]))
 
         def of(features: Features) -> list[Optional[Tensor]]:
-            z = features.learned
+            z = features.places
             return features.shifts(before if z is None else next(former).view(z.shape))
 
         return self._in_order(of)

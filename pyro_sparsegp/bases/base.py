@@ -60,7 +60,8 @@ class Features(Documented, ABC):
         edges = list(itertools.accumulate(self.sizes, initial=0))
         return [whole[..., a:b, a:b] for a, b in itertools.pairwise(edges)]
 
-    learned: Optional[Tensor] = None  # Z, if u is values at inputs that are learned
+    places: Optional[Tensor] = None  # Z, if u is values at inputs
+    moves = False  # whether these are learned
 
     def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
         """(K_{Z₀Z} − K_ZZ)L⁻ᵀ: values at former inputs Z₀ are Lw and that times w; of each block, if it has such."""

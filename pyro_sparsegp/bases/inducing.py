@@ -22,7 +22,7 @@ from ..kernels.base import hyperparameters
 from ..numerics.functions import if_known, in_chunks
 from ..numerics.linalg import PRECISE, Whitening, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
-from .initial import Init, choose_inputs, coarse_to_fine, given_inputs, some_distinct, those
+from .initial import Init, choose_inputs, given_inputs, some_distinct, those
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
 
 Inducing = Union[int, Tensor, InducingVariables]
@@ -46,7 +46,8 @@ class InducingFeatures(CrossFeatures):
             self._wide, self.factor = _join(widened(kernel, self.variables)), self.factor.to(self.z)
         self.anchor = self.factor
         first, *others = self._joined
-        self.learned = first.z if not others and isinstance(first, Values) and first.moves else None
+        if not others and isinstance(first, Values):
+            self.places, self.moves = first.z, first.moves
 
     def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
         return self._blocks(self.shift(before))
@@ -172,16 +173,6 @@ class InducingPoints(Basis):
         variables = basis.variables()
         basis.jitter = default_jitter(x.dtype) if widened(kernel, variables) is variables else _WIDENED
         return basis
-
-    @torch.no_grad()
-    def ordered(self, kernel: Kernel) -> InducingPoints:
-        """This basis with the inputs of each set in the order :func:`coarse_to_fine`."""
-        # natural steps keep what q says about Lw where L moves
-        for i, part in enumerate(self.variables()):
-            if isinstance(part, Values):
-                kept = getattr(self, f"inputs_{i}")
-                kept.copy_(kept[coarse_to_fine(part.covariance(kernel))])
-        return self
 
     @torch.no_grad()
     def leave_units(self) -> None:

@@ -93,23 +93,6 @@ def regular_grid(kernel: Kernel, x: Tensor, num: int) -> Tensor:
     return full
 
 
-@torch.no_grad()
-def coarse_to_fine(covariance: Tensor) -> Tensor:
-    """An order of inducing variables, ``(M,)``: each the farthest from those before it, d² = Var[uᵢ − uⱼ]."""
-    # The factor L of K_uu then has its small pivots at its end, and below them nothing that is larger. In the order of
-    # a line they stand among the first, of neighbours, and values far off are sums of what is magnified there.
-    k = _flat_mean(covariance, 2)
-    size = k.diagonal()
-    far = (size[:, None] + size - 2 * k).nan_to_num()
-    order = [far.sum(0).argmin(0, keepdim=True)]  # an index of shape (1,) is not read by the host
-    nearest = far.index_select(0, order[0])[0]
-    for _ in range(len(far) - 1):
-        nearest.index_fill_(0, order[-1], -torch.inf)
-        order.append(nearest.argmax(0, keepdim=True))
-        nearest = torch.minimum(nearest, far.index_select(0, order[-1])[0])
-    return torch.cat(order)
-
-
 _NAMED: dict[str, Initialiser] = {
     "greedy": pivots,
     "grid": regular_grid,

@@ -50,8 +50,7 @@ class OnInducingPoints(BasisFamily):
                 f"the kernel of site {name!r} has a variance correction, {kernel!r}, which would change the inducing "
                 "values with every batch. Take WeightSpace or ExactWeightSpace, or variance_correction=False."
             )
-        basis = InducingPoints.chosen(kernel, x, sets, self.init, name, self.trainable, columns)
-        return basis.ordered(kernel) if self.is_natural else basis
+        return InducingPoints.chosen(kernel, x, sets, self.init, name, self.trainable, columns)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -246,10 +246,10 @@ class NaturalLowRank(NaturalGaussian):
 
     def anchor_of(self, features: Any, mean: object = None) -> Any:
         seat = self._seat(features.anchors)  # of blocks on the diagonal
-        if (learned := features.learned) is not None:
-            pairs = zip(features.shifts(self._before(learned)), self.sizes)
-            whole = self._stack.squares([learned.new_zeros(n, n) if part is None else part for part, n in pairs])
-            seat.move(learned, whole - torch.diag_embed(1 - self._stack.own(whole)))
+        if (before := self._before(features.places, features.moves)) is not None:
+            pairs = zip(features.shifts(before), self.sizes)
+            whole = self._stack.squares([before.new_zeros(n, n) if part is None else part for part, n in pairs])
+            seat.move(features.places, whole - torch.diag_embed(1 - self._stack.own(whole)))
         return seat
 
     # States have the parts block by block.

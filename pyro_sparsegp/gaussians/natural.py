@@ -136,16 +136,18 @@ class NaturalGaussian(Natural):
         if anchor is None:
             return None
         seat = self._seat(anchor)
-        if (learned := features.learned) is not None:
-            seat.move(learned, features.shift(self._before(learned)))
+        if (before := self._before(features.places, features.moves)) is not None:
+            seat.move(features.places, features.shift(before))
         is_constant = isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,))
         moves = is_constant and (mean.requires_grad or self.level.numel())  # or did
         if moves and (ones := features.ones) is not None:
             seat.level = mean * ones
         return seat
 
-    def _before(self, inputs: Tensor) -> Tensor:
-        """Inducing inputs that the sums belong to, of the shape of these."""
+    def _before(self, inputs: Optional[Tensor], moves: bool) -> Optional[Tensor]:
+        """Inducing inputs that the sums belong to, of the shape of these, if they may be others."""
+        if inputs is None or not (moves or self.inputs.numel()):  # as in a state of a family that learned them
+            return None
         return (self.inputs if self.inputs.numel() else inputs.detach()).view(inputs.shape)
 
     # What P is made of: here G = P − I, (..., M, M).
