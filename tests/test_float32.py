@@ -347,7 +347,7 @@ def test_rounded_gradients_leave_the_start_its_width():
     """With 512 inducing points gradients round by 0.15, and one-sided differences were up to 7 times too wide."""
     hessian, start = torch.tensor([[7.0, -12.0], [-12.0, 33.0]]).float(), torch.zeros(2).float()
     nested = Nested.__new__(Nested)
-    nested.hyper = SimpleNamespace(units=torch.ones(2).float())
+    nested.hyper = SimpleNamespace(units=torch.ones(2).float(), widths=torch.ones(2).float())
     generator = torch.Generator().manual_seed(0)
 
     def at(theta):
@@ -357,3 +357,11 @@ def test_rounded_gradients_leave_the_start_its_width():
     nested.at = at
     widths = torch.stack([nested.covariance(at(start)).diagonal().sqrt() for _ in range(20)])
     assert (widths / torch.linalg.inv(hessian).diagonal().sqrt()).log().abs().mean() < 0.1
+
+
+def test_where_f_is_flat_a_hyperparameter_is_as_wide_as_its_prior():
+    """Or bends upwards by rounding: a log variance of sd 5 draws e^10, at which factors fail."""
+    nested, start = Nested.__new__(Nested), torch.zeros(2)
+    nested.hyper = SimpleNamespace(units=torch.ones(2), widths=torch.tensor([0.5, 2.0]))
+    nested.at = lambda theta: Optimum(theta, start.sum(), 0.1 * theta, start, None, {})
+    assert torch.allclose(nested.covariance(nested.at(start)).diagonal().sqrt(), torch.tensor([0.75, 3.0]))

@@ -56,20 +56,29 @@ class Hyperparameters:
             draws = [self.of({name: prior.sample() for name, prior in self.priors.items()}) for _ in range(num)]
         return [draw for draw in draws if draw.isfinite().all()]
 
-    @cached_property
+    @property
     def units(self) -> Tensor:
-        """In which steps of θ are of the size of 1: 1, but half the width of two thirds of a prior whose values, θ
-        itself, are of any size (test_an_intercept_may_have_any_unit).
+        """In which steps of θ are of the size of 1: 1, but its prior's width where values, θ itself, are of any size
+        (test_an_intercept_may_have_any_unit).
         """
-        units = [self.like]
+        return self._widths_and_units[1]
+
+    @property
+    def widths(self) -> Tensor:
+        """Half the width of two thirds of the prior of θ: of a normal one 0.97 standard deviations."""
+        return self._widths_and_units[0]
+
+    @cached_property
+    def _widths_and_units(self) -> tuple[Tensor, Tensor]:
+        widths, units = [self.like], [self.like]
         with repeatable(self.like):
             for name, prior in self.priors.items():
                 value = prior.sample(torch.Size([199])).to(self.like)
                 theta = self._theta(name, value)
-                # of a normal prior 0.97 standard deviations
                 low, high = theta.reshape(199, -1).quantile(theta.new_tensor([1 / 6, 5 / 6]), 0)
-                units.append((high - low) / 2 if torch.equal(value, theta) else torch.ones_like(low))
-        return torch.cat(units)
+                widths.append((high - low) / 2)
+                units.append(widths[-1] if torch.equal(value, theta) else torch.ones_like(low))
+        return torch.cat(widths), torch.cat(units)
 
 
 class OfPrior(TorchDistribution):

@@ -49,7 +49,7 @@ _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
 _FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
 _ACROSS = [(k + 0.5) / 24 for k in range(24)]  # of an interval
 _LEAST = 0.1  # an eigenvalue of JᵀWJ, beside the prior's 1, from which x follows θ
-_WIDEST = 5.0  # a standard deviation of a hyperparameter in its units, where F is flat
+_WIDEST = 1.5  # a standard deviation of a hyperparameter, by its prior's width, where F is flat
 
 
 @dataclass(frozen=True)
@@ -339,9 +339,10 @@ class Nested:
         if units.dtype == torch.float32:  # which rounds gradients: where θ is wide, steps are, and on both sides
             far = precision.diagonal().clamp(min=1.0).rsqrt().clamp(least, _FAR)
             precision = self._curvature(mode, far, self.at)
-        # Where F is flat, or bends upwards, as it may beside a mode, θ has the largest width.
-        values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
-        axes = units[:, None] * axes
+        # Where F is flat, or bends upwards, as it may beside a mode or by rounding, θ is not much wider than its prior.
+        widths = self.hyper.widths / units
+        values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT) * torch.outer(widths, widths))
+        axes = self.hyper.widths[:, None] * axes
         return (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
 
     def _curvature(self, mode: Optimum, far: Tensor, behind: Callable[[Tensor], Optimum]) -> Tensor:
