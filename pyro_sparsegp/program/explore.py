@@ -147,7 +147,7 @@ def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> 
             coupled.append(name)
             depends[name] = Depends.COUPLED
     through = {site: program.touching(site, outer, _THETA) for site in program.kinds}
-    known = [site for site in program.kinds if program.is_closed(site, through[site])]
+    known = [site for site in program.kinds if program.is_closed(site, through[site], outer)]
     closed = [site for site in known if program.touching(site, outer) == through[site]]
     # Single numbers are known at each value of what their other parameters are made of, with f itself at no node.
     given = [site for site in known if site not in closed and not program.kinds[site].event_shape]
@@ -271,13 +271,15 @@ class Program:
 
     # Declared densities.
 
-    def is_affine(self, site: str, names: Collection[str]) -> bool:
+    def is_affine(self, site: str, names: Collection[str], beside: Collection[str] = ()) -> bool:
         """Whether a declared density is around an affine function of these GP sites' values, and nothing else of it
         depends on them.
+
+        :param beside: GP sites whose values may be NaN, too, so that one run serves all densities.
         """
         # An affine function's slopes are not made of its values: θ = f + bf² has 1 + 2bf, NaN at b = 0, too.
-        nan = {name: torch.full_like(self.base[name], torch.nan) for name in names}
-        if (key := tuple(names)) not in self._at_nan:
+        nan = {name: torch.full_like(self.base[name], torch.nan) for name in beside or names}
+        if (key := tuple(nan)) not in self._at_nan:
             self._at_nan[key] = self.slopes(self.base | nan, self.steps, self.kinds, lambda s: parameter_of(s["fn"]))
         slopes = self._at_nan[key]
         return all(
@@ -313,9 +315,12 @@ class Program:
             return False
         return self.owners[name][_THETA, site].kind == Depends.ELEMENTWISE and self.is_affine(site, [name])
 
-    def is_closed(self, site: str, outer: list[str]) -> bool:
-        """Whether a declared density depends on function values, and its expectation over them is in closed form."""
-        kind, touching = self.kinds[site], self.touching(site, outer)
+    def is_closed(self, site: str, through: list[str], outer: list[str]) -> bool:
+        """Whether a declared density depends on function values, and its expectation over them is in closed form.
+
+        :param through: the GP sites that its parameter is made of, of all that enter no other, ``outer``.
+        """
+        kind, touching = self.kinds[site], self.touching(site, through)
         theta = self.first[_THETA, site]
         # Entries of one term have to be independent, but for a normal's: each has one function, and no other has it.
         if not is_normal(kind) and theta.dim() > len(kind.batch_shape):
@@ -330,7 +335,7 @@ class Program:
             twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
             if twice.any() | (num > 1).any():
                 return False
-        return bool(touching) and self.is_affine(site, outer)
+        return bool(touching) and self.is_affine(site, through, outer)
 
 
 def _by_term(part: Tensor, fn: TorchDistribution) -> Tensor:
