@@ -151,7 +151,7 @@ affine-without-other-parameters: test_affine.py::test_what_a_first_call_does_not
 - and not self.owners[name][_REST, site].touched.any()
 + and True
 affine-at-a-parameter-of-zero: test_affine.py::test_what_a_first_call_does_not_see_move_is_integrated
-- nan = {name: torch.full_like(self.base[name], torch.nan) for name in names}
+- nan = {name: torch.full_like(self.base[name], torch.nan) for name in beside or names}
 + nan = {name: self.base[name] for name in names}
 affine-near-the-prior: test_affine.py::test_bent_functions_of_a_value_are_integrated
 - MOVES = (1.0, -1.0, 30.0, -30.0)

@@ -506,7 +506,7 @@ def test_the_floor_of_the_rate_is_higher_on_all_rows(rate, of_all, of_a_batch):
     model = gaussian(KERNEL)
     guide, svi = svi_of(model, SVGP(x[:12], trainable=False, **rate), TraceQuadrature_ELBO(2))
     for size, share in ((len(x), of_all), (3 * len(x), of_a_batch), (len(x), of_all)):
-        for _ in range(70):
+        for _ in range(120):
             svi.step(x, y, size)
         before = coefficients(guide).loc.clone()
         svi.step(x, 0.8 * y, size)  # under -y, more than a nat a datum would be lost, and q meets the data anew

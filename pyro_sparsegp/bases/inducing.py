@@ -50,7 +50,7 @@ class InducingFeatures(CrossFeatures):
             self.places, self.moves = first.z, first.moves
 
     def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
-        return self._blocks(self.shift(before))
+        return super().shifts(before) if self.places is None else self._blocks(self.shift(before))
 
     def shift(self, before: Tensor) -> Tensor:
         """(K_{Z₀Z} − K_ZZ)L⁻ᵀ of former inputs Z₀."""
