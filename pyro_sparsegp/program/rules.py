@@ -22,7 +22,7 @@ Rule = Callable[..., str]
 
 
 def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -> str:
-    """Else each value has a density under each row's parameters, N² of (N, 1) beside (N,); or one counts N times."""
+    """A value of shape (N, 1) beside N parameters has N² densities, and one beside N parameters counts N times."""
     # A number, of shape (), is taken for a constant: test_messages.py::test_one_level_for_all_rows_is_no_fault
     value, whole = site["value"].shape, tuple(site["fn"].shape())
     pairs = zip(reversed(value), reversed(whole)) if site["is_observed"] else ()
@@ -61,7 +61,7 @@ def plates_are_as_large_as_their_data(name: str, site: dict[str, Any]) -> str:
 
 
 def latents_are_not_left_by_obs_mask(name: str, prior: Any, trace: poutine.Trace) -> str:
-    """What obs_mask= leaves out is a missing datum, and none that densities depend on."""
+    """With obs_mask= Pyro draws missing data as latents, and other densities may not depend on missing data."""
     twin = trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):
         return (
@@ -109,7 +109,7 @@ def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, mod
 def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> str:
-    """Draws would be joint in other groups, such as the patches of an image, than the layer above takes."""
+    """Values of a group, such as an image's patches, are drawn jointly: the layer above has to take the same groups."""
     for below, gp in facts.gps.items():
         size = gp.group.size if gp.group and gp.group.layer == name else 0
         if size and below in met and met[below].event_shape[0] != process.event_shape[0] * size:
@@ -121,7 +121,7 @@ def groups_of_inputs_stay(
 
 
 def columns_and_outputs_stay(name: str, process: GaussianProcess, module: Any, facts: Structure, *_: object) -> str:
-    """Inducing inputs and coefficients are of so many columns and outputs."""
+    """Inducing inputs have the first call's columns, and coefficients its outputs."""
     x = process.x
     columns = (facts.gps[name].columns if name in facts.gps else None) or x.shape[-1]
     if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
