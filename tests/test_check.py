@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, fit, kernels
 
 from .models import observed
 
@@ -172,3 +172,27 @@ def test_the_best_of_many_modes_is_the_start():
 
     guide = _trained(model, families.SVGP(8), x, y, steps=1)
     assert guide.median()["tau"].item() == pytest.approx(2.75, abs=0.6)
+
+
+def test_a_saturated_probability_is_as_the_guide_knows_it():
+    """Of survival times that are censored: far from the data 1 - cdf is 0, where a latent has no slope."""
+    pyro.set_rng_seed(7)
+    age, drug = 2 * torch.rand(40, 1) - 1, torch.randint(2, (40,)).to(torch.get_default_dtype())
+    time = (1.0 + 0.6 * drug + 0.8 * torch.sin(2.5 * age[:, 0]) + 0.5 * torch.randn(40)).exp()
+    end = 8 * torch.rand(40) + 1
+    event, time = time <= end, torch.minimum(time, end)
+
+    def model(time=None):
+        a, b = pyro.sample("a", dist.Normal(0.0, 2.0)), pyro.sample("b", dist.Normal(0.0, 1.0))
+        s, sd = pyro.sample("s", dist.HalfNormal(1.0)), pyro.sample("sd", dist.HalfNormal(1.0))
+        loc = a + b * drug + pyro.sample("f", GaussianProcess(sd**2 * kernels.RBF(0.8), age))
+        with pyro.plate("data", len(age)):
+            with pyro.poutine.mask(mask=event):
+                time = pyro.sample("time", dist.LogNormal(loc, s), obs=time)
+            with pyro.poutine.mask(mask=~event):
+                pyro.sample("alive", dist.Bernoulli(probs=1 - dist.Normal(loc, s).cdf(time.log())), obs=torch.ones(40))
+
+    guide = AutoSparseGP(model, families.SVGP(8))
+    fit(model, guide, (time,), steps=120, progress=False)
+    assert guide.joint.links["alive"] == {"probs": "probit"}
+    assert guide.check(time) == []

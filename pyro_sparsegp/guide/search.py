@@ -23,7 +23,7 @@ from .field import LARGEST, Layout, Standardised, is_normal_prior, run_standardi
 from .known import KnownGuide
 from .latents import Hyperparameters
 from .nested import Nested
-from .predictors import find_links
+from .predictors import Linked, find_links
 from .runs import Run
 
 _MOST_ROWS = 2000  # of a start; of more so many are drawn
@@ -167,7 +167,7 @@ class Search:
         def at(x: Tensor, given: Values = NO_VALUES) -> poutine.Trace:
             return self.run(self.handler(guide, *layout.parts(x), beside), given)
 
-        linked = find_links(at, layout, guide.like)
+        linked = self._linked(at, layout)
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
         seen = {*linked.links, *linked.bent} - {*linked.jumps}
         if eliminated and linked.bent:  # a datum may have several of its values
@@ -190,6 +190,15 @@ class Search:
             self.why = why[0]
             return None
         return Nested(guide, layout, linked.links, self.hyper, self.run, self.handler, list(linked.bent))
+
+    def _linked(self, at: Callable[..., poutine.Trace], layout: Layout) -> Linked:
+        """How densities depend on the field: as the guide knows it, of the same members, or found at random points."""
+        joint = self.guide.joint
+        if joint.field.keys() != layout.field.keys():
+            return find_links(at, layout, self.guide.like)
+        # Random points may be where densities are flat: test_a_saturated_probability_is_as_the_guide_knows_it.
+        links = {name: dict(of_site) for name, of_site in joint.links.items()}
+        return Linked(links, {name: [] for name in joint.drawn}, [], [])
 
     def _eliminated(self) -> str:
         """The latent with the most values, if each datum may have one of them, and all are in the field."""
