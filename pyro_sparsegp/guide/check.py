@@ -79,7 +79,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
                 compared = Compared(guide, search(), lambda: search(AtValues).nested())
                 return compared.of_rounding() or bound + compared.lines((args, kwargs), whole)
             names = ", ".join(map(repr, (*guide.facts.latents, *guide.facts.gps)))
-            why = str(asked.error).splitlines()[0]
+            why = str(asked.error).splitlines()[0].rstrip(".")
             return [*bound, f"check has nothing to compare {names} with: {why}. Compare with NUTS."]
 
 
@@ -380,12 +380,13 @@ class Compared:
         sites, _ = nested.run(there.theta, self.loc.new_zeros(nested.layout.extended))
         single = [name for name, rows in self.hyper.rows.items() if rows.stop - rows.start == 1]
         place = ", ".join(f"{name} = {float(sites[name]['value']):.3g}" for name in single)
-        if higher > 0:
+        if higher >= 0.1:
             return [
                 f"a second start ended elsewhere, {higher:.1f} nats higher, at {place}. Make a new guide with "
                 "init_loc_fn=init_to_value(values={...}) of these."
             ]
-        return [f"there is a second mode, {-higher:.1f} nats lower, at {place}. Intervals are about one of them."]
+        lower = max(-higher, 0.0)
+        return [f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals are about one of them."]
 
     def _far(self, theta: Tensor, here: Tensor) -> float:
         """|R⁻¹(θ − here)|."""

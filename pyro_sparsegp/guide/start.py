@@ -96,9 +96,10 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
         return _find(Search(guide, run, (args, kwargs), [], bar.update))
     names = list(facts.latents) or sorted({name for pair in facts.meeting for name in pair})
+    why = str(sought.error).splitlines()[0].rstrip(".")
     if names and not guide.joint.row_effects:
         warnings.warn(
-            f"the mode of {', '.join(map(repr, names))} was not found ({str(sought.error).splitlines()[0]}). Latents "
+            f"the mode of {', '.join(map(repr, names))} was not found ({why}). Latents "
             "start where init_loc_fn says, each with an independent posterior, and GP sites that meet in densities "
             "have independent ones, so intervals may be too narrow. Mend that, or give init_loc_fn a nearer start.",
             stacklevel=7,

@@ -161,7 +161,8 @@ def _why(matrix: Tensor, made_of: str, tried: str) -> str:
     if not (matrix.diagonal(dim1=-2, dim2=-1) > 0).any():
         return (
             "No entry of its diagonal is above 0: the kernel is 0 at these inputs, where nothing is left to factorise. "
-            f"Look at the kernel, its variances and these inputs. {tried}"
+            "Look at the kernel, its variances and these inputs. If a latent with the prior median 0 makes the kernel, "
+            f"give the guide init_loc_fn=init_to_sample. {tried}"
         )
     return f"Its eigenvalues are too small: use {_remedy(matrix)}, or GaussianProcess(..., jitter=...). {tried}"
 
