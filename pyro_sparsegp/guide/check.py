@@ -56,7 +56,7 @@ _APART = 3.0  # standard deviations between two modes
 _FEW = 50  # of a latent's values whose covariance is asked for
 _EXACT = 150  # rows at which GP sites' values have no basis
 _ROUNDED = 0.3  # of an entry of P⁻¹ that rounding may move
-_LONGER = "Train longer, at a learning rate that falls, as that of fit does."
+_LONGER = "Train longer, at a learning rate that falls, such as fit(..., steps=2000)."
 _FULL = "SVGP", "SGPR", "Exact", "OrthogonalInducing", "CoupledCovariance"  # families of a full Gaussian
 
 
