@@ -54,7 +54,6 @@ class Seat:
     def detached(self) -> Self:
         """This without its graph."""
         other = copy.copy(self)
-        vars(other).pop("lu", None)
         other.kept, other.level = self.kept.detach(), None if self.level is None else self.level.detach()
         other.now = other.kept if self.now is self.kept else self.now.detach()
         other.log_weight = None if self.log_weight is None else self.log_weight.detach()
@@ -75,16 +74,10 @@ class Seat:
     def settle(self) -> None:
         """Sums belong here by now; how values at these inputs move stays known."""
         self.now = self.now - (self.now - self.kept).detach()
-        vars(self).pop("lu", None)
-
-    @cached_property
-    def lu(self) -> tuple[Tensor, ...]:
-        """LU and pivots of A; none of L, where no input moves."""
-        return () if self.now is self.kept else tuple(torch.linalg.lu_factor_ex(self.now)[:2])
 
     def back(self, x: Tensor) -> Tensor:
-        """A⁻¹X, of the present values A where the sums belong to."""
-        return torch.linalg.lu_solve(*self.lu, x) if self.lu else solve_lower(self.kept, x)
+        """A⁻¹X, of the present values A where the sums belong to, L itself where no input moves."""
+        return solve_lower(self.kept, x) if self.now is self.kept else torch.linalg.solve(self.now, x)
 
     def coefficients(self, values: Tensor) -> Tensor:
         """The coefficients of a function with these values u."""
@@ -92,7 +85,7 @@ class Seat:
 
     def turn(self) -> Tensor:
         """Zeros, or I, that have the derivative of T from here."""
-        return turn_of(self.now, *self.detached.lu)
+        return turn_of(self.now, self.now is self.kept)
 
 
 class AtRows(Seat):

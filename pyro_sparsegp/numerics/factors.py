@@ -149,37 +149,38 @@ class Factor(Function):
 
 
 class _Turn(Function):
-    """L ↦ zeros; only L's lower triangle has a gradient, L̄ = L⁻ᵀ tril(grad), or all of a full L, of this LU."""
+    """L ↦ zeros; only L's lower triangle has a gradient, L̄ = L⁻ᵀ tril(grad), or all of an L that is full."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(factor: Tensor, *lu: Tensor) -> Tensor:
+    def forward(factor: Tensor, lower: bool) -> Tensor:
         return torch.zeros_like(factor)
 
     @staticmethod
     def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+        ctx.lower = inputs[1]  # type: ignore[attr-defined]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
-        factor, *lu = ctx.saved_tensors
-        if lu:
-            return torch.linalg.lu_solve(*lu, grad, adjoint=True), None, None
-        return (torch.linalg.solve_triangular(factor, grad.tril().mT, upper=False, left=False).mT,)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        if not ctx.lower:
+            return torch.linalg.solve(factor.mT, grad), None
+        return torch.linalg.solve_triangular(factor, grad.tril().mT, upper=False, left=False).mT, None
 
     @staticmethod
-    def jvp(ctx: Any, change: Tensor, *_: object) -> Tensor:
-        factor, *lu = ctx.saved_tensors
-        return torch.linalg.lu_solve(*lu, change) if lu else solve_lower(factor, change)
+    def jvp(ctx: Any, change: Tensor, _: object) -> Tensor:
+        (factor,) = ctx.saved_tensors
+        return solve_lower(factor, change) if ctx.lower else torch.linalg.solve(factor, change)
 
 
-def turn_of(factor: Tensor, *lu: Tensor) -> Tensor:
-    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL, for a lower triangular L, or a full one of this LU and pivots:
-    what follows from that alone has its gradient by L at the cost of one solve.
+def turn_of(factor: Tensor, lower: bool = True) -> Tensor:
+    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL, for a lower triangular L or another: what follows from that
+    alone has its gradient by L at the cost of one solve.
     """
-    return _Turn.apply(factor, *lu)
+    return _Turn.apply(factor, lower)
 
 
 class Whitened(Function):
