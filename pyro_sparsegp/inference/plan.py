@@ -41,12 +41,11 @@ class Plan(ABC):
     way: Optional[int] = None  # in which terms are found at all nodes, once it is known
 
     def __init__(self, guide: AutoSparseGP, forms: ClosedForms) -> None:
-        self.forms, self.kind, self.joint = forms, guide.q, guide.joint
-        self.ways = {name: self._way(name) for name in forms.rest.downstream}
+        self.forms, self.joint = forms, guide.joint
 
     def __str__(self) -> str:
         """A line for each density."""
-        return "\n".join(f"{name}: {way}" for name, way in self.ways.items())
+        return "\n".join(f"{name}: {self._way(name)}" for name in self.forms.rest.downstream)
 
     def is_of(self, guide: AutoSparseGP) -> bool:
         """Whether it is a plan of what the guide knows now."""
@@ -132,7 +131,7 @@ class OfMarginals(Plan):
     def _at_all_nodes(self, grid: Grid, ran: Optional[Ran]) -> Tensor:
         """The bound's terms summed over the product grid, Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ)."""
         # Weights add up to 1, so that what has no nodes stays.
-        nodes, weights = normal_nodes(self.forms.num_axes, grid.inputs.guide.like, grid.inputs.num_nodes)
+        nodes, weights = normal_nodes(self.forms.num_axes, grid.guide.like, grid.inputs.num_nodes)
         values = self._values(grid, ran, nodes)
         return values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
 
@@ -141,7 +140,7 @@ class OfMarginals(Plan):
         # A step's graph may show all, by Grid.direct. Else the program runs once, mapped. torch.func.vmap refuses some:
         # where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with all
         # that does not depend on nodes held; where after f, it runs once for each node.
-        like, known = grid.inputs.guide.like, self.way
+        like, known = grid.guide.like, self.way
 
         def direct() -> Tensor:
             require_shown(torch.is_grad_enabled())
@@ -179,8 +178,7 @@ def _once(grid: Grid, ran: Optional[Ran]) -> Tensor:
 
 def _plain(grid: Grid, ran: Optional[Ran]) -> Tensor:
     """The terms of a run, where no other density depends on function values."""
-    assert ran is not None
-    return log_density_minus_kl(*ran[:2], grid.closed.sites)
+    return log_density_minus_kl(*(ran or grid.run())[:2], grid.closed.sites)
 
 
 _PLANS: dict[type, type[Plan]] = {Joint: OfPredictors}

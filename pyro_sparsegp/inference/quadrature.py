@@ -226,7 +226,7 @@ class TraceQuadrature_ELBO(ELBO):
         """How the expectation of each density is found, chosen once for a program: print it.
 
         >>> print(elbo.plan(guide))  # doctest: +SKIP
-        y: closed form, of f
+        y: in closed form
 
         :param guide: after its first call; ``args`` are the model's arguments, by default the training data.
         """

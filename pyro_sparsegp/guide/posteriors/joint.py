@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ...bases.base import Features
 from ...gaussians.product import Whole
-from ...posterior.drawing import ExpectedSite, FunctionSite, Site
+from ...posterior.drawing import FunctionSite, Site
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
 from ...program import handlers, traces
 from ...program.data import map_tensors
-from ...program.structure import Depends, Structure
+from ...program.structure import Structure
 from ..calls import Evaluation, NewRows
 from ..field import Standardised, anchor_of, run_standardised, with_means
 from ..known import KnownGuide
@@ -31,6 +31,7 @@ class Joint(Separate):
     """One Gaussian q(x | θ) of all members, which a run for the hyperparameters gives its θ before."""
 
     is_marginal = False
+    single = FunctionSite
 
     def members(self, guide: KnownGuide) -> str:
         return f"one Gaussian given the others: {', '.join(guide.joint.field)}"
@@ -68,10 +69,6 @@ class Joint(Separate):
                 f"there is no latent site {missing[0]!r}: the guide was made, or its state saved, with another model."
             )
         return run.guide.field(anchor_of(run.guide, run.bases, run.normal, run.trace.nodes))
-
-    def kind_of_draws(self, guide: KnownGuide, name: str) -> type[Site]:
-        is_single = guide.facts.gps[name].depends != Depends.COUPLED or name in guide.independent_draws
-        return FunctionSite if is_single else ExpectedSite
 
     def answer(
         self, run: Posteriors, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]

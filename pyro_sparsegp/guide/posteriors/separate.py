@@ -28,6 +28,7 @@ class Separate:
     has_bound = True  # whether its objective is a bound, which draws estimate and gradients raise
     is_of_rows = False  # whether it belongs to single rows of the training data
     is_marginal = True  # whether variances of a GP site are given the latents
+    single: type[Site] = MarginalSite  # how values are drawn that densities take one by one
 
     def describe(self, guide: KnownGuide) -> str:
         """Which functions and latents have one Gaussian, and how others are distributed."""
@@ -78,7 +79,7 @@ class Separate:
         gp = guide.facts.gps[name]
         # A term of single values needs no joint draw of all, which takes O(N³).
         if gp.depends != Depends.COUPLED or name in guide.independent_draws:
-            return MarginalSite
+            return self.single
         return GroupedSite if gp.group else ExpectedSite
 
     def answer(
