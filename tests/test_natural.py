@@ -932,6 +932,19 @@ def test_inducing_inputs_move_under_a_precise_posterior(family, size):
     assert svi.evaluate_loss(x, y) < losses[0] + 20
 
 
+@pytest.mark.parametrize("size", [5, 25])
+def test_batches_meet_the_rows_of_the_first_call(size):
+    """A guide that was called on all rows knows those that no batch had: the second one's loss was 3,373,047."""
+    pyro.set_rng_seed(0)
+    x, model = torch.rand(100, 1), gaussian(kernels.RBF(0.2), 1e-3)
+    y = model(x)
+    guide, svi = svi_of(model, SVGP(20))
+    guide(x, y)
+    rows = (torch.randperm(100)[:size] for _ in range(20))
+    assert max(svi.step(x[some], y[some], size=100) for some in rows) < 0
+    assert guide.gps.f.coefficients.steps == 100 // size + 20
+
+
 def test_what_moves_under_a_precise_posterior():
     """Where a step moves the data's inputs under a q that was right for the old ones, natural steps bring q to all data
     anew.

@@ -17,9 +17,14 @@ _LOST = 0.1  # of a loss, or a nat a datum, by which a step may raise it
 Evaluation = tuple[Tensor, float, Record]
 
 
-def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[Evaluation, bool]:
+def meet(
+    guide: AutoSparseGP, evaluate: Callable[[], Evaluation], first: Optional[Callable[[], Evaluation]], worth: int
+) -> tuple[Evaluation, bool]:
     """An evaluation once posteriors that have taken no step were brought to the data by natural steps, and whether
     there were data. A guide with a posterior that learns by gradients is left alone.
+
+    :param first: the same on the rows of the guide's first call, where a step is on a batch of fewer. They are met
+        then, and are ``worth`` so many steps on batches.
     """
     # Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
     # second moments would remember for hundreds of steps. These passes do not count as steps: where the first that
@@ -33,7 +38,7 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[Evalu
     losses: list[float] = []
     found: Optional[Evaluation] = None
     for _ in range(_PASSES):
-        loss, _, record = found = evaluate()
+        loss, _, record = found = (first or evaluate)()
         losses.append(float(joined(loss.detach())[0]))  # the same in all processes
         stands = len(losses) > 1 and abs(losses[-2] - losses[-1]) < _STANDS * abs(losses[0] - losses[-1])
         if stands or not loss.requires_grad:  # which it has not if a mask leaves all out
@@ -45,8 +50,8 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[Evalu
         met = True
         record.step(guide.row_share)
     for module in modules:
-        module.steps = 0
-    return found or evaluate(), met
+        module.steps = worth if first and met else 0
+    return found if found and not first else evaluate(), met
 
 
 def largest_loss(guide: AutoSparseGP, before: float) -> float:

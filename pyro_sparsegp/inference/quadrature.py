@@ -100,8 +100,13 @@ class TraceQuadrature_ELBO(ELBO):
         unwrapped.prepare(*args, **kwargs)
         evaluate = partial(self._evaluated, unwrapped, guide, args, kwargs)
         known = self._known.setdefault(unwrapped, _Known())
-        meets = not known.met and torch.is_grad_enabled()
-        found, known.met = meet(unwrapped, evaluate) if meets else (evaluate(), known.met)
+        if not known.met and torch.is_grad_enabled():
+            data, share = unwrapped.core.data, unwrapped.relation(args, kwargs).share
+            first = data and share < 1 and not is_shared()
+            of_first = partial(self._evaluated, unwrapped, guide, data.args, data.kwargs) if first else None
+            found, known.met = meet(unwrapped, evaluate, of_first, round(1 / share))
+        else:
+            found = evaluate()
         # A batch that a mask leaves out has no loss that a later one could be more than.
         whole = known.met and unwrapped.row_share > 0.999 and not is_shared()
         was_whole, known.is_whole = known.is_whole, whole

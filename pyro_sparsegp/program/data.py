@@ -84,11 +84,20 @@ class Relation:
         """Whether they are the same rows."""
         return not (self.moved or self.fewer)
 
+    @property
+    def share(self) -> float:
+        """How many rows the call brings, for one of training, if it brings the same arguments; else 1."""
+        if self.call is self._known or self._leaves[0].keys() != self._leaves[1].keys():
+            return 1.0
+        pairs = [[leaves[path][0] for leaves in self._leaves] for path in self._leaves[0]]
+        return min([len(new) / len(old) for old, new in pairs if isinstance(new, Tensor) and len(old)], default=1.0)
+
 
 class NoRelation:
     """Without data of training: nothing is known of a call."""
 
     fewer = others = inputs = same = False
+    share = 1.0
     moved = ()
     call: TrainingData  # which it has not
 
