@@ -18,13 +18,12 @@ Evaluation = tuple[Tensor, float, Record]
 
 
 def meet(
-    guide: AutoSparseGP, evaluate: Callable[[], Evaluation], first: Optional[Callable[[], Evaluation]], worth: int
+    guide: AutoSparseGP, evaluate: Callable[[], Evaluation], first: Callable[[], Evaluation], worth: int
 ) -> tuple[Evaluation, bool]:
     """An evaluation once posteriors that have taken no step were brought to the data by natural steps, and whether
     there were data. A guide with a posterior that learns by gradients is left alone.
 
-    :param first: the same on the rows of the guide's first call, where a step is on a batch of fewer. They are met
-        then, and are ``worth`` so many steps on batches.
+    :param first: an evaluation on the rows to be met: those of the guide's first call, ``worth`` so many of the step's.
     """
     # Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
     # second moments would remember for hundreds of steps. These passes do not count as steps: where the first that
@@ -38,7 +37,7 @@ def meet(
     losses: list[float] = []
     found: Optional[Evaluation] = None
     for _ in range(_PASSES):
-        loss, _, record = found = (first or evaluate)()
+        loss, _, record = found = first()
         losses.append(float(joined(loss.detach())[0]))  # the same in all processes
         stands = len(losses) > 1 and abs(losses[-2] - losses[-1]) < _STANDS * abs(losses[0] - losses[-1])
         if stands or not loss.requires_grad:  # which it has not if a mask leaves all out
@@ -50,8 +49,8 @@ def meet(
         met = True
         record.step(guide.row_share)
     for module in modules:
-        module.steps = worth if first and met else 0
-    return found if found and not first else evaluate(), met
+        module.steps = worth if worth > 1 else 0
+    return found if found and first is evaluate else evaluate(), met
 
 
 def largest_loss(guide: AutoSparseGP, before: float) -> float:

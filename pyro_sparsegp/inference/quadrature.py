@@ -22,7 +22,7 @@ from ..guide.first_call import explain_nan
 from ..numerics.arguments import require_count
 from ..numerics.decisions import decided
 from ..numerics.linalg import flags_kept
-from ..numerics.processes import is_shared
+from ..numerics.processes import is_shared, largest
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.data import Relation, TrainingData
 from ..program.traces import RandomState, repeatable
@@ -102,9 +102,9 @@ class TraceQuadrature_ELBO(ELBO):
         known = self._known.setdefault(unwrapped, _Known())
         if not known.met and torch.is_grad_enabled():
             data, share = unwrapped.core.data, unwrapped.relation(args, kwargs).share
-            first = data and share < 1 and not is_shared()
-            of_first = partial(self._evaluated, unwrapped, guide, data.args, data.kwargs) if first else None
-            found, known.met = meet(unwrapped, evaluate, of_first, round(1 / share))
+            share = float(largest(unwrapped.like.new_tensor(share)))  # as many passes in all processes
+            first = partial(self._evaluated, unwrapped, guide, data.args, data.kwargs) if share < 1 else evaluate
+            found, known.met = meet(unwrapped, evaluate, first, math.ceil(1 / share))
         else:
             found = evaluate()
         # A batch that a mask leaves out has no loss that a later one could be more than.

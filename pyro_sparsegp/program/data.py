@@ -86,11 +86,10 @@ class Relation:
 
     @property
     def share(self) -> float:
-        """How many rows the call brings, for one of training, if it brings the same arguments; else 1."""
-        if self.call is self._known or self._leaves[0].keys() != self._leaves[1].keys():
-            return 1.0
-        pairs = [[leaves[path][0] for leaves in self._leaves] for path in self._leaves[0]]
-        return min([len(new) / len(old) for old, new in pairs if isinstance(new, Tensor) and len(old)], default=1.0)
+        """How many rows the call brings for one of training, at most 1; 1 if it brings other arguments."""
+        old, new = self._leaves
+        paths = [path for path, (leaf, _) in new.items() if isinstance(leaf, Tensor) and old.keys() == new.keys()]
+        return min([1.0, *(len(new[path][0]) / max(len(old[path][0]), 1) for path in paths)])
 
 
 class NoRelation:
