@@ -9,15 +9,15 @@
 # %% [markdown]
 # # Generalised additive models
 #
-# *Which effects does a count have, and how sure may we be of each?*
+# *What affects a count, and how certain is each effect?*
 #
-# A generalised additive model (GAM) is a sum of effects inside a likelihood: lines, smooth curves, levels of a factor,
-# surfaces of two variables. As a Pyro program the smooth part is one GP site, whose kernel is a sum of terms; all the
-# rest is ordinary Pyro. The guide keeps a posterior of every term, and of how they go together (Adam, Durrande and
-# John, 2018, "Scalable GAM using sparse variational Gaussian processes").
+# A generalised additive model (GAM) is a sum of effects inside a likelihood: lines, smooth curves, levels of a
+# factor, surfaces of two variables. In a Pyro program the smooth part is one GP site whose kernel is a sum of terms.
+# The rest is ordinary Pyro. The guide keeps the posterior of every term and the correlations between terms (Adam,
+# Durrande and John, 2018, "Scalable GAM using sparse variational Gaussian processes").
 #
-# The data are the RAND health insurance experiment (20,190 person-years), which ships with statsmodels: how many visits
-# to a doctor, given the insurance plan and the person's health.
+# The data are the RAND health insurance experiment (20,190 person-years), which ships with statsmodels. The count is
+# a person's visits to a doctor in a year. The inputs are the insurance plan and the person's health.
 #
 # On the command line: `python tutorials/additive.py [--device cuda] [--steps 250] [--people 20190] [--out DIR]`.
 
@@ -51,9 +51,9 @@ pyro.set_rng_seed(0)
 # %% [markdown]
 # ## The data
 #
-# A count (`mdvis`), two numbers, two factors and two indicators. The factors are columns of codes: the coinsurance rate
-# (five values from 0 to 95 per cent) and self-rated health. Numbers are scaled to [0, 1]. A fifth of the rows is held
-# out.
+# The columns are a count (`mdvis`), two numbers, two factors and two indicators. The factors are columns of codes:
+# the coinsurance rate (five values from 0 to 95 per cent) and self-rated health. Numbers are scaled to [0, 1]. A
+# fifth of the rows is held out.
 
 # %%
 frame = sm.datasets.randhie.load_pandas().data
@@ -87,8 +87,8 @@ print(
 # The variance is seven times the mean, so the counts are negative binomial. Each summand of the kernel has a name and
 # reads the columns in its brackets:
 #
-# * `Anova(k, 0, 1)` holds functions whose mean over [0, 1] is zero. Without it every term could take over some of the
-#   others' level, and of the intercept; products of such kernels are interactions over and above the main effects.
+# * `Anova(k, 0, 1)` is the kernel of functions whose mean over [0, 1] is zero. Without it a constant could move
+#   between the terms and the intercept. Products of such kernels are interactions without the main effects.
 # * `Categorical(L)` is a random effect for each of L levels.
 # * The intercept and the slopes of the indicators are Pyro sites like any other. (`kernels.Constant` and
 #   `kernels.Linear` would do, too.)
@@ -128,13 +128,14 @@ def model(x, y=None, size=None):
 # %% [markdown]
 # ## Two guides
 #
-# `MeanFieldAdditive` has independent posteriors of the terms, `CoupledPrecision` couples them by a low-rank term of the
+# `MeanFieldAdditive` takes the terms as independent. `CoupledPrecision` couples them by a low-rank term of the
 # precision, in storage and time linear in the number of terms. `inducing` has an entry for each term: 12 points for a
-# curve, 36 for the surface, on regular grids in the columns that the term reads. Terms with finite features, such as
-# the factors, need none: they are exact.
+# curve, and 36 for the surface, on regular grids in the columns that the term reads. Terms with finitely many
+# features, such as the factors, need no inducing points: they are exact.
 #
-# A contrast of two levels of a factor needs their joint posterior: in a ratio of rates, what both share cancels. The
-# model's parameters are in Pyro's store, for the guide trained last, so we ask each guide right away.
+# A contrast of two levels of a factor needs their joint posterior, because what both levels share cancels in the
+# ratio of their rates. Pyro's store holds the parameters of the guide trained last, so we compute each guide's
+# contrast right after its training.
 
 
 # %%
@@ -185,8 +186,8 @@ for family in (
 # %% [markdown]
 # ## The effects
 #
-# `components` are the posteriors of the terms, by name. `plot_effects` draws all of them as users of GAMs know them,
-# with 95 % intervals and a rug of the inputs; here as factors of the rate of visits.
+# `components` holds the posterior of each term by its name. `plot_effects` plots all terms in the usual way for GAMs,
+# with 95 % intervals and a rug of the inputs. Here `transform=torch.exp` makes them factors of the rate of visits.
 
 # %%
 posterior = guides["CoupledPrecision"].posterior(x)["f"]
@@ -197,10 +198,10 @@ for name, slope in zip(names[4:], medians["slopes"]):
     print(f"{name}: rate times {slope.exp():.2f}")
 
 # %% [markdown]
-# ## How effects go together
+# ## Correlations between effects
 #
-# Where the rows can not tell two effects apart, one is larger where the other is smaller: sums of effects are better
-# known than each of them. `components` has their joint covariance, and draws them jointly.
+# If the rows cannot tell two effects apart, their posteriors have a negative correlation, and their sum is better known
+# than each of them. `components` has the joint covariance of all effects, and draws them jointly.
 
 # %%
 person = torch.tensor([[0.6, 0.9, 2.0, 2.0, 0.0, 0.0]]).to(x)
@@ -225,10 +226,10 @@ with torch.no_grad():
 # %% [markdown]
 # ## Against lines alone
 #
-# The same likelihood with a line for each column (statsmodels' GLM, dummies for the factors), on the held-out rows: the
-# deviance of a negative binomial with our shape. Here curves and their interaction gain almost nothing over lines: the
-# effects are close to linear, and what the additive model adds is the intervals above. (Where effects are curved it
-# matters: `tests/benchmarks/paper0.py` has such data.)
+# For comparison, statsmodels fits a generalised linear model with the same likelihood: a line for each column, and
+# dummies for the factors. The score is the deviance of the held-out rows under a negative binomial with our shape.
+# Here curves and their interaction gain almost nothing over lines, because the effects are close to linear. (For data
+# with curved effects see `tests/benchmarks/paper0.py`.)
 
 
 # %%
@@ -282,8 +283,8 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * Put an effect of your own in: a term by a factor, `Categorical(2)[3] * Anova(...)[0]`
-#   ([how to](../docs/how-to/additive.md)).
-# * Ask how the families differ: `MeanFieldAdditive` against `CoupledPrecision`, in
-#   [the figures of the paper](../docs/explanation/benchmarks.md).
+# * Add an effect of your own, such as a curve for each level of a factor: `Categorical(2)[3] * Anova(...)[0]` ([how
+#   to](../docs/how-to/additive.md)).
+# * See how `MeanFieldAdditive` and `CoupledPrecision` differ in [the figures of the
+#   paper](../docs/explanation/benchmarks.md).
 # * Judge the fit: [diagnostics](diagnostics.ipynb).

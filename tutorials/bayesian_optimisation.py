@@ -11,12 +11,12 @@
 #
 # *Where should the next measurement be, if each is expensive?*
 #
-# A GP is fitted to the values seen so far, and an acquisition function says where another is worth most: expected
-# improvement (Jones, Schonlau and Welch, 1998), from the posterior's mean and standard deviation, and Thompson
-# sampling (Thompson, 1933), the minimum of one function drawn from it, `posterior.paths(1)`. Both are tensors, so
-# that gradients by the inputs find their optima. Expected improvement and its slope come from `guide.posterior`;
-# hyperparameters stay in the program. With BoTorch the guide is a model of its own, `interop.botorch.Model`, for the
-# acquisition functions and optimisers there ([how to](../docs/how-to/bayesian-optimisation.md)).
+# A GP is fitted to the values seen so far, and an acquisition function says where the next measurement is worth most.
+# Here there are two. Expected improvement (Jones, Schonlau and Welch, 1998) follows from the posterior's mean and
+# standard deviation. Thompson sampling (Thompson, 1933) minimises one function drawn from the posterior,
+# `posterior.paths(1)`. Both can be differentiated by the inputs, so gradient steps find their optima. For BoTorch's
+# acquisition functions and optimisers, `interop.botorch.Model` makes a BoTorch model of the guide ([how
+# to](../docs/how-to/bayesian-optimisation.md)).
 #
 # On the command line: `python tutorials/bayesian_optimisation.py [--rounds 15] [--steps 40] [--out DIR] [--short]`.
 
@@ -45,7 +45,8 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## The function
 #
-# Branin's, on [0, 1]², scaled; its three minima are equally deep. The measurements have noise of sd 0.02.
+# The function is Branin's, scaled to [0, 1]². It has three minima of the same depth. Measurements have noise with
+# standard deviation 0.02.
 
 
 # %%
@@ -80,9 +81,9 @@ def model(x, y=None):
 # %% [markdown]
 # ## The loop
 #
-# A guide is made anew after each measurement: with so few rows `SGPR` has all of them as inducing inputs, and is the
-# exact posterior for its hyperparameters. The acquisition is looked at on 500 random places, and polished by gradient
-# steps from the best of them.
+# We make a new guide after each measurement. With so few rows all of them can be inducing inputs, and `SGPR` is then
+# the exact posterior given its hyperparameters. The acquisition function is evaluated at 500 random places, and
+# gradient steps improve the best of them.
 
 
 # %%
@@ -183,8 +184,8 @@ print(f"The picture is in {options.out}")
 # %% [markdown]
 # ## Slope and curvature
 #
-# Posteriors can be differentiated by their inputs, in forward mode as well as reverse: the Hessian of its mean, for
-# example for Newton's method.
+# Posteriors can be differentiated by their inputs, in forward and in reverse mode. This gives, for example, the
+# Hessian of the mean, which Newton's method needs.
 
 # %%
 x = visited["expected improvement"]
@@ -205,8 +206,8 @@ print(
 # %% [markdown]
 # ## What was claimed
 #
-# Two runs are few, and random search was lucky in one of them. The noise's sd is 0.02: regrets of that size are not
-# told apart by single measurements.
+# Two runs are few, and random search was lucky in one of them. The noise has standard deviation 0.02, so single
+# measurements cannot tell regrets of this size apart.
 
 # %%
 if options.full:
@@ -223,5 +224,5 @@ if options.full:
 # ## What to try next
 #
 # * Draws of whole functions: [predictions](../docs/how-to/predictions.md).
-# * Outcomes that are counts or classes: change the likelihood, and the guide stays, [a gallery](likelihoods.ipynb).
-# * Hyperparameters with a posterior in place of points: leave `point_estimates` out.
+# * Outcomes that are counts or classes: only the likelihood changes ([a gallery](likelihoods.ipynb)).
+# * A posterior of the hyperparameters instead of point estimates: leave `point_estimates` out.

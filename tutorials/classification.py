@@ -9,11 +9,12 @@
 # %% [markdown]
 # # Classification, by expectation propagation and by variational inference
 #
-# *Both approximate the same posterior by a Gaussian: what is the difference, and does it show in predictions?*
+# *Both approximate the same posterior by a Gaussian. How do they differ, and does it show in predictions?*
 #
-# The tumours of the Wisconsin set are benign or malignant. The model is a GP below a Bernoulli likelihood; the same
-# program is trained by a bound (`SVGP`, `SGPR`: Kullback-Leibler divergence from q to the posterior) and by
-# expectation propagation (`SparseEP`, Minka, 2001: moments matched term by term). Half of the tumours are held out.
+# The tumours of the Wisconsin data set are benign or malignant. The model is a GP with a Bernoulli likelihood. We
+# train the same program in two ways. Variational inference (`SVGP`, `SGPR`) maximises a bound, which minimises the
+# divergence KL(q‖p) of the Gaussian q from the posterior p. Expectation propagation (`SparseEP`; Minka, 2001) matches
+# moments, one term of the likelihood at a time. Half of the tumours are held out.
 #
 # On the command line: `python tutorials/classification.py [--steps 60] [--out DIR] [--short]`.
 
@@ -62,7 +63,8 @@ inputs = ((inputs - inputs[train].mean(0)) / inputs[train].std(0))[
 # %% [markdown]
 # ## The program
 #
-# `Probit` is P(y = 1) = Φ(f). The ten measurements share a length scale; it and the variance are points.
+# `Probit` means P(y = 1) = Φ(f). The ten measurements share one length scale. The length scale and the variance are
+# point estimates.
 
 
 # %%
@@ -117,10 +119,10 @@ table = pd.DataFrame(rows).T
 print(table.round(3).to_string())
 
 # %% [markdown]
-# The objective of the bounds is a lower bound of log p(y), that of expectation propagation an estimate of it, higher
-# and closer to the truth. A bound makes q avoid places where the posterior is small: it is narrower, and the bound
-# then takes a smaller scale to make up for it. Which predicts better is a matter of the data; that they hardly differ
-# here is the usual thing where classes are clear.
+# For `SVGP` and `SGPR` the objective is a lower bound of log p(y). For expectation propagation it is an estimate of
+# log p(y), which is higher here. Maximising a bound keeps q away from regions where the posterior is small, so q is
+# too narrow, and training then finds a smaller scale. Which method predicts better depends on the data. Here
+# predictions hardly differ, as is usual if the classes are well separated.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9.5, 4))

@@ -11,11 +11,11 @@
 #
 # *How uncertain is a posterior because too little was computed?*
 #
-# An approximate posterior is uncertain for two reasons: there is little data (*mathematical* uncertainty), and there
-# was little computation (*computational* uncertainty). `ComputationAware` (Wenger et al., 2024) counts both: it
-# conditions on i projections Sᵀy of the data, and its variance is that of the exact posterior plus what the projections
-# leave out, never less. Inducing points make no such promise. This notebook shows the split in one dimension, and then
-# the same family with a likelihood that the paper leaves to future work.
+# An approximate posterior is uncertain for two reasons: there are few data (*mathematical* uncertainty), and there
+# was little computation (*computational* uncertainty). `ComputationAware` (Wenger et al., 2024) counts both. It
+# conditions on i projections Sᵀy of the data. Its variance is the exact posterior's plus what the projections leave
+# out, so it is never too small. A posterior with inducing points may be too narrow. This notebook shows both kinds of
+# uncertainty in one dimension, and then the same family under counts, which the paper leaves to future work.
 #
 # On the command line: `python tutorials/computation_aware.py [--device cuda] [--steps 200] [--out DIR]`.
 
@@ -42,8 +42,8 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## A gap in the data
 #
-# Eighty points with a hole in the middle, and hyperparameters fixed, so that all that differs is the approximation.
-# The five inducing points include one in the hole.
+# The data are eighty points with a hole in the middle. The hyperparameters are fixed, so the posteriors differ only
+# by their approximation. One of the five inducing points lies in the hole.
 
 # %%
 pyro.set_rng_seed(0)
@@ -86,9 +86,9 @@ for name, family in families.items():
     )
 
 # %% [markdown]
-# `SparsePosterior.mathematical_variance` is the exact posterior's, `computational_variance` the rest. Where the
-# inducing points' total is *below* the exact variance (the red line within the blue band), they are overconfident: at
-# the inducing point in the hole they claim to know f better than all the data do.
+# `SparsePosterior.mathematical_variance` is the exact posterior's variance, and `computational_variance` is the rest.
+# The posterior with inducing points is overconfident where its variance is *below* the exact one (the red line inside
+# the blue band). At the inducing point in the hole it claims to know f better than all the data allow.
 
 # %%
 figure, axes = plt.subplots(
@@ -139,8 +139,9 @@ figure.savefig(options.out / "computation_aware.png", dpi=110)
 # %% [markdown]
 # ## Counts
 #
-# The sites that a posterior is conditioned on are read off the model, so any likelihood that factorises over the data
-# will do. Yearly sunspot numbers, 1700 to 2008, ship with statsmodels; they are over-dispersed counts.
+# The guide approximates each datum's likelihood by a Gaussian, from derivatives of the model's density. So any
+# likelihood that factorises over the data works. The data are yearly sunspot numbers, 1700 to 2008, which ship with
+# statsmodels. They are over-dispersed counts.
 
 # %%
 spots = sm.datasets.sunspots.load_pandas().data
@@ -238,5 +239,5 @@ if options.full:
 #
 # * More actions, other policies: `"eigen"`, `"random"` or
 #   [a callable](../docs/explanation/families/computation-aware.md).
-# * The other way to spend computation, on inducing points: [quickstart](quickstart.ipynb).
-# * What a k-hat says of such posteriors: [diagnostics](diagnostics.ipynb).
+# * Inducing points instead of projections: [quickstart](quickstart.ipynb).
+# * What k-hat says about such posteriors: [k-hat](../docs/explanation/k-hat.md).

@@ -11,10 +11,11 @@
 #
 # *Does it help to know that an image is made of patches?*
 #
-# A function of an image that is made of one function of its patches, f(x) = Σ_p w_p g(x[p]), is the same wherever in
-# the image a stroke is (van der Wilk, Rasmussen and Hensman, 2017). It is a kernel like any other,
-# `kernels.Convolutional`; what g is asked at, and so what inducing inputs are, is patches. The program and the guide
-# stay as they are. Stacked, the values of g at all patches are the channels of a next image.
+# Let f be a weighted sum of one function g over the patches of an image, f(x) = Σ_p w_p g(x[p]). Then g responds to a
+# stroke in the same way wherever it is in the image (van der Wilk, Rasmussen and Hensman, 2017).
+# `kernels.Convolutional` is the kernel of such functions. Its inducing inputs are patches, because g is a function of
+# patches. The program and the guide need no change. In a deep model the values of g at all patches are the channels
+# of another image.
 #
 # The images are scikit-learn's digits, 8 by 8 pixels. On the command line:
 # `python tutorials/convolutional.py [--device cuda] [--steps 150] [--images 600] [--out DIR]`.
@@ -60,10 +61,11 @@ SHAPE, PATCH = (8, 8), (3, 3)
 # %% [markdown]
 # ## One program, three kernels
 #
-# Ten outputs, one a class, and the robust-max likelihood: an image's class is that of the largest output, but for an
-# error rate ε. Images are rows, `(N, 64)`; `image_shape` says how to read them. Weights are learned relative to 1/P,
-# their default, which makes f the mean response. `kernels.TICK` also sees where a patch is: the response to a stroke
-# may then differ from place to place, as slowly as the kernel of the locations lets it.
+# Each program has ten outputs, one for each class, and the robust-max likelihood: the class of an image is that of
+# the largest output, except with probability ε. Images are rows, `(N, 64)`, and `image_shape` gives their height and
+# width. The weights w_p start at their default 1/P, so that f is the mean of g over the P patches, and are learned.
+# `kernels.TICK` also knows where a patch is. The response to a stroke may then vary over the image, as smoothly as
+# the kernel of the locations allows.
 
 
 # %%
@@ -129,9 +131,9 @@ def train(model, families, **settings):
 
 
 # %% [markdown]
-# Sixty-four inducing images for the plain kernel; sixty-four inducing patches for the others, centres of k-means (for
-# `TICK` with random locations, as in Shi, Titsias and Mnih, 2020). A number, `SVGP(64)`, would choose patches too.
-# Orthogonal inducing points take two sets, and one may be patches and the other images.
+# The plain kernel gets 64 inducing images. The others get 64 inducing patches, which are k-means centres (for `TICK`
+# at random locations, as in Shi, Titsias and Mnih, 2020). A number, `SVGP(64)`, would choose patches too. Orthogonal
+# inducing points take two sets: one may be patches and the other images.
 
 # %%
 patches = bases.inducing_patches(x, 64, SHAPE, PATCH)
@@ -158,8 +160,9 @@ for name, kernel, family in [
         )
 
 # %% [markdown]
-# Patches help a little: by natural steps the plain kernel, too, makes much of 500 images. The inducing patches after
-# training: detectors of strokes and corners. On the right the learned weights, by place.
+# Patches help a little, because natural steps train the plain kernel well on 500 images, too. The picture shows the
+# inducing patches after training: they are detectors of strokes and corners. On the right are the learned weights of
+# the places.
 
 # %%
 figure = plt.figure(figsize=(11, 4.4))
@@ -178,18 +181,18 @@ figure.savefig(options.out / "convolutional.png", dpi=110)
 # %% [markdown]
 # ## Two layers
 #
-# The first layer is a GP over all patches of all images, of four outputs; `as_images` makes its values the channels of
-# 6 by 6 images. Nothing is trained beforehand: the upper layer's inducing patches start from images under random
-# convolutions.
+# The first layer is a GP over all patches of all images, with four outputs. `as_images` makes its values the channels
+# of 6 by 6 images. No layer is trained beforehand. The inducing patches of the upper layer start as patches of images
+# under random convolutions.
 #
-# The upper layer looks at all patches of an image at once, so their values must be drawn together. Values of different
-# images need not be. The guide finds this out at its first call. `independent_draws=("g",)` ignores the correlation of
-# patches, as is common practice: a step is cheaper, what it maximises no longer quite the bound.
+# The upper layer takes all patches of an image at once, so their values must be drawn jointly. Values of different
+# images need not be. The guide finds this out at its first call. `independent_draws=("g",)` ignores the correlation
+# of patches, as is common practice. A step is then cheaper, but its objective is no longer exactly the bound.
 #
-# The first layer's natural steps are short, `rate=0.02`: each is by one draw of its own values, through an upper layer
-# that still moves. These models have not settled after so few steps: by seed, rate and steps one class or two are
-# missed, so that either ends at 95, 85 or 77 %. `natural=False` trains both layers by Adam; one such run reached 92 %
-# in 130 steps. Two layers are not ahead of one here.
+# The natural steps of the first layer are short, `rate=0.02`, because each follows one draw of its values, through an
+# upper layer that still moves. These models have not converged after so few steps. Depending on seed, rate and number
+# of steps they may miss one class or two, and end at an accuracy of 95, 85 or 77 %. `natural=False` trains both
+# layers by Adam; one such run reached 92 % in 130 steps. Two layers are not better than one here.
 
 
 # %%
@@ -222,7 +225,7 @@ for name, settings in [
         learned = guide.posterior(x[:6])["g"].mean.detach()
 
 # %% [markdown]
-# What the first layer makes of six digits: its posterior mean, a row a channel.
+# The picture shows six digits under the first layer: its posterior mean, with one channel per row.
 
 # %%
 figure, axes = plt.subplots(5, 6, figsize=(7, 6))
@@ -249,6 +252,6 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * Patches with a stride, colour channels, and where deep layers start: [kernels](../docs/reference/kernels.md).
+# * Patches with a stride, colour channels, and starts of deep layers: [kernels](../docs/reference/kernels.md).
 # * MNIST with more steps: [figures](../docs/explanation/benchmarks.md).
-# * Deep GPs of plain numbers: [deep GPs](deep_gp.ipynb).
+# * Deep GPs of inputs that are not images: [deep GPs](deep_gp.ipynb).

@@ -9,13 +9,13 @@
 # %% [markdown]
 # # Cox processes
 #
-# *At what rate do events come, and how sure may we be of it?*
+# *At what rate do events come, and how certain is the rate?*
 #
-# Events in a window, with a log-intensity that is a Gaussian process: log λ = f (Zhu, Yuchi and Xie, 2025, appendix
-# A.5). The likelihood of events xᵢ is Σᵢ f(xᵢ) − ∫ exp f(x) dx. As a Pyro program that is two `pyro.factor` terms, with
-# the integral as a sum over cells; the guide integrates exp f itself: E[exp f] = exp(m + v/2). Any family will do. Here
-# inducing points meet a deep basis kernel, a network as the features of the kernel, on events that we simulate, so that
-# the truth is known.
+# In a log-Gaussian Cox process the logarithm of the intensity of events is a Gaussian process, log λ = f (Zhu, Yuchi
+# and Xie, 2025, appendix A.5). The log likelihood of events xᵢ is Σᵢ f(xᵢ) − ∫ exp f(x) dx. In a Pyro program these
+# are two `pyro.factor` terms, with a sum over cells for the integral. The expectation of exp f is known, E[exp f] =
+# exp(m + v/2). Any family works. Here we compare inducing points under a Matérn kernel with a deep basis kernel,
+# whose features are the outputs of a network. We simulate the events, so the truth is known.
 #
 # On the command line: `python tutorials/cox_process.py [--device cuda] [--steps 600] [--out DIR]`.
 
@@ -44,8 +44,8 @@ pyro.set_rng_seed(0)
 # %% [markdown]
 # ## Events
 #
-# An intensity that jumps, and then waves; events by thinning: draw at the highest rate, keep with probability
-# λ(x)/max λ.
+# The intensity jumps, and then waves. We draw events by thinning: draw at the highest rate, and keep each event with
+# probability λ(x)/max λ.
 
 
 # %%
@@ -65,8 +65,8 @@ print(f"{len(events)} events in [0, {end:g}]")
 # %% [markdown]
 # ## The program
 #
-# The cells' midpoints are the nodes of the integral. Without events the model is the prior at other places, where
-# the guide then gives the intensity.
+# The midpoints of the cells are the nodes of the integral. Without events the model has only f at the nodes, so
+# `guide.posterior(midpoints, widths)` gives the posterior there.
 
 # %%
 num_cells = 200
@@ -168,13 +168,13 @@ figure.savefig(options.out / "cox_process.png", dpi=110)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# The deep basis is too sure of itself: its 95 % intervals hold the truth at far fewer of the cells than they should.
-# The Matérn kernel's come close. It has few features, in which the jump and the waves must both be said,
-# and its network is a point estimate: what the network might be instead, no interval tells. Bounds of two *models*,
-# as these are, say which explains the data better, not which is calibrated.
+# The intervals of the deep basis are too narrow: its 95 % intervals hold the truth at far fewer than 95 % of the
+# cells. The intervals of the Matérn kernel come close to 95 %. The deep basis has few features for both the jump and
+# the waves, and its network is a point estimate, so its intervals leave out the uncertainty of the network. The two
+# kernels are two *models*. Their bounds say which explains the data better, and not which has right intervals.
 #
-# In the plane nothing changes but the cells: midpoints `(M, 2)` and areas `(M,)`.
-# `tests/benchmarks/cox.md` does so for trees in a forest, and for a century of coal-mining disasters.
+# In the plane only the cells change: they have midpoints `(M, 2)` and areas `(M,)`. `tests/benchmarks/cox.md` has
+# such data, trees in a forest, and also a century of coal-mining disasters.
 
 # %% [markdown]
 # ## What was claimed
@@ -187,7 +187,7 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * Give the network a last layer of even norm ([deep basis](deep_basis.ipynb)), and see what coverage does.
-# * Other densities that belong to no distribution of Pyro's: any `pyro.factor` of f will do
+# * Give the network a last layer of even norm ([deep basis](deep_basis.ipynb)), and look at the coverage.
+# * Other densities that Pyro has no distribution for: write a `pyro.factor` of f
 #   ([likelihoods](../docs/how-to/likelihoods.md)).
 # * Scores and calibration: [diagnostics](diagnostics.ipynb).

@@ -9,13 +9,14 @@
 # %% [markdown]
 # # Deep basis kernels
 #
-# *Can a network be the kernel, and keep its uncertainty?*
+# *Can a network be the kernel, and the posterior still be uncertain?*
 #
-# A network can be a kernel: k(x, x') = φ(x)ᵀφ(x') with φ from D inputs to r features (Zhu, Yuchi and Xie, 2025). Such a
-# kernel has rank r, so that a GP is Bayesian linear regression in the weights of the features: exact in time linear in
-# the number of rows (`ExactWeightSpace`), or by mini-batches under any likelihood (`WeightSpace`). Left to itself,
-# training makes the network memorise the data in one feature, and the uncertainty vanishes. The variance correction
-# adds a diagonal that makes the prior variance the same everywhere, c(x) = max k − k(x, x), and undoes that.
+# A network can be a kernel: k(x, x') = φ(x)ᵀφ(x'), where φ maps D inputs to r features (Zhu, Yuchi and Xie, 2025).
+# Such a kernel has rank r, so the GP is Bayesian linear regression on the features. `ExactWeightSpace` computes its
+# posterior in time linear in the number of rows. `WeightSpace` trains it by mini-batches under any likelihood.
+# Without a correction, the network memorises the data in one feature, and the uncertainty vanishes. The variance
+# correction adds c(x) = max k − k(x, x) to the diagonal, so that the prior variance is the same everywhere. This
+# prevents it.
 #
 # On the command line: `python tutorials/deep_basis.py [--device cuda] [--steps 2000] [--out DIR]`.
 
@@ -45,13 +46,14 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## With and without the correction
 #
-# Steps and a little ripple, the paper's example, seen at a hundred places with noise. The network is registered with
-# `pyro.module`, as in any Pyro program; a forgotten one raises.
+# The truth is the paper's example: steps with a small ripple, observed at a hundred places with noise. The model
+# registers the network with `pyro.module`, as in any Pyro program. A network that you forget to register raises an
+# error.
 #
-# In training the correction is a penalty, Σ c(x)/(2σ²). The features of a network as torch makes it differ in norm, and
-# at σ = 0.1 the penalty then outweighs the fit many times: training first makes the features small and nearly
-# constant, and is slow to come back. A last layer that gives all rows one learned norm has c = 0 from the first step
-# on. It is a part of your network, not of the kernel, and needs r > 1.
+# In training the correction is a penalty, Σ c(x)/(2σ²). The features of a new network differ in norm from row to row.
+# At σ = 0.1 the penalty is then many times as large as the fit. So training first makes the features small and nearly
+# constant, and needs many steps to recover. A last layer that gives the features of all rows one learned norm has c =
+# 0 from the first step on. This layer is a part of your network, not of the kernel, and needs r > 1.
 
 
 # %%
@@ -150,24 +152,24 @@ figure.tight_layout()
 figure.savefig(options.out / "deep_basis.png", dpi=110)
 
 # %% [markdown]
-# The correction keeps more than one feature in use, and f uncertain, and is the furthest from the truth. The even norm
-# has the best bound and is the surest: its sd of f, 0.014, is a seventh of its error of 0.1, and smaller even than
-# without correction. For features of one norm c is 0, so that nothing is corrected in training, and 32 weights seen a
-# hundred times are soon known. It cures the training, not the intervals: the truth is no function of these features,
-# and the posterior of weights does not know. Where intervals matter look at the coverage of held-out data, and take the
-# correction with features as they are.
+# With the correction more than one feature is in use and f is uncertain, but f is the furthest from the truth. With
+# features of one norm the bound is the highest and f the most certain: its standard deviation, 0.014, is a seventh of
+# its error, 0.1, and smaller than without a correction. The reason is that c is then 0, so nothing is corrected, and
+# a hundred data determine 32 weights well. So the even norm makes training easier, and does not make intervals right:
+# the truth is not a linear function of these features, which the posterior of the weights cannot know. If you need
+# intervals, take the correction without the even norm, and look at the coverage of held-out data.
 
 # %% [markdown]
 # ## Mini-batches, weight decay, rates, early stopping
 #
-# With many rows, mini-batches. A model that is a `PyroModule` owns its network and its noise, so `model.state_dict()`
-# is all of it, and the bound is a module for `torch.optim`: parameter groups give the network weight decay and a rate
-# of its own. The first call is on all rows: predictions are corrected relative to the training inputs seen there, under
-# the network as it is at the time.
+# With many rows take mini-batches. A model that is a `PyroModule` owns its network and its noise, so
+# `model.state_dict()` holds all of its parameters. The bound is a module for `torch.optim`, and parameter groups give
+# the network weight decay and a learning rate of its own. Call the guide on all rows first: the correction of
+# predictions is relative to the inputs of the first call, under the current network.
 #
-# `natural=False` lets the optimiser train q(w) beside the network, at half the time of a step. Natural steps, the
-# default, are ahead at first, and end behind: this cell with `WeightSpace()` ends at a validation NLL of -0.86, the
-# noise's own is -0.88.
+# `natural=False` leaves q(w) to the optimiser, and a step then takes half the time. Natural steps, the default, are
+# ahead at first and behind at the end: with `WeightSpace()` this cell ends at a validation NLL (negative log density
+# per row, in nats) of -0.86. That of the true function with the true noise is -0.88.
 
 # %%
 pyro.set_rng_seed(0)
@@ -250,7 +252,7 @@ print(
 )
 
 # %% [markdown]
-# Under `SVI` the same is said by names: Pyro's optimisers take a callable of a parameter's name.
+# Under `SVI`, a function of a parameter's name gives Pyro's optimiser the same settings.
 
 
 # %%
@@ -269,9 +271,9 @@ svi.step(x[:256], y[:256], size=len(x))
 # ## The exact posterior of all rows
 #
 # For a Gaussian likelihood q(w) has a closed form. Under the network that the mini-batches trained, one pass over the
-# rows is enough; beyond 32,768 rows it is made in blocks, and memory stays small. Trained further, or from the start,
-# by this guide, each step is such a pass. In its predictions the correction is noise of the training data, too; under
-# other likelihoods, such as a Bernoulli, it is integrated out of each datum's density at the first prediction.
+# rows gives it. Beyond 32,768 rows the pass goes block by block, so memory stays small. If you train this guide, each
+# step is such a pass. In predictions the correction counts as noise of the training data, too. Under other
+# likelihoods, such as a Bernoulli, the first prediction integrates it out of each datum's density.
 
 # %%
 model.load_state_dict(best[1]["model"])
@@ -283,10 +285,10 @@ print(f"exact posterior, same network: test NLL {nll(exact, *test):.4f}")
 # %% [markdown]
 # ## Features of your own; deep kernel learning
 #
-# A kernel with other features is a class of one method. A network *under* a kernel, deep kernel learning, needs nothing
-# new at all: give the process the network's outputs as inputs, and the inducing points live there. The network takes
-# small steps, since q(u) follows by natural steps of its own: at a rate of 0.02 training ended in a network that is
-# constant.
+# A kernel with other features is a class with one method. A network *under* a kernel, as in deep kernel learning,
+# needs no new class: give the process the network's outputs as its inputs. The inducing points are then in the space
+# of these outputs. Let the network take small steps, because q follows it by natural steps. With a learning rate of
+# 0.02 training ended in a constant network.
 
 
 # %%
@@ -341,4 +343,4 @@ if options.full:
 #
 # * An intensity with such features: [Cox processes](cox_process.ipynb).
 # * A million rows: [how to](../docs/how-to/networks.md), and [figures](../docs/explanation/benchmarks.md).
-# * Whether intervals hold: `predictive_scores` in [diagnostics](diagnostics.ipynb).
+# * Whether intervals are right: `predictive_scores` in [diagnostics](diagnostics.ipynb).

@@ -9,11 +9,11 @@
 # %% [markdown]
 # # Deep Gaussian processes
 #
-# *What does a second layer see that one kernel can not?*
+# *What can two layers learn that one kernel cannot?*
 #
-# A deep GP (Damianou and Lawrence, 2013) is a program in which the values of one GP site stand in the inputs of
-# another. Nothing else is needed: no layer class, no special inference. The guide sees that the values of `f1` enter
-# `f2`, draws them (Salimbeni and Deisenroth, 2017), and given each draw integrates the values of `f2` by quadrature.
+# A deep GP (Damianou and Lawrence, 2013) is a program in which the values of one GP site are inputs of another. It
+# needs no layer class and no special inference. The guide finds out that the values of `f1` enter `f2`, and draws
+# them (Salimbeni and Deisenroth, 2017). Given each draw, it integrates over the values of `f2`.
 #
 # On the command line: `python tutorials/deep_gp.py [--device cuda] [--steps 800] [--out DIR]`.
 
@@ -49,7 +49,8 @@ pyro.set_rng_seed(0)
 # %% [markdown]
 # ## A step
 #
-# A stationary kernel has one length scale for everywhere: a step makes it short, and the flat parts pay for that.
+# The truth is a step function. A stationary kernel has one length scale everywhere. The step makes it short, so f is
+# too wiggly where the truth is flat.
 
 # %%
 x = torch.rand(100, 1, device=options.device)
@@ -77,16 +78,17 @@ def single(x, y=None):
 
 
 # %% [markdown]
-# Two layers. What makes them train from the start, without pre-training:
+# Two layers train from the start, without pre-training, for three reasons:
 #
 # * the inner layer's prior mean is the identity, `x.mT` for as many outputs as there are inputs. For fewer, take
 #   principal components: `axes = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh[:P]`, once, outside of the
 #   model, and `mean=lambda x: axes @ x.mT`;
-# * the outer layer sees the inputs too (a skip connection), so that no layer can lose them;
-# * the inner layer starts with a small variance. The outer layer's inputs then start where the data are.
+# * the outer layer has x itself as an input too (a skip connection), so that no layer can lose it;
+# * the inner layer starts with a small variance, so the inputs of the outer layer start where the data are.
 #
-# The bound has local optima all the same, and most starts end in one with an inner layer that stays at the identity.
-# Take several, and the bound says which: these three were chosen to hold one that does not.
+# The bound still has local optima. From most starts, training ends in an optimum where the inner layer stays at the
+# identity. So train from several starts and keep the highest bound. We chose the three starts here so that one of
+# them leaves the identity.
 
 
 # %%
@@ -161,13 +163,13 @@ for title, model, top, families in [
     fits[title] = mean.cpu(), spread.cpu(), bound, error.item()
 
 # %% [markdown]
-# All is trained by Adam here, `natural=False`: natural steps of the upper layer are right for the inputs that the inner
-# layer drew, which are others at the next step. For one layer Adam's end is no optimum: the most that twenty inducing
-# points can give it is what `SGPR(20)` finds in a quarter of the steps. Two layers are ahead of that, too, in one of
-# the three starts: in the others the upper layer looks at x alone.
+# Adam trains all parameters here, by `natural=False`. The reason is that a natural step of the upper layer fits the
+# inputs which the inner layer has just drawn, and the next step draws others. With one layer Adam does not reach the
+# optimum: `SGPR(20)` finds the best bound of twenty inducing points in a quarter of the steps. From one of the three
+# starts two layers have a higher bound than this optimum. From the other two the upper layer uses x alone.
 #
-# The inner layer bends the axis: it moves the two sides of the step apart, so that a longer length scale will do above.
-# Its picture is on the right, beside the line x it would be without data.
+# The inner layer bends the axis: it moves the two sides of the step apart, so that the upper layer can have a longer
+# length scale. The picture on the right shows it, beside the line x where it would be without data.
 
 # %%
 with torch.no_grad():
@@ -193,9 +195,10 @@ print(f"The picture is in {options.out}")
 # %% [markdown]
 # ## Several outputs, classes
 #
-# The wines of UCI's set: 13 measurements, three growers. Both models end in three outputs and a robust-max likelihood,
-# `RobustMax(f.mT)`, whose expectation `TraceQuadrature_ELBO` finds by one-dimensional integrals. The deep one has an
-# inner layer of two outputs, around the two principal components. Sixty wines are for training, three times.
+# The data are the wines of UCI's data set, with 13 measurements and three growers. Both models have three outputs and
+# the robust-max likelihood, `RobustMax(f.mT)`, whose expectation `TraceQuadrature_ELBO` finds by one-dimensional
+# integrals. The deep model has an inner layer of two outputs, whose mean is the first two principal components. We
+# draw three training sets of sixty wines, and train both models on each.
 
 # %%
 wine = load_wine()
@@ -256,8 +259,8 @@ for title, found in scores.items():
         print(f"{title:11} {name:20} {mean:8.3f} ({sd:.3f})")
 
 # %% [markdown]
-# On the wines held out the two models are alike within their spread, whatever their bounds. A set this small and
-# regular asks for little more than one layer, unlike the step.
+# On the held-out wines the two models are alike within their spread, although their bounds differ. A data set this
+# small and regular needs little more than one layer, unlike the step.
 
 # %% [markdown]
 # ## What was claimed

@@ -9,14 +9,15 @@
 # %% [markdown]
 # # Can this posterior be trusted?
 #
-# *How far is it from its target, how good are its predictions, and how sure may it be?*
+# *How far is it from its target, how good are its predictions, and are its intervals right?*
 #
-# A sparse posterior is an approximation, and it says little about itself: an ELBO has no scale. The module
+# A sparse posterior is an approximation, and the value of the bound does not say how good it is. The module
 # `pyro_sparsegp.diagnostics` turns any result (of SVI, expectation propagation or NUTS) into an `xarray.DataTree` in
-# ArviZ's schema, so that stock ArviZ summarises, compares and plots it, and adds what ArviZ cannot know of: importance
-# weights, and scores of predictions with the function integrated out.
+# ArviZ's schema, so that ArviZ itself can summarise, compare and plot it. The module adds what ArviZ cannot compute:
+# importance weights, and scores of predictions with the function integrated out.
 #
-# The data are the yearly volume of the Nile, 1871 to 1970, which ships with statsmodels. Every other year is held out.
+# The data are the yearly volumes of the Nile, 1871 to 1970, which ship with statsmodels. Every other year is held
+# out.
 #
 # On the command line: `python tutorials/diagnostics.py [--steps 200] [--draws 200] [--out DIR]`.
 
@@ -92,9 +93,10 @@ def model(x, y=None):
 # %% [markdown]
 # ## Has the optimisation converged?
 #
-# The losses say it: here the mean of the last fifty steps beside that of the fifty before. Expectation propagation
-# takes the place of SVI for its own family: its loss is −log Z, and hyperparameters are points. Under draws of
-# hyperparameters the loss is noisy. The rest of this page asks whether this posterior is good enough.
+# Look at the losses: we print their mean over the last fifty steps, and over the fifty before. Hyperparameters are
+# drawn in each step, so losses are noisy. The family `SparseEP` trains by expectation propagation instead of SVI. Its
+# loss is −log Z, and its hyperparameters are points. If the loss has converged, the rest of this page asks whether
+# the posterior is good enough.
 
 
 # %%
@@ -151,7 +153,8 @@ names = ["scale", "length", "noise"]
 arviz_stats.summary(trees["SGPR 15"], var_names=names, kind="stats", ci_prob=0.95)
 
 # %% [markdown]
-# NUTS draws from the same model's posterior without a guide, for 50 rows. Its tree has the same groups.
+# NUTS draws from the posterior of the same model without a guide. This is possible because there are only 50 rows.
+# Its tree has the same groups.
 
 # %%
 pyro.set_rng_seed(0)
@@ -186,9 +189,9 @@ forest.add_legend("model")
 show(forest, "forest")
 
 # %% [markdown]
-# The function, under variational inference, expectation propagation and NUTS, at three of the new inputs.
-# Hyperparameters of expectation propagation are points where log Z is large, and its function differs from that of
-# NUTS, which averages over them. Neither k-hat nor leave-one-out below can tell that: both take points for given.
+# The next picture shows f under variational inference, expectation propagation and NUTS, at three of the new inputs.
+# Expectation propagation has points for hyperparameters, while NUTS averages over them, so the two posteriors of f
+# differ. Neither k-hat nor leave-one-out below shows this difference, because both treat points as known.
 
 # %%
 overlaid = arviz_plots.plot_dist(
@@ -206,11 +209,12 @@ for name, tree in compared.items():
 # %% [markdown]
 # ## k-hat: how far from its target?
 #
-# The weights p/q of a posterior's draws have a tail; its shape k-hat says whether they are of use (up to `good_k`). It
-# depends on what p is. Towards the bound's target, "vfe", it judges the family and the optimiser, and is blind to
-# too few inducing points. Expectation propagation has a target of its own, "fitc". The guides of SVI
-# have a mean-field posterior of hyperparameters, which costs them; SVGP's q(w) moreover does not follow them. Points
-# are not judged at all: the k-hat of EP is that of q(w), which may still be on its way when hyperparameters stop.
+# The importance weights p/q of a posterior's draws have a tail, and k-hat is the shape of this tail. The weights are
+# useful if k-hat is below `good_k`. k-hat depends on the target p. The target of the bound is "vfe": towards it k-hat
+# judges the family and the optimiser, and does not see too few inducing points. Expectation propagation has another
+# target, "fitc". The guides of SVI here have a mean-field posterior of the hyperparameters, which raises their k-hat,
+# and under `SVGP` q(w) moreover does not depend on the hyperparameters. k-hat does not judge points. So under
+# expectation propagation it judges only q(w), which may not have converged when the hyperparameters have.
 
 # %%
 for name in guides:
@@ -219,8 +223,9 @@ for name in guides:
 # %% [markdown]
 # ## Draws by their weights, and overconfidence
 #
-# Where k-hat allows it, `arviz_base.extract` draws anew by the weights, which moves the draws to the target. A guide
-# with a tenth of the spread is too far away: its k-hat is above `good_k`.
+# If k-hat is good, `arviz_base.extract` resamples the draws by their weights, which moves them to the target. As a
+# counterexample we take a guide and divide the standard deviations of its hyperparameters by ten. Its k-hat is above
+# `good_k`: it is too far from the target.
 
 
 # %%
@@ -261,8 +266,8 @@ draw_anew(tree)
 # %% [markdown]
 # ## Leave-one-out, and comparison in one call
 #
-# The log likelihood in the trees is integrated over what the coefficients leave open, so that stock ArviZ judges the
-# posteriors as they are.
+# The log likelihood in the trees is integrated over the residual, that is, over what the inducing points leave open.
+# So ArviZ's own leave-one-out judges each posterior as it is.
 
 # %%
 table = arviz_stats.compare(compared)
@@ -274,7 +279,8 @@ show(arviz_plots.plot_compare(table), "compare")
 # %% [markdown]
 # ## How good are predictions?
 #
-# Log score, CRPS and PIT of the years held out are in closed form here: only hyperparameters are drawn.
+# Log score, CRPS and PIT of the held-out years have a closed form here, given the hyperparameters, so only
+# hyperparameters are drawn.
 
 # %%
 scores = diagnostics.predictive_scores(model, guides["SGPR 15"], held_x, held_y, seed=0)
@@ -304,8 +310,9 @@ show(figure, "function")
 # %% [markdown]
 # ## Simulation-based calibration
 #
-# Draw from the prior, fit, and rank the truth among the posterior's draws: on average over the prior, ranks are uniform
-# if posteriors are right. One inducing point will not do. Hyperparameters are fixed here, which makes it quick.
+# Draw the truth and data from the prior, fit a guide to the data, and rank the truth among the draws of its
+# posterior. Over many repetitions ranks are uniform if posteriors are right. `SGPR` with twelve inducing points
+# passes, and one inducing point does not. Hyperparameters are fixed here to save time.
 
 # %%
 grid = torch.linspace(0, 1, 30)[:, None]
@@ -355,7 +362,7 @@ for name, procedure in {"SGPR 12": enough, "SVGP 1": one_point}.items():
 # %% [markdown]
 # ## To disk
 #
-# A tree is one NetCDF file; `xarray.open_datatree` reads it, for any version of ArviZ that takes trees.
+# `to_netcdf` writes a tree into one NetCDF file, and `xarray.open_datatree` reads it.
 
 # %%
 trees["SGPR 15"].to_netcdf(options.out / "nile.nc")
@@ -373,7 +380,7 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * What each number means, and what to do about a k-hat of 0.9: [how to](../docs/how-to/diagnostics.md) and
-#   [what k-hat's target is](../docs/explanation/k-hat.md).
+# * What each number means, and what to do about a k-hat of 0.9: [how to](../docs/how-to/diagnostics.md) and [what
+#   k-hat's target is](../docs/explanation/k-hat.md).
 # * Intervals that are never too narrow: [computation-aware GPs](computation_aware.ipynb).
-# * Scores of a model of yours: `predictive_scores` takes any guide, expectation propagation and NUTS.
+# * Scores of your own model: `predictive_scores` takes any guide, also under expectation propagation, and NUTS.

@@ -41,8 +41,8 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 #
 # A line has a slope and an intercept. If you give both a prior, each draw is a line. A Gaussian process needs no
 # formula: each draw is a whole function. A *kernel* says how alike the function's values at two inputs are. `RBF`
-# makes smooth functions. Its *length scale* says how far one must go for the function to become another, and its
-# variance how far the function goes up and down.
+# makes smooth functions. Its *length scale* is the distance over which the function changes, and its variance says
+# how far the function goes up and down.
 
 # %%
 grid = torch.linspace(0, 10, 200)[:, None]  # inputs are matrices: rows × columns
@@ -61,7 +61,8 @@ plt.show()
 # %% [markdown]
 # ## The data, standardised
 #
-# Time in decades, flow in standard deviations. Then priors are easy to choose: numbers near 1 are typical.
+# Time is in decades since 1871, and flow is standardised: its mean is 0 and its standard deviation 1. Then priors are
+# easy to choose, because numbers near 1 are typical.
 
 # %%
 flow = sm.datasets.nile.load_pandas().data
@@ -73,9 +74,9 @@ y = (volume - volume.mean()) / volume.std()
 # %% [markdown]
 # ## The model
 #
-# An ordinary Pyro program. `f` is the function's values at all inputs, one `pyro.sample` site. The data scatter around
-# f with standard deviation `noise`. How smooth f is we do not know, so the length scale has a prior too: it is a
-# *hyperparameter*, like `sd` and `noise`.
+# The model is an ordinary Pyro program. One `pyro.sample` site, `f`, holds the function's values at all inputs. The
+# data scatter around f with standard deviation `noise`. We do not know how smooth f is, so the length scale has a
+# prior too: it is a *hyperparameter*, like `sd` and `noise`.
 
 
 # %%
@@ -91,8 +92,8 @@ def model(x, y=None):
 # %% [markdown]
 # ## The fit
 #
-# The guide is the posterior's form. `SVGP(15)` describes f by its values at 15 *inducing points*, which it places
-# itself: two or three for each length scale are enough. `fit` trains it.
+# A *guide* approximates the posterior. This one describes f by its values at 15 *inducing points*, `SVGP(15)`, and
+# places the points itself. Two or three points for each length scale are enough. `fit` trains the guide.
 
 # %%
 guide = AutoSparseGP(model, SVGP(15))
@@ -100,8 +101,8 @@ fit(model, guide, (x, y), steps=options.steps, progress=False)
 print(guide.summary())
 
 # %% [markdown]
-# Is the posterior right? `check` compares it with a slower method, and returns a line for each thing that is wrong. An
-# empty list is good.
+# Is the posterior right? `check` compares it with a slower and more exact method, and returns a line for each fault
+# that it finds. An empty list is good.
 
 # %%
 problems = guide.check(x, y)
@@ -110,8 +111,8 @@ print(problems)
 # %% [markdown]
 # ## The answer
 #
-# `predict` draws from the posterior: here functions at each year, as many as we ask for. Whatever you want to know of
-# f, compute it for each draw. The answers' spread is your uncertainty.
+# `predict` draws from the posterior: here 1,000 functions, each with a value for every year. Compute what you want to
+# know of f for each draw. The spread of the answers is your uncertainty.
 
 # %%
 draws = predict(model, guide, x, num_samples=1000)

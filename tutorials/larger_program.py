@@ -9,12 +9,11 @@
 # %% [markdown]
 # # A GP inside a larger program
 #
-# *Can a GP be one line among many: plates of groups, offsets, counts, and still be checked by NUTS?*
+# *A program has plates of groups, offsets, counts and one line with a GP. Does it still run under NUTS?*
 #
-# Eight clinics count visits in each of ten quarters. The number of patients on their books differs (an offset),
-# clinics differ (a plate of intercepts, partially pooled), and all share a trend that nobody has a formula for: a GP.
-# The program says just that; the GP is one `pyro.sample` site. The same program draws prior predictions,
-# is fitted by SVI, and is sampled by NUTS.
+# Eight clinics count visits in each of ten quarters. Clinics have different numbers of patients (an offset) and
+# different rates (a plate of intercepts, partially pooled). All share a trend that nobody has a formula for, so it is
+# a GP, one `pyro.sample` site. The same program draws prior predictions, is fitted by SVI, and is sampled by NUTS.
 #
 # On the command line: `python tutorials/larger_program.py [--steps 150] [--draws 100] [--out DIR] [--short]`.
 
@@ -64,8 +63,7 @@ visits = torch.poisson(0.1 * patients * (trend + effect[clinic]).exp())
 # %% [markdown]
 # ## The program
 #
-# The GP's inputs are the ten quarters, not the eighty rows: its values are looked up, `f[quarter]`, as any
-# other site's are.
+# The inputs of the GP are the ten quarters, not the eighty rows. The program looks up each row's value: `f[quarter]`.
 
 # %%
 quarters = torch.linspace(0, 1, num_quarters)[:, None]
@@ -86,7 +84,7 @@ def model(patients, clinic, quarter, quarters, visits=None):
 data = patients, clinic, quarter, quarters, visits
 
 # %% [markdown]
-# ## What it believes before the data
+# ## What the model predicts before the data
 
 # %%
 prior = Predictive(model, num_samples=200)(*data[:4])
@@ -99,8 +97,9 @@ print(
 # %% [markdown]
 # ## SVI: two families
 #
-# Under both, `base`, `a` and f have one Gaussian posterior, because the data inform only their sum. The guide finds out
-# that `f[quarter]` puts each of the ten function values into eight counts, and integrates each count by quadrature.
+# Under both families `base`, `a` and f have one joint Gaussian posterior, because the data inform only their sum. The
+# guide finds out that each of the ten function values enters eight counts. The expectation of each count's log
+# density has a closed form.
 
 # %%
 results = {}
@@ -121,7 +120,7 @@ for title, family in [("SVI, SVGP", SVGP(quarters)), ("SVI, SGPR", SGPR(quarters
 # %% [markdown]
 # ## NUTS
 #
-# The same program, its function whitened, which NUTS needs.
+# The same program runs under NUTS. `Whitening` samples f as independent standard normals, so that the chain mixes.
 
 # %%
 white = poutine.reparam(model, config=Whitening())
@@ -144,8 +143,8 @@ results["NUTS"] = {
 # %% [markdown]
 # ## Compared
 #
-# The trend and the clinics' effects, each with its 90 % interval. `base`, `a` and `f` may trade a
-# constant, which the joint posterior of the field knows.
+# The picture shows the trend and the clinics' effects with 90 % intervals. A constant can move between `base`, `a`
+# and f, so each of their intervals is wide. The interval of `base + f` is much narrower.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
@@ -203,7 +202,6 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * What the guide makes of other latents:
-#   [other latents](../docs/how-to/other-latents.md).
+# * How the guide treats latents beside f: [other latents](../docs/how-to/other-latents.md).
 # * Whether a posterior is too narrow: [diagnostics](diagnostics.ipynb).
 # * Other likelihoods: [a gallery](likelihoods.ipynb).

@@ -9,12 +9,13 @@
 # %% [markdown]
 # # Latent inputs
 #
-# *What lies behind measurements if nobody gives their inputs?*
+# *Nobody observed the inputs. Can a GP find them from the outputs?*
 #
-# In a Gaussian process latent variable model (Lawrence, 2005) the inputs are latents: each wine of UCI's set has 13
-# measurements, which are 13 outputs of GPs at a place in the plane that is to be found. In Pyro this is an ordinary
-# program, `x = pyro.sample("x", ...)`; the guide treats the places as it treats any latents (Titsias and Lawrence,
-# 2010, integrate them in closed form; here they are drawn), and starts them at draws. The growers are not told to it.
+# In a Gaussian process latent variable model (Lawrence, 2005) the inputs are latents. Each wine of UCI's data set has
+# 13 measurements. They are the values of 13 GPs at one place in the plane, which is unknown. In Pyro this is an
+# ordinary program, `x = pyro.sample("x", ...)`, and the guide treats the places like any other latents: it draws them
+# in each step. (Titsias and Lawrence, 2010, integrate over them in closed form.) The program does not know who grew
+# the wines.
 #
 # On the command line: `python tutorials/latent_inputs.py [--steps 300] [--out DIR] [--short]`.
 
@@ -61,7 +62,7 @@ def model(y):
 
 
 # %% [markdown]
-# Two starts: draws of the prior, which is what happens by itself, and the two principal components.
+# We start twice: from draws of the prior, which is the default, and from the first two principal components.
 
 # %%
 components = Y @ torch.linalg.svd(Y, full_matrices=False).Vh[:2].mT
@@ -114,9 +115,9 @@ figure.savefig(options.out / "latent_inputs.png", dpi=80)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# The objective has many optima, and the place where it starts decides between them: compare the bounds. What the
-# picture shows is a place in the plane with its uncertainty: `guide.scales.x`, each wine's standard deviations,
-# before which differences of places mean nothing.
+# The objective has many optima, and the start decides which one training finds. So compare the bounds of several
+# starts. Each place in the picture is uncertain: `guide.scales.x` holds its standard deviations. Two places that are
+# closer than these are not different.
 
 # %%
 for title, (places, width, *_) in found.items():

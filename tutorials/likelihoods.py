@@ -9,11 +9,12 @@
 # %% [markdown]
 # # A gallery of likelihoods
 #
-# *Which observations can stand below a GP, and what does each say about the same function?*
+# *Which observations can depend on a GP, and how well does each recover the same function?*
 #
-# A likelihood is whatever the program says of f: nothing has to be registered. Six of them observe one function:
-# noise that varies, counts, heavy tails, outliers marked by a discrete latent, ordered grades, and measurements that
-# are cut off at what the instrument can read. Each is a few lines; the guide and the loop stay.
+# Any distribution in the program can be the likelihood, and nothing has to be registered. Six likelihoods observe one
+# function: noise that varies, counts, heavy tails, outliers marked by a discrete latent, ordered grades, and
+# measurements cut off at the highest value that the instrument reads. Each is a few lines. The guide and the loop are
+# the same for all.
 #
 # On the command line: `python tutorials/likelihoods.py [--steps 80] [--out DIR] [--short]`.
 
@@ -183,8 +184,8 @@ figure.savefig(options.out / "likelihoods.png", dpi=80)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# Points are the observations, the line with its band is f's posterior, dashes are the truth. Where measurements are
-# cut off, f goes on above what can be read, and is less certain there.
+# Points are the observations, the line with its band is the posterior of f, and dashes are the truth. Where
+# measurements are cut off, the posterior of f rises above the highest reading, and its band is wider there.
 
 # %% [markdown]
 # ## What was claimed
@@ -207,7 +208,7 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * How expectations are taken, and a distribution that brings its own: [likelihoods](../docs/how-to/likelihoods.md).
-# * Which rows are outliers, given all else: [discrete latents](../docs/how-to/other-latents.md).
-# * The same under another family: [which guide when](which_guide.ipynb); classes:
-#   [classification](classification.ipynb).
+# * How the guide computes expectations, and how your own distribution can:
+#   [likelihoods](../docs/how-to/likelihoods.md).
+# * The probability that a row is an outlier: [discrete latents](../docs/how-to/discrete-latents.md).
+# * Other families: [which guide when](which_guide.ipynb). Classes: [classification](classification.ipynb).

@@ -9,11 +9,11 @@
 # %% [markdown]
 # # Mauna Loa: trend, season and weather apart
 #
-# *How large is each part of a sum, and how sure is that?*
+# *How large is each part of a sum, and how certain is each?*
 #
-# Weekly CO₂ at Mauna Loa, 1958 to 2001, ships with statsmodels. One Gaussian process models it, whose kernel is a sum
-# of named terms. Each term has mean zero over its own span (`Anova`), so that no term can take the level of another:
-# the terms are identified.
+# The data are weekly CO₂ at Mauna Loa, 1958 to 2001, and ship with statsmodels. The model is one Gaussian process
+# whose kernel is a sum of named terms. `Anova` makes each term's mean over the time span zero, so a constant cannot
+# move from one term to another. This identifies the terms.
 #
 # On the command line: `python tutorials/mauna_loa.py [--device cuda] [--steps 200] [--out DIR] [--short]`.
 
@@ -46,7 +46,7 @@ pyro.set_rng_seed(0)
 # %% [markdown]
 # ## The model
 #
-# A level, a trend over decades, a yearly cycle whose shape may drift, and weather that lasts months.
+# The terms are a level, a trend over decades, a yearly cycle whose shape may drift, and weather that lasts months.
 
 
 # %%
@@ -75,7 +75,7 @@ def model(x, y=None):
 # %% [markdown]
 # ## The data
 #
-# Time in years from the middle of the record, ppm standardised. A fifth of the weeks is held out.
+# Time is in years from the middle of the record. CO₂ in ppm is standardised. A fifth of the weeks is held out.
 
 # %%
 series = sm.datasets.co2.load_pandas().data["co2"].dropna()
@@ -91,8 +91,9 @@ train, test = (t[~held_out], y[~held_out]), (t[held_out], y[held_out])
 # %% [markdown]
 # ## Two additive families
 #
-# Each term has inducing points of its own: one number for each of the four terms, `None` for the level, which has a
-# single feature. `MeanFieldAdditive` takes the terms as independent. `CoupledPrecision` keeps their correlation.
+# Each term has inducing points of its own, so `inducing` has a number for each term. The level has a single feature
+# and needs none, `None`. `MeanFieldAdditive` takes the terms as independent. `CoupledPrecision` keeps their
+# correlation.
 
 # %%
 families = {
@@ -120,8 +121,9 @@ for name, family in families.items():
 # %% [markdown]
 # ## The terms
 #
-# The season is a cycle of ±3 ppm, and its band is too narrow to see. Slow weather and the trend can still explain
-# the same weeks: `CoupledPrecision` shows this in both bands. `MeanFieldAdditive` does not: its terms are independent.
+# The season is a cycle of ±3 ppm, and its band is too narrow to see. Slow weather and the trend can explain the same
+# weeks, so both are uncertain. `CoupledPrecision` shows this by wide bands. The bands of `MeanFieldAdditive` are too
+# narrow, because it takes the terms as independent.
 
 # %%
 COLOURS = dict(zip(families, ["C3", "C0"]))
@@ -182,4 +184,4 @@ if options.full:
 #
 # * Drop `Anova` from the terms: their bands become as wide as the level that they share.
 # * Effects of several columns, factors and interactions: [additive models](additive.ipynb).
-# * Where measurements are to come next: [Bayesian optimisation](bayesian_optimisation.ipynb).
+# * Where to measure next: [Bayesian optimisation](bayesian_optimisation.ipynb).

@@ -12,8 +12,9 @@
 # *Do people see a doctor more often when care is free?*
 #
 # The RAND health insurance experiment gave families insurance plans at random and counted their visits to a doctor.
-# Sick people go more often, on a curve that nobody has a formula for: a Gaussian process. Beside it stand an
-# intercept, an effect of each plan, and hyperparameters. The data ship with statsmodels.
+# Sick people go more often. How much more is a curve that nobody has a formula for, so the model takes a Gaussian
+# process for it. Beside this curve the model has an intercept, an effect of each plan, and hyperparameters. The data
+# ship with statsmodels.
 #
 # On the command line: `python tutorials/quickstart.py [--draws 2000] [--out DIR] [--short]`. With `--draws` it runs
 # NUTS anew, in some minutes. Otherwise it reads draws from the file `quickstart_nuts.npz`.
@@ -60,7 +61,7 @@ pyro.set_rng_seed(0)
 # %% [markdown]
 # ## The program
 #
-# An ordinary Pyro program. `f` is one `pyro.sample` site with a value at each level of the disease index, and
+# This is an ordinary Pyro program. The site `f` has a value at each level of the index of chronic diseases.
 # `f[level]` looks up each person's value, as `a[plan]` does for the plans. No line mentions a posterior or inducing
 # points.
 
@@ -84,8 +85,8 @@ def model(level, plan, visits=None, size=None):
 # %% [markdown]
 # ## The data
 #
-# 400 people to train on, 1,000 held out, all 20,190 for the end. Plans are numbered by the share of the bill that the
-# patient pays: 0, 25, 50, 95 and (for one group) up to 100 per cent.
+# 400 people are for training, and 1,000 are held out. The last section takes all 20,190. Plans are numbered by the
+# share of the bill that the patient pays: 0, 25, 50, 95 and (for one group) up to 100 per cent.
 
 # %%
 frame = sm.datasets.randhie.load_pandas().data
@@ -103,8 +104,8 @@ print(
 # %% [markdown]
 # ## NUTS, for comparison
 #
-# The same program runs under NUTS. `Whitening` samples f as independent standard normals, so that the chain mixes.
-# The chain of 2,000 draws took minutes, so a quarter of its draws are kept in a file.
+# The same program runs under NUTS. `Whitening` samples f as independent standard normals, so that the chain mixes. A
+# chain of 2,000 draws takes some minutes, so a file holds a quarter of its draws.
 
 
 # %%
@@ -144,7 +145,7 @@ nuts = dict(np.load(chain))
 # | `SVGP(2)` | too few inducing points, on purpose |
 # | `SVGP(6)`, `independent=True` | Pyro's usual mean field, for comparison |
 #
-# The first fit of a session also loads parts of PyTorch. So fit once before the clock starts.
+# The first fit of a session also loads parts of PyTorch. So we fit once before the clock starts.
 
 # %%
 guides = {
@@ -187,7 +188,9 @@ for name, (bound, score, khat, seconds) in rows.items():
     print(f"{name:12}{bound:9.1f}{score:8.3f}{khat:7.2f}{sd:12.2f}{seconds:7.1f}")
 
 # %% [markdown]
-# The score is of held-out people. **A k-hat below 0.67 is good** for 1,000 draws: then weights can correct the draws.
+# The bound is in nats, and the score is the mean log density of a held-out person, in nats. A higher one is better.
+# k-hat measures how far the guide is from its target. **For 1,000 draws a k-hat below 0.67 is good**: importance
+# weights can then correct the draws.
 #
 # ## The table of latents
 #
@@ -202,9 +205,9 @@ for name, guide in guides.items():
 # %% [markdown]
 # ## What NUTS cannot do: 20,000 rows with inputs of their own
 #
-# There f has 20,000 values, and each gradient of NUTS factorises a matrix of 3 GB. A guide trains on mini-batches.
-# `fit` passes the number of all rows as `size`. The reference has four times as many inducing points, and all rows in
-# each step.
+# Here each row has an input of its own, so f has 20,000 values, and each gradient of NUTS would factorise a matrix of
+# 3 GB. A guide trains on mini-batches instead. `fit` passes the number of all rows as `size`. The reference is a
+# guide with four times as many inducing points that takes all rows in each step.
 
 
 # %%
@@ -302,12 +305,12 @@ print(f"The picture is in {options.out / 'quickstart.png'}")
 # %% [markdown]
 # ## What to read off
 #
-# * **The data inform `base + f`, not each alone.** NUTS says so: both are wide. So does `SVGP(6)`, because `base`, the
-#   plans' effects and f have one Gaussian posterior together.
-# * **The mean field** cannot say so. Its predictions are as good as the others', but its interval of the intercept is
-#   several times too narrow.
-# * **k-hat** does not see that two inducing points are too few ([why](../docs/explanation/k-hat.md)). The bound sees
-#   it, and so does `check`.
+# * **The data inform `base + f`, not each alone.** So the intervals of both are wide under NUTS. They are as wide
+#   under `SVGP(6)`, because `base`, the plans' effects and f share one Gaussian posterior.
+# * **The mean field** treats them as independent. Its predictions are as good as the others', but its interval of the
+#   intercept is several times too narrow.
+# * **k-hat** does not show that two inducing points are too few ([why](../docs/explanation/k-hat.md)). The bound and
+#   `check` do.
 #
 # ## All 20,190 people
 #

@@ -9,11 +9,12 @@
 # %% [markdown]
 # # Scale
 #
-# *More rows than memory, a job that is cut off, a second process: what changes in the program?*
+# *Rows that do not fit into memory, a job that is cut off, a second process: what changes in the program?*
 #
-# Nothing in the model, and one line in the training. Two million rows lie in files; `fit` reads what a step needs, from
-# a memory map or from any iterable of batches, writes checkpoints and goes on from them bit for bit, and
-# shares its steps between processes. This notebook does each once, and asserts that the results agree.
+# Nothing changes in the model, and one line in the training. Two million rows are in files. `fit` reads what a step
+# needs, from a memory map or from any iterable of batches. It writes checkpoints and resumes from them bit for bit,
+# and it shares its steps between processes. This notebook does each of these once, and asserts that the results
+# agree.
 #
 # On the command line: `python tutorials/scale.py [--device cuda] [--rows 2000000] [--steps 300] [--out DIR] [--short]`.
 
@@ -53,7 +54,8 @@ def peak():
 # %% [markdown]
 # ## Rows on disk
 #
-# A count at sixteen numbers each, in float32, written in blocks of 100,000. No array ever has all of them.
+# Each row is a count and sixteen inputs, in float32. Rows are written in blocks of 100,000, so no array ever holds
+# all of them.
 
 # %%
 COLUMNS, BLOCK = 16, 100_000
@@ -84,7 +86,8 @@ print(f"{options.rows:,} rows, {megabytes:.0f} MiB on disk")
 # %% [markdown]
 # ## The program
 #
-# `size` is the number of all rows: the plate scales up the rows of a batch to it. `fit` fills it in.
+# `size` is the number of all rows. The plate weighs the rows of a batch so that they count for all. `fit` passes
+# `size` itself.
 
 
 # %%
@@ -119,13 +122,14 @@ def judged(guide):
 # %% [markdown]
 # ## From a memory map, and from an iterable
 #
-# A memory map is an array to `fit`, which batches its rows, drawn anew in each epoch. Where rows come in an order of
-# their own (from many files, a database, a network), give it an iterable of batches, here blocks that are read one
-# after another and shuffled within, or a `DataLoader`; no more than a batch of it is held.
+# `fit` treats a memory map like an array, and draws batches of its rows anew in each epoch. If rows come in an order
+# of their own (from many files, a database, a network), pass an iterable of batches or a `DataLoader`. Here the
+# iterable reads one block after another and shuffles the rows of each. `fit` holds no more than a batch of an
+# iterable.
 #
-# A fit to the first block comes first, in memory, so that what the library itself takes is not counted. (The pages of
-# a memory map that were read stay as long as nobody else needs the memory, and count as the process's: its growth is
-# shown, and says nothing.)
+# We measure by how much the memory of the process grows. A fit to 20,000 rows in memory comes first, so that the
+# memory of the library itself is not counted. The growth under a memory map means little: the operating system keeps
+# pages that were read until another process needs the memory, and counts them for this one.
 
 # %%
 maps = (
@@ -185,9 +189,9 @@ print(f"the truth's own log density {best:.3f}")
 # %% [markdown]
 # ## Cut off, and resumed
 #
-# `checkpoint=` is written every minute and at the end, never half, and holds parameters, optimiser, random numbers and
-# where in the data the fit was. Here a rule stops a fit in the middle, as Ctrl-C would; the
-# same call in a new process, with `resume=True`, goes on from there.
+# `fit` writes the file `checkpoint=` every minute and at the end, and never leaves half a file. It holds the
+# parameters, the optimiser, the random generators and the position in the data. Here a stopping rule ends a fit in
+# the middle, as Ctrl-C would. The same call with `resume=True`, here or in a new process, goes on from there.
 
 # %%
 whole = new()
@@ -217,9 +221,9 @@ print(f"the same, bit for bit, as without the cut: {same}")
 # %% [markdown]
 # ## Two processes
 #
-# A script for `torchrun`: each process gives its own rows, `fit(..., group=...)` joins gradients and natural steps, and
-# all processes end up with what one process with the joined batches has. The same script by itself is that one process,
-# whose batches are the joined ones. On GPUs the backend is `"nccl"`.
+# This is a script for `torchrun`. Each process passes its own rows, and `fit(..., group=...)` adds up gradients and
+# natural steps over processes. All processes end with the posterior that one process gets from the joined batches. To
+# see this, we also run the script as one process with the joined batches. On GPUs the backend is `"nccl"`.
 
 # %%
 script = folder / "worker.py"
@@ -294,9 +298,9 @@ print(
 # %% [markdown]
 # ## On a GPU
 #
-# `--device cuda` runs all above there, but for the two processes: batches are moved as they are read, parameters are
-# made where the first batch is, and a step copies nothing from the host
-# ([GPUs, float32 and several processes](../docs/how-to/gpu.md)).
+# `--device cuda` runs everything above on a GPU, except for the two processes. `fit` moves each batch to the GPU when
+# it reads it, and the guide makes its parameters there. A step copies nothing from the host ([GPUs, float32 and
+# several processes](../docs/how-to/gpu.md)).
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
@@ -333,7 +337,7 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * Ten million rows in less than 1 GiB, and steps in time: [figures](../docs/explanation/benchmarks.md).
-# * A loop of your own, schedules, stopping: [training](../docs/how-to/training.md),
-#   [save and resume](../docs/how-to/save-and-resume.md).
-# * Whether the fit is to be trusted: [diagnostics](diagnostics.ipynb).
+# * Ten million rows in less than 1 GiB, and times of steps: [figures](../docs/explanation/benchmarks.md).
+# * A loop of your own, schedules, stopping: [training](../docs/how-to/training.md), [save and
+#   resume](../docs/how-to/save-and-resume.md).
+# * Whether to trust a fit: [diagnostics](diagnostics.ipynb).

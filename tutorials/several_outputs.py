@@ -9,12 +9,12 @@
 # %% [markdown]
 # # Several outputs
 #
-# *What does one sensor say about another that was off for a while?*
+# *A sensor was off for a while. What do the other sensors say about it?*
 #
-# Three sensors follow two hidden signals; the third was off in the middle third. Independent GPs, one for each, can
-# only return to their prior mean in the gap. In a linear model of coregionalisation (Journel and Huijbregts, 1978)
-# outputs are mixtures of shared functions, `A @ f`, a matrix product in the program: the other two sensors then fill
-# the gap. What is missing is masked, value by value.
+# Three sensors follow two hidden signals, and the third sensor was off for a third of the time. If each sensor has a
+# GP of its own, the third GP returns to its prior mean in the gap. In a linear model of coregionalisation (Journel
+# and Huijbregts, 1978) the outputs are mixtures of shared functions, `A @ f` in the program, so the other two sensors
+# fill the gap. Missing values are masked one by one.
 #
 # On the command line: `python tutorials/several_outputs.py [--steps 100] [--out DIR] [--short]`.
 
@@ -54,7 +54,7 @@ Y[off, 2] = torch.nan
 # %% [markdown]
 # ## Two programs
 #
-# Values that were not read are NaN, and `.mask(...)` under `.to_event(1)` leaves out just these.
+# Missing values are NaN. `.mask(seen)` before `.to_event(1)` leaves out single values and keeps the rest of the row.
 
 
 # %%
@@ -78,8 +78,8 @@ def coregionalised(x, y=None, seen=True):
 
 
 # %% [markdown]
-# `SGPR` solves for functions that meet in one Gaussian density together. A starts at a draw: at its prior mean, zero,
-# nothing would tell the functions apart.
+# Several functions enter one Gaussian density here, and `SGPR` finds their joint posterior. A starts at a draw from
+# its prior. At the prior mean, 0, the functions would all have the same gradient.
 
 # %%
 found = {}
@@ -137,6 +137,6 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * Outputs in mini-batches, classes, a length scale for each: [several outputs](../docs/how-to/several-outputs.md).
-# * What else may be missing: [missing data](../docs/how-to/likelihoods.md#missing-data).
-# * Inputs that nobody gave: [latent inputs](latent_inputs.ipynb).
+# * Outputs as rows of one kernel, and several GP sites: [several outputs](../docs/how-to/several-outputs.md).
+# * Other missing data: [missing data](../docs/how-to/likelihoods.md#missing-data).
+# * Inputs that nobody observed: [latent inputs](latent_inputs.ipynb).

@@ -11,10 +11,11 @@
 #
 # *Can a GP follow a stream of data that nobody keeps?*
 #
-# Under natural steps the posterior over the coefficients is the prior's times a sum over the rows: a matrix of M by M
-# numbers and a vector. New rows are added to it, `guide.absorb(x, y)`, and may then be thrown away (Bui, Nguyen and
-# Turner, 2017). Here a function is learned in pieces, which gives the same posterior as all rows at once; then one that
-# drifts, where old rows mislead: `forget=` scales down what they said.
+# With M inducing points, a guide with natural steps keeps all that it has learned of f in two sums over the rows: an
+# M × M matrix and a vector. `guide.absorb(x, y)` adds new rows to these sums, and the rows may then be thrown away
+# (Bui, Nguyen and Turner, 2017). This notebook first learns a function in pieces, and gets the same posterior as from
+# all rows at once. Then it follows a function that drifts. There old rows mislead, and `forget=` scales their sums
+# down.
 #
 # On the command line: `python tutorials/streaming.py [--pieces 60] [--steps 150] [--out DIR] [--short]`.
 
@@ -54,7 +55,7 @@ def piece(t, num=30):
 
 
 # %% [markdown]
-# ## The program, and hyperparameters from the first rows
+# ## The program, and its hyperparameters from the first rows
 
 
 # %%
@@ -76,8 +77,9 @@ print("noise:", round(trained.median(first_x, first_y)["noise"].item(), 3))
 # %% [markdown]
 # ## In pieces, or all at once
 #
-# `forget=1.0` starts anew under the hyperparameters as they are now. The likelihood is Gaussian, so that the pieces
-# make the posterior of all rows, to rounding. What the guide holds does not grow.
+# `forget=1.0` removes all that was learned of f, and keeps the hyperparameters. The likelihood is Gaussian, so
+# absorbing the pieces gives the posterior of all rows, up to rounding. The guide holds the same number of values
+# after each piece.
 
 # %%
 stream = [(first_x, first_y), *(piece(0.0) for _ in range(options.pieces))]
@@ -106,9 +108,9 @@ print(
 # %% [markdown]
 # ## A function that drifts
 #
-# Now the wave moves, by a fifth of its period in 60 pieces. Each piece is predicted before it is absorbed, so that
-# every row is new: the mean log density, for four ways to forget. With none the posterior grows ever surer of an
-# average over the past; with all of it, it knows the last thirty rows alone.
+# Now the wave moves by a fifth of its period in 60 pieces. We predict each piece before we absorb it, and compare the
+# mean log density of these new rows for four values of `forget`. With `forget=0` the posterior becomes more and more
+# certain of an average over the past. With `forget=1` it knows only the last thirty rows.
 
 
 # %%
@@ -178,5 +180,5 @@ if options.full:
 # ## What to try next
 #
 # * Training after `absorb`: [data in pieces](../docs/how-to/mini-batches.md#data-that-arrive-in-pieces).
-# * Drift as a part of the model, time as an input of the kernel: [kernels](../docs/how-to/kernels-and-means.md).
-# * Counts or classes: change the likelihood, and the rest stays, [a gallery](likelihoods.ipynb).
+# * Drift as a part of the model, with time as an input of the kernel: [kernels](../docs/how-to/kernels-and-means.md).
+# * Counts or classes: only the likelihood changes ([a gallery](likelihoods.ipynb)).

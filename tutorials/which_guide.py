@@ -9,14 +9,19 @@
 # %% [markdown]
 # # Which guide when
 #
-# *What do the families cost, and what do they give, on the same problems?*
+# *How good are the families on the same problems, and what do they cost?*
 #
-# Three tasks, on simulated data: a sum of two smooth effects with Gaussian noise, counts, and classes. Each family
-# trains on each of them by the same loop, from its defaults, and is judged by data that it has not seen: the table
-# has the bound in nats (log Z of expectation propagation), the mean test log density, the share of test data within
-# their 90 % intervals, the CPU seconds of training, and the memory that the guide holds. `WeightSpace` and
-# `ExactWeightSpace` have another prior, random Fourier features instead of the kernel: their bounds belong to
-# another model.
+# There are three tasks on simulated data: a sum of two smooth effects with Gaussian noise, counts, and classes. The
+# same loop trains each family on each task, with the family's defaults. Data that were not seen in training judge it.
+# The table has
+#
+# * the bound in nats (for expectation propagation, log Z),
+# * the mean log density of the test data,
+# * the share of test data within their 90 % intervals,
+# * the CPU seconds of training, and the memory that the guide holds.
+#
+# `WeightSpace` and `ExactWeightSpace` have another prior, random Fourier features instead of the kernel. Their bounds
+# belong to another model and cannot be compared with the others.
 #
 # On the command line: `python tutorials/which_guide.py [--steps 60] [--out DIR] [--short]`.
 
@@ -119,7 +124,7 @@ def program(likelihood, effect=smooth):
 # %% [markdown]
 # ## The families
 #
-# Sizes are chosen so that each has some 20 coefficients, or 10 for each effect.
+# Each family has some 20 coefficients, or 10 for each effect.
 
 # %%
 families = {
@@ -189,9 +194,10 @@ for task, rows in table.groupby("task", sort=False):
 # %% [markdown]
 # ## Bound and cost
 #
-# Families on sites (orange) have the best posterior for their hyperparameters after every step, at the price of taking
-# all rows in each. Free ones (blue) learn theirs by natural gradients and take mini-batches. Expectation propagation
-# (green) has an estimate of log p(y), no bound. The picture leaves out those with another prior.
+# Families on sites (orange) compute the best posterior for their hyperparameters in every step, and need all rows for
+# it. Free families (blue) learn the posterior by natural gradients, and take mini-batches. Expectation propagation
+# (green) estimates log p(y), and its estimate is not a bound. The picture leaves out the two families with another
+# prior.
 
 # %%
 color = {
@@ -248,16 +254,16 @@ if options.full:
 # %% [markdown]
 # ## How to choose
 #
-# On data like these most differ little: take `SVGP` with mini-batches or `SGPR` with all rows, and another for what it
-# alone gives: effects one by one (`CoupledPrecision`), intervals that hold what computation left out
-# (`ComputationAware`), the posterior's shape beyond a bound's optimum (`SparseEP`), features that are known
-# (`WeightSpace`). `MeanFieldAdditive` pays for leaving out how effects depend on each other. The
-# [chooser](../docs/how-to/choose-a-guide.md) has all by problem.
+# On data like these most families differ little. Take `SVGP` with mini-batches, or `SGPR` with all rows. Take another
+# family for something that only it gives: intervals for effects one by one (`CoupledPrecision`), intervals that are
+# never too narrow (`ComputationAware`), a posterior closer to the exact one for counts and classes (`SparseEP`), or
+# known features (`WeightSpace`). The bound of `MeanFieldAdditive` is lower, because it takes the effects as
+# independent. [Choose a guide](../docs/how-to/choose-a-guide.md) lists the families by problem.
 
 # %% [markdown]
 # ## What to try next
 #
-# * Larger data: [mini-batches](../docs/how-to/mini-batches.md), [benchmarks](../docs/explanation/benchmarks.md) on real
-#   ones.
+# * Larger data: [mini-batches](../docs/how-to/mini-batches.md), and [benchmarks](../docs/explanation/benchmarks.md)
+#   on real data.
 # * Classes by expectation propagation and by variational inference: [classification](classification.ipynb).
 # * Whether to trust a fit: [diagnostics](diagnostics.ipynb).

@@ -9,12 +9,12 @@
 # %% [markdown]
 # # Write your own
 #
-# *The piece that a problem asks for is not there. How much is it to write, and how is it known to be right?*
+# *The library lacks a part that you need. How much code is it, and how do you know that it is right?*
 #
-# Functions of the hour of a day live on a circle: midnight is next to midnight. This notebook writes what such data ask
-# for, each part a class of a few lines on public names: a **kernel**, a **distribution** that brings its expectation,
-# a **basis** with **families** on it, and a **policy** of computation-aware inference. Each is compared with what is
-# built in, and with a dense reference written out in a cell.
+# A function of the time of day is a function on a circle: the end of the day is next to its start. This notebook
+# writes what such data need, each part in a few lines of code on public names: a **kernel**, a **distribution** that
+# brings its own expectation, a **basis** with **families** on it, and a **policy** of computation-aware inference. It
+# compares each part with a built-in one, and with a dense reference that a cell writes out.
 #
 # On the command line: `python tutorials/write_your_own.py [--steps 100] [--out DIR] [--short]`.
 
@@ -53,7 +53,8 @@ pyro.set_rng_seed(0)
 # %% [markdown]
 # ## The data
 #
-# A temperature and a count at hours of the day, as shares of it; few rows are from around midnight.
+# The data are a temperature and a count at times of the day. x is the share of the day that has passed. Few rows are
+# from around midnight.
 
 # %%
 x = 0.08 + 0.84 * torch.rand(400, 1)
@@ -89,7 +90,8 @@ def trained(model, family, *data, nodes=20, lr=0.05):
 #
 # $$k(x, x') = 1 - 30\,t^2(1 - t)^2, \qquad t = (x - x') \bmod 1.$$
 #
-# A kernel says `__call__` and `diag`. Sums, products, `scale * k`, `k[0]`, names, gradients and the guide are there.
+# A kernel class has two methods, `__call__` and `diag`. Sums, products, `scale * k`, `k[0]`, names, gradients and
+# guides then work.
 
 
 # %%
@@ -105,8 +107,9 @@ class Circle(kernels.Kernel):
 
 
 # %% [markdown]
-# The dense reference: k is Bernoulli's polynomial −30 B₄(t), whose Fourier series is known, λⱼ = 720/(2πj)⁴ for a
-# cosine and a sine each. A sum of 2,000 terms must be the matrix, and the matrix must have no negative eigenvalue.
+# This is the dense reference. k is −30 B₄(t), with the Bernoulli polynomial B₄, whose Fourier series is known: cosine
+# and sine j have the coefficient λⱼ = 720/(2πj)⁴. The sum of 2,000 terms must equal the kernel matrix, and the matrix
+# must have no negative eigenvalue.
 
 # %%
 j = torch.arange(1, 2001)
@@ -117,8 +120,8 @@ smallest = torch.linalg.eigvalsh(Circle()(x)).min().item()
 print(f"against the series {kernel_error:.1e}; smallest eigenvalue {smallest:.1e}")
 
 # %% [markdown]
-# In the program it stands where another would. `SGPR` has the evidence of the Gaussian model up to what its inducing
-# points leave out; the dense evidence is a line.
+# The program uses the kernel like any other. The bound of `SGPR` is the evidence of the Gaussian model, less what the
+# inducing points leave out. One line computes the evidence from dense matrices.
 
 
 # %%
@@ -176,16 +179,17 @@ exact = dense(guide, Circle())
 print(f"{'':9} dense {exact:8.2f} for the last")
 
 # %% [markdown]
-# `RBF` does not know that the day closes, and says nothing right where rows are few. The built-in `Periodic` does, and
-# has a length scale too; on this truth, a few smooth waves, it is ahead of the spline. That is what a comparison
-# is for.
+# `RBF` does not know that the day is a circle, and is wrong where rows are few. The built-in `Periodic` knows it, and
+# also has a length scale. The truth here is a few smooth waves, and `Periodic` is closer to it than the spline. You
+# learn this only from a comparison.
 
 # %% [markdown]
 # ## A distribution that brings its expectation
 #
-# Any distribution can be a likelihood, and quadrature takes its expectation. For a Poisson of log rate θ ~ N(m, v) it
-# is known, E[log p(y | θ)] = ym − exp(m + v/2) − log y!. A distribution says so by `normal_parameter`, the name of θ,
-# and `expected_log_prob`; the rest is what Pyro asks of any distribution.
+# Any distribution can be a likelihood, and quadrature computes its expectation. For a Poisson whose log rate is θ ~
+# N(m, v) the expectation is known: E[log p(y | θ)] = ym − exp(m + v/2) − log y!. A distribution provides it by two
+# attributes: `normal_parameter`, the name of θ, and the method `expected_log_prob`. Pyro needs the other methods of
+# any distribution.
 
 
 # %%
@@ -234,8 +238,9 @@ def counted(likelihood):
 
 
 # %% [markdown]
-# The dense reference: of all Gaussians q(f) the bound of a Poisson with prior N(0, K) is largest at
-# S = (K⁻¹ + diag λ)⁻¹ with λ = exp(m + v/2), found here by damped iteration over whole matrices.
+# This is the dense reference. Among all Gaussians q(f) = N(m, S), the bound of a Poisson with prior N(0, K) is
+# largest at S = (K⁻¹ + diag λ)⁻¹ with λ = exp(m + v/2), where v is the diagonal of S. A damped iteration over whole
+# matrices finds it.
 
 # %%
 K = circle()(x)
@@ -277,17 +282,18 @@ print(f"{'dense optimum':15}                           {poisson_best:.4f}")
 # %% [markdown]
 # ## A basis, and families on it
 #
-# On the circle a kernel of x − x' has its eigenfunctions for nothing: waves. With λⱼ = ∫ k(t) cos(2πjt) dt, which an
-# FFT of the kernel gives for any kernel of period 1 and differentiates, the first of them,
+# On the circle the eigenfunctions of every kernel of x − x' are known: they are waves. Their eigenvalues are λⱼ = ∫
+# k(t) cos(2πjt) dt, which an FFT of the kernel gives, with gradients, for any kernel of period 1. The first waves,
 #
 # $$\varphi_0 = \sqrt{\lambda_0}, \quad \varphi_{2j-1} = \sqrt{2\lambda_j}\,\cos 2\pi jx, \quad
 # \varphi_{2j} = \sqrt{2\lambda_j}\,\sin 2\pi jx,$$
 #
-# are a basis: f = φᵀw + r with w ~ N(0, I), and the rest r independent of w. Nothing is inverted.
+# are a basis: f = φᵀw + r, where w ~ N(0, I), and the residual r is independent of w. No matrix has to be inverted.
 #
-# `Features` says φ under one kernel; `Basis` is a module (here without parameters) that makes them; a family says which
-# basis, and which Gaussian over w. A family is a frozen dataclass, whose fields a saved state is compared with; `spec`
-# and `old_basis` are for loading it. `components` says what φ is of each summand of a kernel.
+# A `Features` object computes φ under one kernel. A `Basis` is a module (here without parameters) that makes
+# `Features`. A family chooses a basis and a Gaussian over w. It is a frozen dataclass, and loading a saved state
+# compares its fields; `spec` and `old_basis` make the basis of a saved state. `components` returns the features of
+# each summand of the kernel.
 
 
 # %%
@@ -374,8 +380,9 @@ class OptimalWaves(OnWaves, families.OptimalFamily):
 
 
 # %% [markdown]
-# All that families have is there: natural steps, prediction, states, components, expectations. Bounds against the dense
-# optimum, with as many coefficients for waves as inducing points for `SVGP`:
+# The new families have everything that others have: natural steps, predictions, states, components, expectations. The
+# table shows by how many nats each bound is below the dense optimum. Waves have as many coefficients as `SVGP` has
+# inducing points.
 
 # %%
 sizes = (2, 3, 4, 6, 8, 12)
@@ -414,16 +421,17 @@ print(
 )
 
 # %% [markdown]
-# `OptimalWaves` has at once what `FreeWaves` learns. Waves are ahead of inducing points in the middle of the table, and
-# behind with five coefficients, where `SVGP` puts its points to where rows are while waves go all around. Independent
-# waves stop some nats short: they would be independent if rows were spread evenly, and the night has none.
+# `OptimalWaves` computes in one step what `FreeWaves` learns. In the middle of the table waves are better than
+# inducing points. With five coefficients they are worse, because `SVGP` places its points where the rows are, while
+# waves go around the whole circle. Independent waves end some nats lower. Waves would be independent if rows were
+# spread evenly, but there are hardly any rows at night.
 
 # %% [markdown]
 # ## A policy
 #
-# Computation-aware inference learns from the data through a few actions, sums of rows, and its variance holds what it
-# left out. `ComputationAware(actions=...)` takes any callable of the kernel and the sites that gives them. For a
-# function of the hour, rows of one hour belong together.
+# Computation-aware inference learns from the data through a few actions. An action is a weighted sum of rows, and the
+# posterior's variance includes what the actions leave out. `ComputationAware(actions=...)` takes any function that
+# makes actions of the kernel and the sites. In a function of the time of day, rows of one hour belong together.
 
 
 # %%
@@ -549,8 +557,8 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * The same pieces without the story: [write your own](../docs/how-to/write-your-own.md).
-# * A Gaussian over w that is neither full nor diagonal: [gaussians](../docs/reference/gaussians.md) and
-#   [what a basis and a Gaussian are](../docs/explanation/basis-times-gaussian.md).
-# * Likelihoods that need none of this: [a gallery of likelihoods](likelihoods.ipynb). Your own optimiser and millions
-#   of rows: [scale](scale.ipynb).
+# * A summary of these parts: [write your own](../docs/how-to/write-your-own.md).
+# * A Gaussian over w that is neither full nor diagonal: [gaussians](../docs/reference/gaussians.md) and [what a basis
+#   and a Gaussian are](../docs/explanation/basis-times-gaussian.md).
+# * Likelihoods that need no code of your own: [a gallery of likelihoods](likelihoods.ipynb). Your own optimiser and
+#   millions of rows: [scale](scale.ipynb).
