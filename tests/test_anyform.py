@@ -299,7 +299,7 @@ def test_latents_that_are_not_joint_with_f_are_named_with_the_reason(form, famil
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _trained(model, family, (_inputs(), torch.sin(6 * _inputs()[:, 0])), 1)
-    told = [str(one.message) for one in caught if "independent of these" in str(one.message)]
+    told = [str(one.message) for one in caught if "the guide treats them as independent" in str(one.message)]
     assert len(told) == bool(why)
     assert all("latents 'mu' move" in line and why in line for line in told)
 

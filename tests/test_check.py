@@ -62,7 +62,7 @@ def test_the_objective_is_compared_with_draws(monkeypatch):
     monkeypatch.setattr(TraceQuadrature_ELBO, "loss", lambda *args: loss(*args) - 40.0)
     line = guide.check()[0]
     assert "'f': the bound is -" in line
-    assert "the objective takes it for" in line
+    assert "by the objective" in line
 
 
 def _preferences(x, y=None):

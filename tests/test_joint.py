@@ -369,8 +369,8 @@ def test_draws_of_a_run_are_shared_and_new_for_who_has_had_them():
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({("f", "f"): families.SVGP(4)}, "each name once. Got"),
-        ({("f", "g"): families.SVGP(4), "g": families.SVGP(4)}, "each name once. Got 'g'"),
+        ({("f", "f"): families.SVGP(4)}, "get one posterior. Got"),
+        ({("f", "g"): families.SVGP(4), "g": families.SVGP(4)}, "get one posterior. Got 'g'"),
         ({("f", 3): families.SVGP(4)}, "tuples of names"),
     ],
 )

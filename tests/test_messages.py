@@ -106,7 +106,7 @@ def test_a_prediction_at_other_rows_than_a_plate_has():
 
     x, y = data()
     guide = prepared(fixed, SVGP(5), x, y)
-    refused(r"indexes what .* \(index 7 is out of bounds.*pyro.plate\('data', len\(x\)\)", predict, fixed, guide, x[:7])
+    refused(r"index .*\(index 7 is out of bounds.*pyro.plate\('data', len\(x\)\)", predict, fixed, guide, x[:7])
 
 
 def test_data_of_a_fit_without_rows():
@@ -148,7 +148,7 @@ def test_a_later_step_without_data(family):
     for _ in range(3):
         svi.step(x, y)
     before = guide.posterior(x)["f"].mean
-    match = r"this step observes nothing, where the first call observed 'y'.*svi\.step\(x, y\)"
+    match = r"this step observes nothing, but the first call observed 'y'.*svi\.step\(x, y\)"
     refused(match, svi.step, x)
     assert torch.equal(guide.posterior(x)["f"].mean, before)
     assert math.isfinite(svi.evaluate_loss(x))  # to look is no step

@@ -263,7 +263,7 @@ class ProjectedGP(SiteGP):
                 name,
                 f"the Gaussian sites of GP site {name!r} did not settle: one more update would move a marginal by "
                 f"{float(change):.2g} standard deviations, see guide.site_status. The posterior depends on where "
-                "updates stopped: take a family of free q, such as SVGP.",
+                "updates stopped: take a family with a free posterior, such as SVGP.",
                 NumericalWarning,
                 stacklevel=3,
             )

@@ -119,7 +119,7 @@ def _require_sums(guide: KnownGuide) -> None:
     why += [f"GP site {name!r} has the family {module.family['name']}" for name, module in others.items()]
     if why:
         raise ValueError(
-            f"absorb adds to the sums over rows that natural steps keep of each GP site alone, and {why[0]}. "
-            f"{_TOGETHER}, under SGPR and its kind after guide.forget_data(); or take SVGP, OrthogonalInducing or "
+            f"absorb needs the sums over rows that natural steps keep for each GP site by itself, and {why[0]}. "
+            f"{_TOGETHER}, under families on sites after guide.forget_data(); or take SVGP, OrthogonalInducing or "
             "CoupledCovariance with natural=True."
         )

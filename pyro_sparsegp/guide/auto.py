@@ -176,7 +176,7 @@ class AutoSparseGP(SiteMessenger):
 
         :param args: the model's arguments, with the new rows alone; the data plate has as many rows.
         :param forget: the share of (G₀, r₀) to drop first, for functions that drift: 0.1 weighs some ten calls most.
-        :raises ValueError: naming the site and the remedy, where q keeps no (G₀, r₀) (``SGPR`` and its kind,
+        :raises ValueError: naming the site and the remedy, where q keeps no (G₀, r₀) (families on sites,
             expectation propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
         """
         self._ready(args, kwargs)
@@ -327,7 +327,7 @@ class AutoSparseGP(SiteMessenger):
         return run
 
     def forget_data(self) -> None:
-        """Forget the training data, and no parameter: ``SGPR`` and its kind take new ones at the next call with data.
+        """Forget the training data, and no parameter: families on sites take new ones at the next call with data.
 
         :raises ValueError: naming the GP site of a family with parameters for each row (sparse actions).
         """

@@ -41,6 +41,6 @@ def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     others = [name for name in guide.joint.field if name not in facts.gps]
     remedy = f"Give the guide independent={tuple(others)}" if others else "Compare with NUTS"
     return [
-        f"{names}: the bound is {found.mean():.0f} nats by draws of the posterior, and the objective takes it for "
-        f"{said.mean():.0f}, because densities are not of the form that the guide found at its first call. {remedy}."
+        f"{names}: the bound is {found.mean():.0f} nats by draws of the posterior, and {said.mean():.0f} by the "
+        f"objective, because densities do not have the form that the guide found at its first call. {remedy}."
     ]

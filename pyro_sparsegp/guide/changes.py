@@ -39,8 +39,8 @@ def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], is_step: bool 
     if told := "; ".join(guide.q.lacks(guide, seen)):
         given = ", ".join(f"{'.'.join(map(str, path))}={value!r}" for path, value in switches)
         raise ValueError(
-            f"the model is not the one of the guide's first call, or saved state: {told}, which q does not know. Make a"
-            f" new guide, and call it first with arguments that show all of the model{given and f', as {given} may'}."
+            f"the model is not that of the guide's first call, or saved state: {told}, which q does not know. Make a "
+            f"new guide, and call it first with arguments that show all of the model{given and f', as {given} may'}."
         )
     # Densities that were normal around f at the first call may not stay so.
     core.facts = core.facts.bent(seen)

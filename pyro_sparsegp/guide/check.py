@@ -69,7 +69,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         data = {name: site["value"] for name, site in run.data.items()}
         if is_of_others(guide, data, args, kwargs):
-            return ["these are other rows than the guide was trained on. Give check those, or no arguments."]
+            return ["these are not the rows that the guide was trained on. Give check those, or no arguments."]
         if not all(value.isfinite().all() for value in data.values()):
             return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
@@ -80,7 +80,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
                 return compared.of_rounding() or bound + compared.lines((args, kwargs), whole)
             names = ", ".join(map(repr, (*guide.facts.latents, *guide.facts.gps)))
             why = str(asked.error).splitlines()[0].rstrip(".")
-            return [*bound, f"check has nothing to compare {names} with: {why}. Compare with NUTS."]
+            return [*bound, f"check cannot judge {names}: {why}. Compare with NUTS."]
 
 
 def is_of_others(guide: KnownGuide, data: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -148,8 +148,8 @@ class Compared:
             return []
         names = ", ".join(map(repr, self.guide.facts.gps))
         return [
-            f"{names}: the posterior is wrong, because {self.loc.dtype} rounds what data this precise say. Make a "
-            "new guide, and give it data in float64."
+            f"{names}: the posterior is wrong, because {self.loc.dtype} is too coarse for data this precise. Make "
+            "a new guide, and give it data in float64."
         ]
 
     def lines(self, call: Any, whole: bool) -> list[str]:
@@ -247,7 +247,7 @@ class Compared:
                 (self.loc, self.root), weights = kept, self._weights()[0]
             if (worth := float(1 / weights.square().sum())) < least:
                 names = ", ".join(map(repr, self.hyper.rows))
-                return [f"{names}: {len(weights)} weighted draws are worth {worth:.1f}. Compare with NUTS."]
+                return [f"check cannot judge {names}: its weighted draws are worth {worth:.1f}. Compare with NUTS."]
             right, own = moments_of(self.seen, weights), self._of_q(_OWN)
         lines = []
         for name, (mean, sd) in right.items():
@@ -266,7 +266,7 @@ class Compared:
         normal = [*search.normal, *facts.gps]
         met = [n for n in normal if n not in {*guide.joint.hyper, *guide.joint.field}]
         apart = met if name in met and len(met) > 1 else [*search.priors, *facts.gps]
-        are_apart = isinstance(self.nested, ByHessian) or (met and len(normal) > 1)
+        are_apart = len(apart) > 1 and (isinstance(self.nested, ByHessian) or (met and len(normal) > 1))
         family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
         is_normal = not self.hyper.size and self._is_gaussian()  # each posterior is
         is_exact = is_normal and guide.q.is_of_rows  # and found in one step
@@ -279,10 +279,10 @@ class Compared:
             (of_argument("point_estimates", guide.point_estimates, self.apart, "known"), beside_points),
             (of_argument("independent", guide.independent, its, "independent"), beside_alone),
             (f"the basis of {of_small} is too small. Give its family more inducing points.", small),
-            (f"the guide treats {of_apart} as independent, which meet in densities. Compare with NUTS.", are_apart),
+            (f"the guide treats {of_apart}, which meet in densities, as independent. Compare with NUTS.", are_apart),
             (f"training has not brought {of_late} to the optimum. {_LONGER}", late),
-            (f"{family} has not the covariance of a full Gaussian. Take SVGP.", family not in _FULL),
-            ("noise is not far above jitter. Take float64 and GaussianProcess(..., jitter=1e-12).", is_exact),
+            (f"{family} restricts the covariance of f. Take SVGP(64).", family not in _FULL),
+            ("the noise is not far above the jitter. Take float64 and GaussianProcess(..., jitter=1e-12).", is_exact),
             (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
             ("the posterior is far from normal. Call guide.integrate, or compare with NUTS.", True),
         ]
@@ -319,9 +319,9 @@ class Compared:
             names = ", ".join(repr(other) for other, *_, is_off in moved if is_off)
             if nats > _LOST or names:
                 lines[name] = (
-                    f"{name!r}: its basis of {num} functions leaves out {nats:.1f} nats, which makes the learned "
-                    f"function too smooth{names and f', and moves {names}'}. Give its family "
-                    "more inducing points."
+                    f"{name!r}: a basis of {num} functions is too small. It costs {nats:.1f} nats of the bound, makes "
+                    f"the function too smooth{names and f', and moves {names}'}. Give the family more "
+                    "inducing points."
                 )
         return lines
 
@@ -382,11 +382,11 @@ class Compared:
         place = ", ".join(f"{name} = {float(sites[name]['value']):.3g}" for name in single)
         if higher >= 0.1:
             return [
-                f"a second start ended elsewhere, {higher:.1f} nats higher, at {place}. Make a new guide with "
+                f"a second start found a mode that is {higher:.1f} nats higher, at {place}. Make a new guide with "
                 "init_loc_fn=init_to_value(values={...}) of these."
             ]
         lower = max(-higher, 0.0)
-        return [f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals are about one of them."]
+        return [f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals are those of one mode."]
 
     def _far(self, theta: Tensor, here: Tensor) -> float:
         """|R⁻¹(θ − here)|."""

@@ -121,7 +121,7 @@ class _Setup(Run):
         if share > 0.01:
             warnings.warn(
                 f"{share:.0%} of the variance of GP site {name!r} is independent noise at each row, such as a White "
-                "term's. A guide learns nothing of it, and its intervals for the other terms are too narrow: put noise "
+                "term's. A guide cannot learn it, and its intervals for the other terms are too narrow: put noise "
                 "into the likelihood, and effects of single rows into a plate of latents.",
                 stacklevel=4,
             )
@@ -176,10 +176,10 @@ def _warn_of_other_rows(run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
     moved = moved_by_rows(guide.model, run.trace, run.processes, (args, kwargs), by_rows)
     if moved:
         warnings.warn(
-            f"{', '.join(moved)}: what the model computes of a row depends on which other rows it is given, as with "
-            "x - x.mean() or a BatchNorm that trains. At other rows, as in predictions or mini-batches, it is another. "
-            "Compute means, ranges, ranks and codes once, of the training rows, outside of the model; for BatchNorm "
-            "take LayerNorm, or network.eval().",
+            f"{', '.join(moved)}: what the model computes for a row depends on which other rows it is given, as in "
+            "x - x.mean() or a BatchNorm that trains. So it differs in predictions and mini-batches. "
+            "Compute means, ranges, ranks and codes once, from the training rows, outside of the model; instead of "
+            "BatchNorm take LayerNorm, or call network.eval().",
             stacklevel=5,
         )
 
@@ -197,9 +197,9 @@ def _require_together(guide: KnownGuide) -> None:
     for group in guide.together_by_name:
         if not {*group} <= guide.joint.field.keys():
             raise ValueError(
-                f"GP sites {list(group)} can't have one posterior here. That takes GP sites that enter no "
-                "other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, "
-                "as Normal(f + g[index], s) or a Poisson of its exp. Give each site a family of its own."
+                f"GP sites {list(group)} can't have one posterior here. One posterior needs GP sites that enter no "
+                "other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, such "
+                "as Normal(f + g[index], s) or Poisson((f + g).exp()). Give each site a family of its own."
             )
 
 
@@ -214,9 +214,9 @@ def _require_unmasked(run: Run, rerun: Rerun) -> None:
         # Of padding, on which nothing depends, the posterior is any: test_missing.py::test_a_mask_of_a_latent.
         if any((moved.isnan() & ~still.isnan()).any() for still, moved in shown.values()):
             raise ValueError(
-                f"site {name!r} is a latent under a poutine.mask that leaves out entries on which other densities "
-                "depend, and with these the density of their posterior. For a flat prior of these entries mask the "
-                "distribution: dist.Normal(0.0, 1.0).mask(keep)."
+                f"site {name!r} is a latent under a poutine.mask. For entries on which other densities depend, the "
+                "mask would leave out the prior and the density of their posterior. For a flat prior of these entries "
+                "mask the distribution: dist.Normal(0.0, 1.0).mask(keep)."
             )
 
 
@@ -233,8 +233,8 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
     if unknown:
         warnings.warn(
             f"site {unknown[0]!r} is neither a latent site that the guide knows, {sorted(known)}, nor one of its data, "
-            f"{sorted(facts.data)}: it is drawn from its prior. If another model's state was loaded, load it into a "
-            "guide of that model.",
+            f"{sorted(facts.data)}, so it is drawn from its prior. If you loaded the state of another model, load it "
+            "into a guide of that model.",
             stacklevel=2,
         )
     _warn_of_widths(probe, held_runs(guide.model, probe.trace, args, kwargs))
@@ -257,7 +257,7 @@ def _warn_of_widths(probe: Run, rerun: Rerun) -> None:
     # Those that may be a GP's inputs are another matter: test_messages.py::test_a_latent_of_each_datum.
     if names and not any(process.x.requires_grad for process in probe.processes.values()):
         warnings.warn(
-            f"latent site {names[0]!r} has a value for each datum, and q takes it to be independent of GP sites "
+            f"latent site {names[0]!r} has a value for each datum, and the guide treats it as independent of GP sites "
             f"{', '.join(map(repr, facts.gps))}: the intervals of both are too narrow. Integrate it out in the "
             "likelihood: add its variance to a Normal's, or use quadrature in pyro.factor.",
             stacklevel=6,

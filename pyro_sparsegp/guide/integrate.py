@@ -34,12 +34,12 @@ _LEAST = 1e-6  # a weight
 def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) -> Points:
     """So many weighted points."""
     if why := obstacle(guide):
-        raise ValueError(f"integrate takes latents that may have one posterior with GP sites, and {why}")
+        raise ValueError(f"integrate needs latents and GP sites that share one posterior, and {why}")
     bar = tqdm(desc="points", unit=" evaluations", delay=PATIENCE, leave=False)
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad(), bar:
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         if is_of_others(guide, {name: site["value"] for name, site in run.data.items()}, args, kwargs):
-            raise ValueError("integrate: these are other rows than the guide was trained on. Give it those, or none.")
+            raise ValueError("integrate: these are not the rows that the guide was trained on. Give it those, or none.")
         fixed = list(filter(guide.is_point, guide.able_to_couple))
         with attempt() as asked:
             compared = Compared(guide, Search(guide, run, (args, kwargs), fixed, bar.update))
@@ -82,8 +82,8 @@ def _weighted(compared: Compared, num: int) -> Points:
     )
     if hyper.size and points.effective_size < _SMALL:
         warnings.warn(
-            f"integrate: {points}, which is few: intervals of the hyperparameters are rough. Give it more points, "
-            f"num_points={4 * num}, or fewer hyperparameters; some 8 are as many as it is for.",
+            f"integrate: {points}. This is few, and intervals of the hyperparameters are rough. Take more points, "
+            f"num_points={4 * num}, or fewer hyperparameters: integrate is for up to some 8.",
             stacklevel=5,
         )
     return points

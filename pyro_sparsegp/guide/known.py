@@ -77,17 +77,17 @@ def _require_arguments(model: object, families: Mapping[Any, Any], named: Mappin
         raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
     if is_blocked(model):
         raise ValueError(
-            "AutoSparseGP's model is under poutine.block, as for a part of AutoGuideList or EasyGuide, and a GP site's "
-            f"prior depends on what that hides. Give it the whole model, and SVI this guide alone; {OTHER_LATENTS}."
+            "AutoSparseGP's model is under poutine.block, as a part of AutoGuideList or EasyGuide is. This hides sites "
+            f"that GP sites may depend on. Give it the whole model, and SVI this guide alone; {OTHER_LATENTS}."
         )
     names = list[str]()
     for group, family in families.items():
         names += group
         if not isinstance(family, Family) or not all(isinstance(n, str) and names.count(n) == 1 for n in group):
             raise ValueError(
-                "AutoSparseGP's families must be a family, such as SVGP(64) (of a class make an instance, SVGP(...)), "
-                "or a mapping to families from GP site names, or tuples of names, whose sites have one posterior; each "
-                f"name once. Got {', '.join(map(repr, group))}: {family!r}"
+                "AutoSparseGP's families must be a family, such as SVGP(64) (an instance, not the class), or a mapping "
+                "to families from names of GP sites, each name once; the sites of a tuple of names get one posterior. "
+                f"Got {', '.join(map(repr, group))}: {family!r}"
             )
     for what, given in named.items():
         if isinstance(given, str) or not isinstance(given, (bool, Collection)):

@@ -249,8 +249,8 @@ def require_data(run: Run) -> None:
     if rows and drawn and all(guide.is_given(name, sites[name]) for name in observed):
         known = ", ".join(map(repr, rows))
         raise ValueError(
-            f"this step observes nothing, where the first call observed {known}. Give it the data, svi.step(x, y); "
-            "predictions are predict(model, guide, x), and a loss without a step is evaluate_loss."
+            f"this step observes nothing, but the first call observed {known}. Give it the data, svi.step(x, y). For "
+            "predictions call predict(model, guide, x), and for a loss without a step svi.evaluate_loss(x, y)."
         )
 
 
@@ -267,8 +267,8 @@ def require_rows(run: Run, name: str) -> None:
     if moved := ["nothing"] if guide.facts.data and not run.data else known.moved(shown_by(run)):
         raise ValueError(
             f"the posterior of site {name!r} belongs to the training data, and the model, run with the arguments of "
-            f"training, now observes {' and '.join(moved)}: it holds its data itself, and they were changed. Give it "
-            "the data as arguments, model(x, y=None); or make a new model for other data, and keep this."
+            f"training, now observes {' and '.join(moved)}: it holds its data itself, and they were changed. Pass the "
+            "data as arguments, model(x, y=None); or keep this model, and make a new one for other data."
         )
 
 
@@ -281,9 +281,9 @@ def _refuse_other_data(run: Run, observed: str) -> None:
         moved = sorted({path[0] for path in run.call.relation.moved})
         raise ValueError(
             f"{about[0]} belongs to the training data, and this call with gradients brings other rows at site "
-            f"{observed!r}, by arguments {moved} (an object that is no tensor, array or dataclass of these is known by "
-            "identity). To evaluate other data use torch.no_grad(); to train on the same rows, keep their order; on "
-            "others, make a new guide or call guide.forget_data() first; for mini-batches take a family such as SVGP, "
+            f"{observed!r}, in arguments {moved} (objects other than tensors, arrays and dataclasses of these are told "
+            "by identity). To evaluate other data use torch.no_grad(). To train on the same rows, keep their order; on "
+            "others, make a new guide or call guide.forget_data() first. For mini-batches take a family such as SVGP, "
             "plate = pyro.plate('data', size=N, subsample_size=B), and index the data by plate.indices."
         )
 
@@ -311,7 +311,7 @@ def share_of_rows(run: Run) -> float:
                 *told,
                 f"site {name!r} observes {num} values in this step, fewer or others than the {before} before, and no "
                 "plate scales them up: the KL outweighs the data. Give a mini-batch's plate size=N and subsample=x or "
-                "subsample_size=B. The guide takes poutine.scale for the rows' weights.",
+                "subsample_size=B. poutine.scale does not do it: it weighs rows.",
                 stacklevel=5,
             )
         # A handler's scale is of a batch; of other numbers of rows than at first it is not known what they are.
@@ -339,7 +339,7 @@ def note_rows(run: Run) -> None:
                 guide.warned,
                 "rows unseen",
                 name,
-                f"GP site {name!r} has a variance correction relative to the training inputs; the guide has seen "
-                f"{module.num_seen} of these {module.num_rows}. Show it all, guide(x, y), before or after training.",
+                f"GP site {name!r} has a variance correction relative to the training inputs, and the guide has seen "
+                f"{module.num_seen} of {module.num_rows}. Call guide(x, y) with all, before or after training.",
                 stacklevel=4,
             )

@@ -58,9 +58,8 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     apart = _apart(guide, run, args, kwargs) if why else []
     if apart:
         warnings.warn(
-            f"latents {', '.join(map(repr, apart))} move densities along with GP sites "
-            f"{', '.join(map(repr, facts.gps))}, and have posteriors independent of these: intervals of both are too "
-            f"narrow. The reason is that {why}",
+            f"latents {', '.join(map(repr, apart))} and GP sites {', '.join(map(repr, facts.gps))} enter the same "
+            f"densities, and the guide treats them as independent: intervals of both are too narrow. Reason: {why}",
             stacklevel=6,
         )
 
@@ -99,9 +98,9 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     why = str(sought.error).splitlines()[0].rstrip(".")
     if names and not guide.joint.row_effects:
         warnings.warn(
-            f"the mode of {', '.join(map(repr, names))} was not found ({why}). Latents "
-            "start where init_loc_fn says, each with an independent posterior, and GP sites that meet in densities "
-            "have independent ones, so intervals may be too narrow. Mend that, or give init_loc_fn a nearer start.",
+            f"the mode of {', '.join(map(repr, names))} was not found ({why}). Latents start where init_loc_fn says. "
+            "The guide treats them, and GP sites that meet in densities, as independent, so intervals may be too "
+            "narrow. Remove the cause, or give init_loc_fn a start nearer to the mode.",
             stacklevel=7,
         )
     return ""
@@ -171,9 +170,9 @@ class _Mode:
         elif self.own and not guide.joint.followed:
             warnings.warn(
                 f"the posterior of {', '.join(map(repr, field))} is one Gaussian with a full covariance, instead "
-                f"of the family of {', '.join(map(repr, self.own))}. One GP site of one function keeps its own "
-                "beside latents of fewer than 100 values in which predictors are affine. Give independent=True to keep "
-                "families here.",
+                f"of the family given for {', '.join(map(repr, self.own))}. A family is kept only for a single GP site "
+                "of one function, beside latents of fewer than 100 values in which predictors are affine. Give "
+                "independent=True to keep families here.",
                 stacklevel=7,
             )
         self._set_others([*joint, *field])

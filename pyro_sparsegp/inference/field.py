@@ -61,9 +61,9 @@ def bound_of_field(inputs: Inputs) -> Tensor:
                     guide.warned,
                     "bent",
                     name,
-                    f"densities of site {name!r} are not what they were around the values of {', '.join(joint.field)} "
-                    "at the guide's first call, by other data or a kink: the bound is not that of q. Make a new guide, "
-                    "and call it first with these data; for a kink beside a latent give independent=True.",
+                    f"densities of site {name!r} depend on {', '.join(joint.field)} in another way than at the guide's "
+                    "first call, because of other data or a kink: the bound is wrong. Make a new guide, and call it "
+                    "first with these data; for a kink beside a latent give independent=True.",
                     stacklevel=7,
                 )
         eta, covariance = _moments(whole.q, layout, found)

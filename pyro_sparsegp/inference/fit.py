@@ -339,7 +339,7 @@ class _Loop:
         if inner := self.guide.facts.inner:
             found.append(
                 f"inner layers ({', '.join(inner)}) have several modes: fits from other seeds end at other losses. Fit "
-                "from some, and keep the one with the highest bound."
+                "with several seeds, and keep the guide with the highest bound."
             )
         return found
 

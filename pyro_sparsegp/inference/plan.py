@@ -110,7 +110,7 @@ class OfMarginals(Plan):
                 "integrated by draws",
                 names,
                 f"GP sites {names} meet in densities of more than {MAX_AXES} function values: these are integrated by "
-                "Monte Carlo, with one draw per particle. Take more, num_particles=10.",
+                "Monte Carlo, with one draw per particle. Take more particles, num_particles=10.",
                 stacklevel=6,
             )
         grid = Grid(inputs, forms)

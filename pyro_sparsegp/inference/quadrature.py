@@ -64,7 +64,7 @@ class TraceQuadrature_ELBO(ELBO):
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
-    :param num_nodes: K, the number of quadrature nodes per axis. Sites of ``SGPR`` and its kind use K nodes, too.
+    :param num_nodes: K, the number of quadrature nodes per axis. Families on sites use K nodes, too.
     :param num_particles: the number of draws of other latents to average over.
     """
 
@@ -153,8 +153,8 @@ class TraceQuadrature_ELBO(ELBO):
                 guide.warned,
                 "too few nodes",
                 "",
-                f"the bound changes by {error:.2g} nats with the number of nodes, {self.num_nodes}: a density has a "
-                "kink in function values, or is far narrower than their posterior. Give its distribution an "
+                f"the bound changes by {error:.2g} nats with more than {self.num_nodes} nodes: a density has a kink "
+                "in function values, or is far narrower than their posterior. Give its distribution an "
                 "expected_log_prob, or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
                 stacklevel=5,
             )

@@ -22,8 +22,8 @@ def require_known_indices() -> Iterator[None]:
         yield
     except IndexError as error:
         raise ValueError(
-            f"the model indexes what these arguments do not have ({error}): give its plate of data their number of "
-            "rows, pyro.plate('data', len(x)), and its latents only indices that they had in training."
+            f"the model uses an index that these arguments do not have ({error}). Give its plate of data their number "
+            "of rows, pyro.plate('data', len(x)), and index latents only by indices that they had in training."
         ) from error
 
 
@@ -80,7 +80,7 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
         "groups",
         name,
         f"latent site {name!r} is drawn from the model, not as it was learned: its plate {plate!r} holds data, so "
-        f"a prediction takes its {size} values for new groups. If they are the groups of training, "
+        f"a prediction treats its {size} values as new groups. If they are the groups of training, "
         "give the data a plate of another name and of the same size, and leave the latent in its own.",
         stacklevel=2,
     )

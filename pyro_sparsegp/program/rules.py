@@ -22,7 +22,7 @@ Rule = Callable[..., str]
 
 
 def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -> str:
-    """A value of shape (N, 1) beside N parameters has N² densities, and one beside N parameters counts N times."""
+    """Beside N parameters, data of shape (N, 1) have N² densities, and a single datum counts N times."""
     # A number, of shape (), is taken for a constant: test_messages.py::test_one_level_for_all_rows_is_no_fault
     value, whole = site["value"].shape, tuple(site["fn"].shape())
     pairs = zip(reversed(value), reversed(whole)) if site["is_observed"] else ()
@@ -65,8 +65,8 @@ def latents_are_not_left_by_obs_mask(name: str, prior: Any, trace: poutine.Trace
     twin = trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):
         return (
-            f"site {name!r} is what obs_mask= leaves out, which is no latent of the guide: give obs= alone, under "
-            "poutine.mask(mask=obs_mask); values that densities depend on take a pyro.sample of their own."
+            f"site {name!r} has what obs_mask= leaves out, which the guide does not learn: give obs= alone, under "
+            "poutine.mask(mask=obs_mask). If densities depend on missing values, draw these by a pyro.sample."
         )
     return ""
 
@@ -82,7 +82,7 @@ def latents_are_continuous(name: str, prior: Any, trace: poutine.Trace) -> str:
 
 
 def batches_have_row_numbers(name: str, prior: Any, trace: poutine.Trace) -> str:
-    """Without them it is not known which rows' values of a latent a batch has."""
+    """They say which rows' values of a latent a batch has."""
     for plate in get_plates():
         rows = trace.nodes.get(plate.name, {}).get("value")
         is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
@@ -144,7 +144,7 @@ def there_is_a_gp_site(trace: poutine.Trace, gps: Collection[str]) -> str:
 
 
 def the_first_call_has_data(trace: poutine.Trace, gps: Collection[str]) -> str:
-    """Without data nothing is known of a posterior, or of how densities depend on f."""
+    """Without data the guide learns neither a posterior nor how densities depend on f."""
     if not any(is_observation(site) for site in sample_sites(trace).values()):
         return (
             "the guide's first call observes nothing, so that it has no posterior yet: give it the data, guide(x, y), "

@@ -195,5 +195,5 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
     why += [f"the distribution of site {flat!r} is piecewise constant" for flat in traces.piecewise_constant(trace)]
     if why:
         raise ValueError(
-            f"GP site {name!r} has {reads} reads Gaussian sites off each value's likelihood, but {why[0]}. {remedy}."
+            f"GP site {name!r} has {reads} makes a Gaussian site of each value's likelihood, but {why[0]}. {remedy}."
         )

@@ -125,9 +125,9 @@ class Separate:
                 coefficients.hold_by_draws()
         for below, above in [pair for pair in facts.summed if pair[0] in facts.inner]:
             warnings.warn(
-                f"the prior mean of GP site {above!r} is made of values of GP site {below!r}, and q takes what each "
-                "adds to be independent: the intervals of both are too narrow. In the place of "
-                f"{above!r} write that mean plus the values of a GP site of mean 0.",
+                f"the prior mean of GP site {above!r} is made of values of GP site {below!r}, and the guide treats "
+                "what each adds as independent: the intervals of both are too narrow. Replace "
+                f"{above!r} by that mean plus the values of a GP site of mean 0.",
                 stacklevel=6,
             )
         pairs = [pair for pair in facts.summed if pair[0] not in facts.inner]
@@ -152,7 +152,7 @@ class ByExpectation(Separate):
     def require_gradients(self, guide: KnownGuide) -> None:
         if guide.training and torch.is_grad_enabled():
             raise ValueError(
-                "the guide has a family of expectation propagation, whose sites no gradient trains: take "
+                "the guide's family trains by expectation propagation, and not by gradients: take "
                 "ExpectationPropagation(model, guide, optim) instead of SVI, or a family such as SVGP."
             )
 
