@@ -174,7 +174,7 @@ def test_a_weight_of_the_data_is_no_size(weight):
     x, y = data(num=60)
     model, scaled = weighed(weight), weighed(lambda x: 60 / len(x))
     guide = trained(model, SVGP(6), x[:20], y[:20], steps=1)
-    with pytest.warns(UserWarning, match="others than the 20 before, and no plate.*takes poutine.scale for"):
+    with pytest.warns(UserWarning, match="others than the 20 before, and no plate.*poutine.scale does not do it"):
         train(model, guide, x[20:40], y[20:40], steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -252,7 +252,7 @@ def test_what_is_no_tensor(given):
         training.x[:] = 0.0
     torch.testing.assert_close(guide.posterior(new)["f"].mean, before)
     if given is not labels:  # which may be masks, that change from step to step
-        refused(r"other rows at site 'y', by arguments \['record'\]", train, of_record, guide, others, steps=1)
+        refused(r"other rows at site 'y', in arguments \['record'\]", train, of_record, guide, others, steps=1)
 
 
 def test_a_model_that_holds_its_data():

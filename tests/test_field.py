@@ -465,7 +465,7 @@ def test_a_check_names_the_latents_that_have_not_converged():
     refused(r"training arguments, check\(x, y\)", guide.check, x)
     (line,) = guide.check(x, y.masked_fill(torch.arange(N) == 3, math.nan))
     assert "(1 of 24 values, the first at 3) is not finite" in line
-    assert "other rows" in guide.check(x + 0.1, y)[0]
+    assert "not the rows" in guide.check(x + 0.1, y)[0]
 
 
 def test_a_check_has_the_moments_of_the_posterior(monkeypatch):

@@ -223,7 +223,7 @@ def test_only_the_rows_of_training_are_integrated():
         return observed(dist.Normal(f, scale), y)
 
     guide = prepared(model, families.SVGP(8), X, _data())
-    refused("other rows", guide.integrate, X + 0.1, _data() + 1.0)
+    refused("not the rows", guide.integrate, X + 0.1, _data() + 1.0)
     refused("give it the training arguments", guide.integrate, X)
     refused("give it the training arguments", guide.check, X)
 

@@ -371,7 +371,7 @@ def test_draws_of_a_run_are_shared_and_new_for_who_has_had_them():
     [
         ({("f", "f"): families.SVGP(4)}, "get one posterior. Got"),
         ({("f", "g"): families.SVGP(4), "g": families.SVGP(4)}, "get one posterior. Got 'g'"),
-        ({("f", 3): families.SVGP(4)}, "tuples of names"),
+        ({("f", 3): families.SVGP(4)}, "tuple of names"),
     ],
 )
 def test_names_that_are_no_groups(given, match):

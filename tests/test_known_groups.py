@@ -121,4 +121,4 @@ def test_an_unknown_group_is_told_of_by_every_call(model, family):
     calls += [lambda: predictive_scores(model, guide, *new, seen)]
     calls += [lambda: to_datatree(model, guide, x, group, y, num_samples=2, predict=new)]
     for call in calls:
-        refused("uses an index that these arguments do not have.*only indices that they had in training", call)
+        refused("uses an index that these arguments do not have.*only by indices that they had in training", call)

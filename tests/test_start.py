@@ -198,5 +198,5 @@ def test_sites_that_meet_where_no_mode_is_found_are_told_of():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
 
-    with pytest.warns(UserWarning, match=r"mode of 'f', 'g' was not found .*independent ones"):
+    with pytest.warns(UserWarning, match=r"mode of 'f', 'g' was not found .*as independent"):
         AutoSparseGP(model, SVGP(10))(x, torch.sin(6 * x[:, 0]))

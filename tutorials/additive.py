@@ -22,7 +22,7 @@
 # On the command line: `python tutorials/additive.py [--device cuda] [--steps 250] [--people 20190] [--out DIR]`.
 
 # %% tags=["hide-input"]
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import numpy as np
 import pyro
 import pyro.distributions as dist

@@ -23,7 +23,7 @@
 # %% tags=["hide-input"]
 import math
 
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist

@@ -21,7 +21,7 @@
 # %% tags=["hide-input"]
 import time
 
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pandas as pd
 import pyro

@@ -20,7 +20,7 @@
 # On the command line: `python tutorials/computation_aware.py [--device cuda] [--steps 200] [--out DIR]`.
 
 # %% tags=["hide-input"]
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist

@@ -23,7 +23,7 @@
 # %% tags=["hide-input"]
 import time
 
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pyro
 import torch
@@ -160,9 +160,10 @@ for name, kernel, family in [
         )
 
 # %% [markdown]
-# Patches help a little, because natural steps train the plain kernel well on 500 images, too. The picture shows the
-# inducing patches after training: they are detectors of strokes and corners. On the right are the learned weights of
-# the places.
+# On images of 8 by 8 pixels the four kernels differ little: a plain kernel learns from 500 of them as well. On MNIST,
+# with 28 by 28 pixels, patches help: 93.8 % of the test images are right with `TICK`, and 91.8 % with the plain
+# kernel ([figures](../docs/explanation/benchmarks.md)). The picture shows the inducing patches after training: they
+# are detectors of strokes and corners. On the right are the learned weights of the places.
 
 # %%
 figure = plt.figure(figsize=(11, 4.4))
@@ -245,9 +246,7 @@ print(f"The pictures are in {options.out}")
 
 # %%
 if options.full:
-    assert (
-        min(scores[1:4]) > scores[0] + 0.01
-    )  # patches help a little: images held out are likelier
+    assert max(scores[:4]) < min(scores[:4]) + 0.1  # the kernels differ little here
 
 # %% [markdown]
 # ## What to try next

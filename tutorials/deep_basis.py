@@ -24,7 +24,7 @@
 import copy
 import math
 
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
@@ -153,11 +153,11 @@ figure.savefig(options.out / "deep_basis.png", dpi=110)
 
 # %% [markdown]
 # With the correction more than one feature is in use and f is uncertain, but f is the furthest from the truth. With
-# features of one norm the bound is the highest and f the most certain: its standard deviation, 0.014, is a seventh of
-# its error, 0.1, and smaller than without a correction. The reason is that c is then 0, so nothing is corrected, and
-# a hundred data determine 32 weights well. So the even norm makes training easier, and does not make intervals right:
-# the truth is not a linear function of these features, which the posterior of the weights cannot know. If you need
-# intervals, take the correction without the even norm, and look at the coverage of held-out data.
+# features of one norm the bound is the highest and f the most certain: its standard deviation, 0.016, is a fifth of
+# its error, 0.083, and smaller than without a correction. The reason is that c is then 0, so nothing is corrected,
+# and a hundred data determine 32 weights well. So the even norm makes training easier, and does not make intervals
+# right: the truth is not a linear function of these features, which the posterior of the weights cannot know. If you
+# need intervals, take the correction without the even norm, and look at the coverage of held-out data.
 
 # %% [markdown]
 # ## Mini-batches, weight decay, rates, early stopping

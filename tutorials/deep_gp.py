@@ -18,7 +18,7 @@
 # On the command line: `python tutorials/deep_gp.py [--device cuda] [--steps 800] [--out DIR]`.
 
 # %% tags=["hide-input"]
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
@@ -86,9 +86,8 @@ def single(x, y=None):
 # * the outer layer has x itself as an input too (a skip connection), so that no layer can lose it;
 # * the inner layer starts with a small variance, so the inputs of the outer layer start where the data are.
 #
-# The bound still has local optima. From most starts, training ends in an optimum where the inner layer stays at the
-# identity. So train from several starts and keep the highest bound. We chose the three starts here so that one of
-# them leaves the identity.
+# The bound still has local optima. From some starts, training ends in an optimum where the inner layer stays at the
+# identity. So train from several starts and keep the highest bound. Here we take three.
 
 
 # %%
@@ -165,8 +164,8 @@ for title, model, top, families in [
 # %% [markdown]
 # Adam trains all parameters here, by `natural=False`. The reason is that a natural step of the upper layer fits the
 # inputs which the inner layer has just drawn, and the next step draws others. With one layer Adam does not reach the
-# optimum: `SGPR(20)` finds the best bound of twenty inducing points in a quarter of the steps. From one of the three
-# starts two layers have a higher bound than this optimum. From the other two the upper layer uses x alone.
+# optimum: `SGPR(20)` finds the best bound of twenty inducing points in a quarter of the steps. From two of the three
+# starts two layers have a higher bound than this optimum. From the other the upper layer uses x alone.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that the upper layer can have a longer
 # length scale. The picture on the right shows it, beside the line x where it would be without data.

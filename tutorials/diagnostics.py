@@ -27,7 +27,7 @@ import warnings
 import arviz_base
 import arviz_plots
 import arviz_stats
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import numpy as np
 import pyro

@@ -18,7 +18,7 @@
 # On the command line: `python tutorials/larger_program.py [--steps 150] [--draws 100] [--out DIR] [--short]`.
 
 # %% tags=["hide-input"]
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
@@ -144,7 +144,7 @@ results["NUTS"] = {
 # ## Compared
 #
 # The picture shows the trend and the clinics' effects with 90 % intervals. A constant can move between `base`, `a`
-# and f, so each of their intervals is wide. The interval of `base + f` is much narrower.
+# and f, so each of their intervals is wide. The interval of `base + f` is about half as wide.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))

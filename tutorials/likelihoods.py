@@ -21,7 +21,7 @@
 # %% tags=["hide-input"]
 from typing import ClassVar
 
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
@@ -49,7 +49,7 @@ kernel = kernels.RBF(0.2)
 
 # %%
 def heteroscedastic(x, y=None):
-    """A second GP, the noise's log sd; the two meet in one density, which is integrated on a grid."""
+    """A second GP is the log standard deviation of the noise."""
     f = pyro.sample("f", GaussianProcess(kernel, x))
     g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x, mean=-1.5))
     with pyro.plate("data", len(x)):
@@ -100,7 +100,7 @@ def grades(x, y=None):
 
 
 class Censored(dist.TorchDistribution):
-    """A normal measurement of which only ``high`` is read where it is above: a distribution of one's own."""
+    """A normal measurement that is cut off at ``high``: a distribution of our own."""
 
     arg_constraints: ClassVar = {}
     support = dist.constraints.real

@@ -29,7 +29,7 @@
 import time
 import warnings
 
-import command_line  # what can be said on the command line, beside this file
+import command_line  # options of the tutorials, in this folder
 import matplotlib.pyplot as plt
 import pandas as pd
 import pyro
@@ -100,7 +100,7 @@ def smooth(length):
 
 
 def features(length):
-    """One with finite features in its place."""
+    """Instead of it, a kernel with finitely many features."""
     return kernels.RandomFourier(frequencies, length)
 
 
@@ -238,18 +238,18 @@ if options.full:
         ]
         assert (
             bound["SGPR"] > same.max() - 15
-        )  # the plain choices are close to the best of all,
+        )  # the plain choices are close to the best bound,
         assert bound["SVGP"] > same.max() - 15
         score = at.loc[task, "test log density"]
-        assert score["SVGP"] > score.max() - 0.1  # on data held out, too
+        assert score["SVGP"] > score.max() - 0.1  # and to the best test score
         assert score["SGPR"] > score.max() - 0.1
         assert (
             at.loc[task, "within 90 %"] > 0.8
-        ).all()  # and nobody is badly calibrated
+        ).all()  # and no family is badly calibrated
     noise = at.loc["noise", "bound"]
     assert (
         noise["SGPR"] >= noise["ConditionalSGPR"] - 1
-    )  # what leaves out, bounds lower
+    )  # the tighter bound gains less than a nat
 
 # %% [markdown]
 # ## How to choose
