@@ -38,7 +38,7 @@ from .latents import FieldLatent
 from .moments import Moments, beside, moments_of, of_argument, said
 from .nested import Nested, Optimum
 from .runs import Priors
-from .search import ALL_ROWS, Search
+from .search import ALL_ROWS, Search, without
 from .start import PATIENCE, obstacle
 
 _DRAWS = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
@@ -270,7 +270,7 @@ class Compared:
         family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
         is_normal = not self.hyper.size and self._is_gaussian()  # each posterior is
         is_exact = is_normal and guide.q.is_of_rows  # and found in one step
-        alone = [n for n in search.priors if guide.is_independent(n) and n not in self.apart]
+        alone = [n for n in without(search.priors, self.apart) if guide.is_independent(n)]
         its = alone if name in facts.gps else [name]
         beside_points = self.apart and name in {*facts.gps, *guide.joint.field, *self.apart}
         beside_alone = alone and name in {*facts.gps, *alone}
