@@ -69,6 +69,31 @@ def test_whitening_is_that_of_the_factor(size):
         close(one, other)
 
 
+@SIZES
+def test_whitening_near_a_matrix(size):
+    root, change = lower(size).requires_grad_(), 1e-3 * torch.randn(size, size)
+
+    def found(root, change):
+        matrix = root @ root.mT
+        return (linalg.whitening(matrix, 0.0).near(matrix + change @ root, matrix),)
+
+    def expected(root, change):
+        matrix = root @ root.mT
+        factor = torch.linalg.cholesky(matrix)
+        return (factor + torch.linalg.solve_triangular(factor, (change @ root).mT, upper=False).mT,)
+
+    leaves = (root, change.requires_grad_())
+    close(found(*leaves)[0], expected(*leaves)[0])
+    for one, other in zip(*(gradients(function(*leaves), leaves) for function in (found, expected))):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8 * float(other.detach().abs().max()))
+    changes = torch.randn_like(root), torch.randn_like(change)
+    for one, other in zip(jvp(found, leaves, changes)[1], jvp(expected, leaves, changes)[1]):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8 * float(other.detach().abs().max()))
+    # where nothing moved it is L to the bit
+    whitened = linalg.whitening(root.detach() @ root.detach().mT, 0.0)
+    assert torch.equal(whitened.near(whitened.factor, whitened.factor), whitened.factor)
+
+
 def test_whitening_of_mapped_and_batched_matrices():
     roots, cross = torch.stack([lower(4) for _ in range(3)]), torch.randn(2, 1, 5, 4)
     several = linalg.whitening(roots @ roots.mT, 0.0)(cross)

@@ -170,11 +170,15 @@ class AdditiveFeatures(Features):
 
     @functools.cached_property
     def anchor(self) -> Any:
-        found = list(zip(self.sizes, self.anchors))
-        given = [anchor for _, anchor in found if anchor is not None]
+        return self._whole(self.anchors)
+
+    def _whole(self, blocks: Sequence[Optional[Tensor]]) -> Any:
+        """As one, with I for blocks that have none; ``None`` without any."""
+        found = list(zip(self.sizes, blocks))
+        given = [block for block in blocks if block is not None]
         if not given:
             return None
-        like, batch = given[0], broadcast_shapes(*(anchor.shape[:-2] for anchor in given))
+        like, batch = given[0], broadcast_shapes(*(block.shape[:-2] for block in given))
         own = [torch.eye(n, dtype=like.dtype, device=like.device) if a is None else a for n, a in found]
         return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 
@@ -183,19 +187,17 @@ class AdditiveFeatures(Features):
         found = [features.places.reshape(-1) for _, features in self.groups if features.places is not None]
         return torch.cat(found) if found else None
 
-    def shift(self, before: Tensor) -> Tensor:
+    def anchor_at(self, before: Tensor) -> Tensor:
         """Of all blocks."""
-        found = zip(self.shifts(before), self.sizes)
-        own = [before.new_zeros(n, n) if part is None else part for part, n in found]
-        return on_diagonal(own, torch.zeros_like(self.anchor))
+        return self._whole(self.anchors_at(before))
 
-    def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
+    def anchors_at(self, before: Tensor) -> list[Optional[Tensor]]:
         own = [features.places for _, features in self.groups if features.places is not None]
         former = iter(before.split([z.numel() for z in own]))
 
         def of(features: Features) -> list[Optional[Tensor]]:
             z = features.places
-            return features.shifts(before if z is None else next(former).view(z.shape))
+            return features.anchors_at(before if z is None else next(former).view(z.shape))
 
         return self._in_order(of)
 

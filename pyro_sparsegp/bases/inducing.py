@@ -49,17 +49,18 @@ class InducingFeatures(CrossFeatures):
         if not others and isinstance(first, Values):
             self.places, self.moves = first.z, first.moves
 
-    def shifts(self, before: Tensor) -> list[Optional[Tensor]]:
-        return super().shifts(before) if self.places is None else self._blocks(self.shift(before))
+    def anchors_at(self, before: Tensor) -> list[Optional[Tensor]]:
+        return super().anchors_at(before) if self.places is None else self._blocks(self.anchor_at(before))
 
-    def shift(self, before: Tensor) -> Tensor:
-        """(K_{Z₀Z} − K_ZZ)L⁻ᵀ of former inputs Z₀."""
+    def anchor_at(self, before: Tensor) -> Tensor:
+        """L + (K_{Z₀Z} − K_ZZ)L⁻ᵀ of former inputs Z₀."""
         part: Any = self._joined[0]
         # in the dtype of K_ZZ: the difference is small, and L⁻ᵀ magnifies its rounding
         now, then, here = (type(part)(z.to(self.matrix)) for z in (part.z, before, part.z.detach()))
-        # the diagonal term that a kernel has at the same rows, such as White's, is no value's at others
-        own = between(self.kernel, here, now) if self.kernel.has_residual else self.matrix
-        return self.whitened((between(self.kernel, then, now) - own).to(self.whitened.factor)).to(self.factor)
+        cross = between(self.kernel, then, now)
+        if self.kernel.has_residual:  # at the same rows, such as White's, which is no value's at others: it stays
+            cross = cross + (self.matrix - between(self.kernel, here, now))
+        return self.whitened.near(cross, self.matrix).to(self.factor)
 
     @property
     def z(self) -> Tensor:

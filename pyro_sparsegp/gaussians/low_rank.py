@@ -247,9 +247,8 @@ class NaturalLowRank(NaturalGaussian):
     def anchor_of(self, features: Any, mean: object = None) -> Any:
         seat = self._seat(features.anchors)  # of blocks on the diagonal
         if (before := self._before(features.places, features.moves)) is not None:
-            pairs = zip(features.shifts(before), self.sizes)
-            whole = self._stack.squares([before.new_zeros(n, n) if part is None else part for part, n in pairs])
-            seat.move(features.places, whole - torch.diag_embed(1 - self._stack.own(whole)))
+            anchor = self._stacked(features.anchors) if self.softness else seat.kept
+            seat.move(features.places, self._stacked(features.anchors_at(before)), anchor)
         return seat
 
     # States have the parts block by block.
@@ -295,12 +294,14 @@ class NaturalLowRank(NaturalGaussian):
         """L + ηsI of each block as a stack, I where it is about w."""
         if isinstance(anchor, Seat):
             return anchor
-        like = next((part for part in anchor or () if part is not None), None)
-        if like is None:
+        if all(part is None for part in anchor or ()):
             return Seat(self.seat.new_zeros(0, 0))
-        parts = zip(anchor, self.sizes)
-        soft = [torch.eye(n).to(like) if p is None else softened(p, self.softness, (n,)) for p, n in parts]
-        return Seat(self._stack.squares(soft))
+        return Seat(self._stacked([p if p is None else softened(p, self.softness, p.shape[-1:]) for p in anchor]))
+
+    def _stacked(self, parts: Sequence[Optional[Tensor]]) -> Tensor:
+        """Of blocks as a stack, with I for those about w."""
+        pairs = zip(parts, self.sizes)
+        return self._stack.squares([torch.eye(n).to(self.seat) if part is None else part for part, n in pairs])
 
     def _seen_from(self, seat: Seat) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..numerics.arrow import Arrow
-from ..numerics.functions import Unmapped
+from ..numerics.functions import Unmapped, broadcast_shapes
 from ..numerics.linalg import (
     cholesky,
     plus_one,
@@ -54,6 +54,7 @@ class Seat:
     def detached(self) -> Self:
         """This without its graph."""
         other = copy.copy(self)
+        vars(other).pop("lu", None)
         other.kept, other.level = self.kept.detach(), None if self.level is None else self.level.detach()
         other.now = other.kept if self.now is self.kept else self.now.detach()
         other.log_weight = None if self.log_weight is None else self.log_weight.detach()
@@ -66,18 +67,28 @@ class Seat:
         near = loc - self.back((self.now - before) @ loc[..., None])[..., 0]
         return gram, near, along - near
 
-    def move(self, inputs: Tensor, shift: Tensor) -> None:
-        """Have inputs that move, and what values at the former ones are beside L."""
+    def move(self, inputs: Tensor, former: Tensor, anchor: Tensor) -> None:
+        """Have inputs that move, and values at the former ones of what has the values L here."""
         self.inputs = inputs.detach().flatten().clone()  # an optimiser writes to them
-        self.now = self.kept + shift
+        self.now = former if anchor is self.kept else former + (self.kept - anchor)
 
     def settle(self) -> None:
         """Sums belong here by now; how values at these inputs move stays known."""
         self.now = self.now - (self.now - self.kept).detach()
+        vars(self).pop("lu", None)
+
+    @cached_property
+    def lu(self) -> tuple[Tensor, ...]:
+        """LU and pivots of A; none of L, where no input moves."""
+        return () if self.now is self.kept else tuple(torch.linalg.lu_factor_ex(self.now)[:2])
 
     def back(self, x: Tensor) -> Tensor:
-        """A⁻¹X, of the present values A where the sums belong to, L itself where no input moves."""
-        return solve_lower(self.kept, x) if self.now is self.kept else torch.linalg.solve(self.now, x)
+        """A⁻¹X, of the present values A where the sums belong to."""
+        if not self.lu:
+            return solve_lower(self.kept, x)
+        factor, pivots = self.lu  # which lu_solve broadcasts not as others do
+        shape = broadcast_shapes(pivots.shape[:-1], x.shape[:-2])
+        return torch.linalg.lu_solve(factor.expand(*shape, *factor.shape[-2:]), pivots.expand(*shape, -1), x)
 
     def coefficients(self, values: Tensor) -> Tensor:
         """The coefficients of a function with these values u."""
@@ -85,7 +96,7 @@ class Seat:
 
     def turn(self) -> Tensor:
         """Zeros, or I, that have the derivative of T from here."""
-        return turn_of(self.now, self.now is self.kept)
+        return turn_of(self.now, *self.detached.lu)
 
 
 class AtRows(Seat):

@@ -83,7 +83,7 @@ def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return torch.linalg.cholesky_ex(matrix)
     # blockdiag(A, I), of whose factor A's is cut out
     wide = torch.nn.functional.pad(matrix, (0, _ODD, 0, _ODD))
-    wide.diagonal(dim1=-2, dim2=-1)[..., num:] = 1
+    wide.diagonal(dim1=-2, dim2=-1)[..., num:].fill_(1)
     factor, info = torch.linalg.cholesky_ex(wide)
     return factor[..., :num, :num].mT.contiguous().mT, info
 
@@ -149,50 +149,51 @@ class Factor(Function):
 
 
 class _Turn(Function):
-    """L ↦ zeros; only L's lower triangle has a gradient, L̄ = L⁻ᵀ tril(grad), or all of an L that is full."""
+    """L ↦ zeros; only L's lower triangle has a gradient, L̄ = L⁻ᵀ tril(grad), or all of a full L, of this LU."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(factor: Tensor, lower: bool) -> Tensor:
+    def forward(factor: Tensor, *lu: Tensor) -> Tensor:
         return torch.zeros_like(factor)
 
     @staticmethod
     def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-        ctx.lower = inputs[1]  # type: ignore[attr-defined]
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (factor,) = ctx.saved_tensors
-        if not ctx.lower:
-            return torch.linalg.solve(factor.mT, grad), None
-        return torch.linalg.solve_triangular(factor, grad.tril().mT, upper=False, left=False).mT, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
+        factor, *lu = ctx.saved_tensors
+        if lu:
+            return torch.linalg.lu_solve(*lu, grad, adjoint=True), None, None
+        return (torch.linalg.solve_triangular(factor, grad.tril().mT, upper=False, left=False).mT,)
 
     @staticmethod
-    def jvp(ctx: Any, change: Tensor, _: object) -> Tensor:
-        (factor,) = ctx.saved_tensors
-        return solve_lower(factor, change) if ctx.lower else torch.linalg.solve(factor, change)
+    def jvp(ctx: Any, change: Tensor, *_: object) -> Tensor:
+        factor, *lu = ctx.saved_tensors
+        return torch.linalg.lu_solve(*lu, change) if lu else solve_lower(factor, change)
 
 
-def turn_of(factor: Tensor, lower: bool = True) -> Tensor:
-    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL, for a lower triangular L or another: what follows from that
-    alone has its gradient by L at the cost of one solve.
+def turn_of(factor: Tensor, *lu: Tensor) -> Tensor:
+    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL, for a lower triangular L, or a full one of this LU and pivots:
+    what follows from that alone has its gradient by L at the cost of one solve.
     """
-    return _Turn.apply(factor, lower)
+    return _Turn.apply(factor, *lu)
 
 
 class Whitened(Function):
     """(B, L, zeros of L's) ↦ BL⁻ᵀ. The gradient by L goes to the zeros, as that by L⁻¹dL: with d(BL⁻ᵀ) = dB L⁻ᵀ −
     BL⁻ᵀ(L⁻¹dL)ᵀ neither a solve nor, on the way back through the factorisation, a product is needed for it.
+
+    With A = LLᵀ besides it is L + (B − A)L⁻ᵀ, whose rounding is that of a difference, and L where B is A.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(cross: Tensor, factor: Tensor, turn: Tensor) -> Tensor:
-        return over_upper(cross, factor)
+    def forward(cross: Tensor, factor: Tensor, turn: Tensor, own: Optional[Tensor] = None) -> Tensor:
+        return over_upper(cross, factor) if own is None else factor + over_upper((cross - own).to(factor), factor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -201,19 +202,19 @@ class Whitened(Function):
         ctx.shape = inputs[0].shape
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], None, Optional[Tensor]]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], None, Optional[Tensor], None]:
         factor, phi = ctx.saved_tensors
         by_cross = by_turn = None
         if ctx.needs_input_grad[0]:
             by_cross = over_lower(grad, factor).sum_to_size(ctx.shape)
         if ctx.needs_input_grad[2]:
             by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg_()
-        return by_cross, None, by_turn
+        return by_cross, None, by_turn, None
 
     @staticmethod
-    def jvp(ctx: Any, dcross: Optional[Tensor], _: object, dturn: Optional[Tensor]) -> Tensor:
+    def jvp(ctx: Any, dcross: Optional[Tensor], _: object, dturn: Optional[Tensor], __: object = None) -> Tensor:
         factor, phi = ctx.saved_tensors
         total = torch.zeros_like(phi)
         if dcross is not None:
-            total = total + over_upper(dcross, factor)
+            total = total + over_upper(dcross.to(factor), factor)
         return total if dturn is None else total - phi @ dturn.mT

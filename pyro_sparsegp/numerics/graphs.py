@@ -1,20 +1,28 @@
 """Graphs of tensor operations, as torch.fx records them: simplified, compiled, or captured as one launch of a GPU."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 Graph = Callable[..., list[Tensor]]
 _LARGEST = 2**20  # numbers of a constant
 _KINDS = ("zeros", "ones", "full")
+_LINALG: Any = vars(torch._C)["_linalg"]
 # What depends on no numbers of a tensor, in lists.
 _MADE = [[name] for kind in _KINDS for name in (kind, f"{kind}_like", f"new_{kind}")]
 _MADE += [["eye"], ["arange"], ["scalar_tensor"], ["lift_fresh_copy"]]
+# What gives its argument, of the same layout, and what does for a second argument of 1.
+_VIEWS = "detach", "alias", "view", "expand", "slice", "reshape", "_unsafe_view"
+_BY_ONE = "pow", "mul", "div"
+# What takes a tensor for its number.
+_OF_TWO = "add", "sub", "mul", "div", "rsub", "eq", "ne", "gt", "lt", "add_", "sub_", "mul_", "div_"
+_IN_NAMES = str.maketrans(".-+", "___")
 
 
 @torch.no_grad()
@@ -23,9 +31,12 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
     is computed twice.
     """
     nodes = graph.graph.nodes
-    for node in list(nodes):
-        if node.target is torch.ops.aten.detach.default and all(user.op != "output" for user in node.users):
-            node.replace_all_uses_with(node.args[0])
+    for node in _copies(nodes):
+        if all(user.op != "output" for user in node.users):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+    for node in nodes:
+        if node.target is torch.ops.aten._to_copy.default:  # what it has is no change
+            node.kwargs = {k: v for k, v in node.kwargs.items() if getattr(node.args[0].meta["val"], k, None) != v}
     first: dict[Any, Any] = {}
     for node in _pure(nodes):
         known = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
@@ -43,6 +54,24 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
     return graph
 
 
+def _copies(nodes: Iterable[Node]) -> list[Node]:
+    """The operations that give their first argument to the bit: its memory, or a copy where neither is written to."""
+    pure, found = set(_pure(nodes)), []
+    for node in nodes:
+        given, name = (*node.all_input_nodes, None)[0], (*str(node.target).split(".")[1:2], "")[0]
+        if node.op == "call_function" and given is not None and given is node.args[0]:
+            one, other = node.meta.get("val"), given.meta.get("val")
+            is_by_one = name in _BY_ONE and node.args[1:] in [(1,), (1.0,)] and node in pure
+            found += [node] if (name in _VIEWS or is_by_one) and _are_alike(one, other) else []
+    return found
+
+
+def _are_alike(one: object, other: object) -> bool:
+    """Whether two are tensors of the same layout."""
+    layouts = [(x.shape, x.stride(), x.dtype) for x in (one, other) if isinstance(x, Tensor)]
+    return len(layouts) == 2 and layouts[0] == layouts[1]
+
+
 def require_known_sizes(graph: Any) -> None:
     """Raise if it follows from what is given how many elements a tensor has, as in ``y[seen]``."""
     for node in graph.graph.nodes:
@@ -53,17 +82,16 @@ def require_known_sizes(graph: Any) -> None:
                 raise ValueError("data say how many values there are, as in y[seen]: give poutine.mask what is seen")
 
 
-def _pure(nodes: Any) -> list[Any]:
+def _pure(nodes: Iterable[Node]) -> list[Node]:
     """The operations that draw nothing, read no memory that is written to, and whose own is neither that nor given."""
     roots: dict[Any, Any] = {}  # whose memory a node shares
     written, given = set[Any](), set[Any]()
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
-        is_part = node.op == "call_function" and (schema is None or schema.is_mutable or node.target.is_view)
+        is_part = node.op == "call_function" and (schema is None or schema.is_mutable or node.target.is_view)  # type: ignore[union-attr]
         roots[node] = roots[node.args[0]] if is_part else node
-        of_inputs = {roots[each] for each in node.all_input_nodes}
-        written |= of_inputs if getattr(schema, "is_mutable", False) else set()
-        given |= of_inputs if node.op == "output" else set()
+        written |= {roots[each] for each in _written(node)}
+        given |= {roots[each] for each in node.all_input_nodes} if node.op == "output" else set()
     return [
         node
         for node in nodes
@@ -74,9 +102,19 @@ def _pure(nodes: Any) -> list[Any]:
     ]
 
 
-def _constant(nodes: Any) -> set[Any]:
+def _written(node: Node) -> list[Any]:
+    """The arguments that an operation writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args)} | node.kwargs
+    found = [given[argument.name] for argument in schema.arguments if argument.is_write and argument.name in given]
+    return [each for value in found for each in (value if isinstance(value, list) else [value])]
+
+
+def _constant(nodes: Iterable[Node]) -> set[Node]:
     """The operations that depend on no input."""
-    found = set[Any]()
+    found = set[Node]()
     for node in _pure(nodes):
         own = node.all_input_nodes
         is_made = str(node.target).split(".")[1:2] in _MADE or (own and found.issuperset(own))
@@ -87,11 +125,11 @@ def _constant(nodes: Any) -> set[Any]:
 class _Constants(torch.fx.Interpreter):
     """A run of a graph that keeps its constants, of those that other nodes use."""
 
-    def __init__(self, graph: Any, nodes: set[Any]) -> None:
+    def __init__(self, graph: Any, nodes: set[Node]) -> None:
         super().__init__(graph)
-        self.constant, self.values = nodes, dict[Any, Tensor]()
+        self.constant, self.values = nodes, dict[Node, Tensor]()
 
-    def run_node(self, node: Any) -> Any:
+    def run_node(self, node: Node) -> Any:
         value = super().run_node(node)
         is_used = node in self.constant and not self.constant.issuperset(node.users)
         if is_used and isinstance(value, Tensor) and value.numel() <= _LARGEST:
@@ -101,37 +139,57 @@ class _Constants(torch.fx.Interpreter):
 
 @torch.no_grad()
 def quickened(graph: Any, inputs: list[Tensor]) -> Any:
-    """A graph whose operations are called by their names in Python, where that gives the same numbers: PyTorch finds
-    these in half of the time that it takes for operations of a graph.
+    """A graph whose operations are called by their names in Python, with tensors for numbers, where that gives the same
+    to the bit: PyTorch finds these in half of the time that it takes for operations of a graph.
     """
     _Names(graph).run(*inputs)
     graph.recompile()
+    graph.__dict__.update(graph.named_buffers())  # where Python looks first
     return graph
 
 
 class _Names(torch.fx.Interpreter):
     """A run of a graph that calls operations by their names, and has these in the graph."""
 
-    def run_node(self, node: Any) -> Any:
-        schema, name = getattr(node.target, "_schema", None), (*str(node.target).split(".")[1:2], "")[0]
+    def run_node(self, node: Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        args = args[:1] and (args[0].clone() if getattr(schema, "is_mutable", False) else args[0], *args[1:])
+        name, changes = (*str(node.target).split(".")[1:2], "")[0], bool(_written(node))
+        first = args[0].clone() if changes else (*args, None)[0]
         value = super().run_node(node)
-        if schema is None or not args or torch.Tag.nondeterministic_seeded in node.target.tags:
+        tags = getattr(node.target, "tags", None)
+        if tags is None or not args or torch.Tag.nondeterministic_seeded in tags:
             return value
-        for op, owner in (("call_function", torch), ("call_method", Tensor)):
-            function = getattr(owner, name, None)
+
+        def is_same(function: Any, *more: object) -> bool:
+            given = first.clone() if changes else first
             with suppress(TypeError, RuntimeError):  # of a name for other arguments
-                if function and _are_equal(function(*args, **kwargs), value):
-                    node.op, node.target = op, function if owner is torch else name
-                    break
+                found = function(given, *more, **kwargs)
+                return (changes or (found is given) == (value is given)) and _are_equal(found, value, not changes)
+            return False
+
+        for owner, own in ((torch, name), (_LINALG, name), (Tensor, "to" if name == "_to_copy" else name)):
+            if (function := getattr(owner, own, None)) and is_same(function, *args[1:]):
+                node.op, node.target = ("call_method", own) if owner is Tensor else ("call_function", function)
+                self._with_tensor(node, function, first, is_same, *args[1:])
+                break
         return value
 
+    def _with_tensor(self, node: Node, function: Callable, like: Tensor, is_same: Callable, *more: Any) -> None:
+        """Give an operation its number as a tensor, which a CPU's kernels need not convert."""
+        is_number = len(more) == 1 and type(more[0]) in (int, float)
+        if is_number and getattr(function, "__name__", "") in _OF_TWO and like.device.type == "cpu":
+            number = torch.tensor(more[0], dtype=like.dtype)
+            if is_same(function, number):
+                name = f"number_{more[0]}_{like.dtype}".translate(_IN_NAMES)
+                self.module.register_buffer(name, number)
+                with node.graph.inserting_before(node):
+                    node.args = (node.args[0], node.graph.get_attr(name))
 
-def _are_equal(one: Any, other: Any) -> bool:
+
+def _are_equal(one: Any, other: Any, in_layout: bool = True) -> bool:
     if isinstance(other, Tensor):
-        alike = isinstance(one, Tensor) and (one.shape, one.stride()) == (other.shape, other.stride())
-        return alike and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+        alike = _are_alike(one, other) or not in_layout
+        return alike and torch.equal(one.nan_to_num(), other.nan_to_num())
     return len(one) == len(other) and all(map(_are_equal, one, other))
 
 

@@ -61,6 +61,10 @@ class Whitening(NamedTuple):
         """BL⁻ᵀ, ``(..., N, M)``."""
         return Whitened.apply(cross, self.factor, self.turn)
 
+    def near(self, cross: Tensor, own: Tensor) -> Tensor:
+        """L + (B − A)L⁻ᵀ, ``(..., M, M)``, of A and a B near to it."""
+        return Whitened.apply(cross, self.factor, self.turn, own.detach())
+
 
 def cholesky(matrix: Tensor, jitter: Optional[float] = None, *arguments: Any, **options: Any) -> Tensor:
     """The factor L of :func:`whitening`, of the same arguments."""
