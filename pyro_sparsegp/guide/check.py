@@ -319,8 +319,8 @@ class Compared:
             names = ", ".join(repr(other) for other, *_, is_off in moved if is_off)
             if nats > _LOST or names:
                 lines[name] = (
-                    f"{name!r}: a basis of {num} functions is too small. It costs {nats:.1f} nats of the bound, makes "
-                    f"the function too smooth{names and f', and moves {names}'}. Give the family more "
+                    f"{name!r}: a basis of {num} functions is too small. It costs {nats:.1f} nats of the bound, and "
+                    f"makes the function too smooth{names and f'. It moves {names}'}. Give the family more "
                     "inducing points."
                 )
         return lines
