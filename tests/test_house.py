@@ -116,7 +116,7 @@ ROOM_BRANCHES = {"guide": 200.2, "inference": 204.5, "program": 199.1}
 ANY = 190  # arguments without a type
 FILE_LINES = 403
 FUNCTION_BRANCHES = 14
-TEST_LINES = 27210
+TEST_LINES = 27250
 
 
 @functools.cache

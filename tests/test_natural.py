@@ -13,6 +13,7 @@ from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.bases.inducing import Values, features_of
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
@@ -784,6 +785,34 @@ def test_sites_stay_about_f_where_inducing_inputs_move(family):
     for _ in range(2):
         svi.step(x, y)
     assert moved < svi.evaluate_loss(x, y) + 1
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_values_at_former_inputs(noise):
+    """A = cov(u₀, u)L⁻ᵀ with u₀ at former inputs, and its gradient; noise of the kernel's own goes with the inputs."""
+    z, before = torch.rand(2, 6, 1)
+    leaves = [z.requires_grad_(), torch.tensor(0.4, requires_grad=True), torch.tensor(0.3, requires_grad=True)]
+
+    def kernel(length, white):
+        return kernels.RBF(length) + noise * kernels.White(white) if noise else kernels.RBF(length)
+
+    def found(z, length, white):
+        basis = features_of(kernel(length, white), [Values(z, True)], 1e-10, "f")
+        return basis.anchor_at(before)
+
+    def expected(z, length, white):
+        smooth, own = kernels.RBF(length), (noise * white + 1e-10) * torch.eye(6)
+        root = torch.linalg.cholesky(smooth(z) + own)
+        return torch.linalg.solve_triangular(root, (smooth(before, z) + own).mT, upper=False).mT
+
+    weight = torch.randn(6, 6)
+    (one, first), (other, second) = (
+        (value := function(*leaves), torch.autograd.grad((weight * value).sum(), leaves[: 3 if noise else 2]))
+        for function in (found, expected)
+    )
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for mine, its in zip(first, second):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
 
 
 def test_hyperparameters_that_are_drawn_have_the_width_of_the_posterior():

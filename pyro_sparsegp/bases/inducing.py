@@ -56,7 +56,7 @@ class InducingFeatures(CrossFeatures):
         """L + (K_{Z₀Z} − K_ZZ)L⁻ᵀ of former inputs Z₀."""
         part: Any = self._joined[0]
         # in the dtype of K_ZZ: the difference is small, and L⁻ᵀ magnifies its rounding
-        now, then, here = (type(part)(z.to(self.matrix)) for z in (part.z, before, part.z.detach()))
+        now, then, here = (type(part)(z.to(self.matrix)) for z in (part.z, before, part.z.clone()))
         cross = between(self.kernel, then, now)
         if self.kernel.has_residual:  # at the same rows, such as White's, which is no value's at others: it stays
             cross = cross + (self.matrix - between(self.kernel, here, now))
