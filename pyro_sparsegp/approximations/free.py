@@ -33,6 +33,7 @@ class SparseGP(AbstractModule):
     """
 
     rows: Optional[Tensor]  # inputs of training, where the kernel's diagonal depends on them
+    places: Optional[Tensor]  # those of some rows, where parameters of the program move them
 
     def __init__(
         self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
@@ -42,14 +43,26 @@ class SparseGP(AbstractModule):
         self.batch_shape = torch.Size(batch_shape)
         self.num_rows = 0  # inputs of training in all, where a plate tells
         self.register_buffer("rows", None)
+        self.register_buffer("places", None)
 
     def forward(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
     ) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
         features = self.features_for(process, name)
-        anchor = self.coefficients.anchor_of(features, process.mean_function)
+        anchor = self.anchor_of(features, process.mean_function)
         return kind(process, features, self.coefficients(anchor), name)
+
+    def anchor_of(self, features: Any, mean: object = None) -> Any:
+        """What q(w) is about."""
+        places = () if self.places is None else (self.places,)
+        return self.coefficients.anchor_of(features, mean, *places)
+
+    def follow(self, places: Tensor) -> None:
+        """Have q(w) be about f at these inputs of data, which parameters of the program move."""
+        if self.places is None or self.places.shape != places.shape:  # as once other data have come
+            self.coefficients.leave_seat()
+        self.places = places
 
     def settled(self, process: GaussianProcess) -> GaussianProcess:
         """The process at new inputs, where a kernel's diagonal that depends on the rows is that beside training's."""
@@ -94,8 +107,10 @@ class SparseGP(AbstractModule):
             self.coefficients.put_mean(towards(phi, (values - process.mean)[..., None], 1e-4)[..., 0])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
-        rows = state_dict.get(prefix + "rows")
-        self.rows = None if rows is None else torch.empty_like(rows, device=next(self.parameters(), rows).device)
+        for name in ("rows", "places"):
+            value = state_dict.get(prefix + name)
+            own = None if value is None else torch.empty_like(value, device=next(self.parameters(), value).device)
+            self._buffers[name] = own
         self.num_rows = int(state_dict.pop(prefix + "num_rows", 0))  # older files have none
         super()._load_from_state_dict(state_dict, prefix, *args)
 

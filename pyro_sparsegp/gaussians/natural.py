@@ -24,7 +24,7 @@ from .base import Stack, solved
 from .factors import CovarianceFactor, DenseFactor, Factor, IdentityFactor
 from .free import FullCholesky
 from .product import Product, Recorded, slices
-from .seats import Known, Seat, softened
+from .seats import AtRows, Known, Seat, softened
 from .steps import Natural, Pass, Rate, cautious, recorded
 
 _KNOWN = 9  # steps that sums of more than a batch count for
@@ -123,24 +123,28 @@ class NaturalGaussian(Natural):
         shape = (len(self.sizes),) if len(self.sizes) > 1 else ()  # a number for each block, as before
         destination[prefix + "softness"] = torch.full(shape, self.softness, dtype=torch.float64)
 
-    def hold_by_draws(self) -> None:
-        """Before any step: curvatures will come from draws, whose noise is not small where L is. Held about u it would
-        be magnified as L moves; sites are held nearer to w there.
-        """
-        self.softness = _BY_DRAWS
-        self.seat, self.inputs = self.seat.new_zeros(0, 0), self.inputs.new_zeros(0)  # a start belongs to any seat
+    def leave_seat(self) -> None:
+        """Have the sums be about w until the next step, as a start's are."""
+        self.seat, self.inputs, self.level = (self.seat.new_zeros(*shape) for shape in ((0, 0), (0,), (0,)))
 
-    def anchor_of(self, features: Any, mean: Any = None) -> Any:
+    def hold_by_draws(self) -> None:
+        """Before any step: curvatures will come from draws, whose noise about u would be magnified as L moves."""
+        self.softness = _BY_DRAWS
+        self.leave_seat()
+
+    def anchor_of(self, features: Any, mean: Any = None, rows: Optional[Tensor] = None) -> Any:
         # It follows from the first step on in which features train.
-        anchor = features.anchor if self.seat.numel() or features.trains else None
+        anchor, ones = features.anchor if self.seat.numel() or features.trains else None, features.ones
+        if rows is not None:  # inputs of data that move, which no features span that have moved
+            anchor, ones = AtRows([side_by_side(features(rows))]), rows.new_ones(rows.shape[-2])
         if anchor is None:
             return None
         seat = self._seat(anchor)
-        if (before := self._before(features.places, features.moves)) is not None:
+        if rows is None and (before := self._before(features.places, features.moves)) is not None:
             seat.move(features.places, features.anchor_at(before), anchor if self.softness else seat.kept)
         is_constant = isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,))
         moves = is_constant and (mean.requires_grad or self.level.numel())  # or did
-        if moves and (ones := features.ones) is not None:
+        if moves and ones is not None:
             seat.level = mean * ones
         return seat
 

@@ -144,8 +144,9 @@ class AtRows(Seat):
 
     def coefficients(self, values: Tensor) -> Tensor:
         blocks = self.blocks(self.kept)
-        parts = values[:, None].split([len(block) for block in blocks])
-        return torch.cat([towards(block, part, self.least) for block, part in zip(blocks, parts)])[:, 0].to(values)
+        parts = values[..., None].split([block.shape[-2 if block.dim() > 1 else 0] for block in blocks], -2)
+        found = [towards(block, part, self.least) for block, part in zip(blocks, parts)]
+        return torch.cat(found, -2)[..., 0].to(values)
 
     def turn(self) -> Tensor:
         turns = [nearest(block.detach(), block, self.least) for block in self.blocks(self.kept)]

@@ -27,6 +27,7 @@ from .integrate import integrate
 from .known import Families
 from .latents import init_to_centre
 from .messenger import SiteMessenger
+from .moving import follow
 from .points import Points
 from .posteriors.joint import AtPoints, Joint
 from .posteriors.on_sites import OnSites
@@ -125,6 +126,7 @@ class AutoSparseGP(SiteMessenger):
         if self._asked is not None:
             return self._asked(args, kwargs)
         self.prepare(*args, **kwargs)
+        follow(self)
         call, conditions = self._given(args, kwargs)
         asks = self.corrected_modules() or self.facts.discrete or not self.q.has_bound
         has_data = not asks or handlers.observes(self.model, self.facts.data, self.like, args, kwargs)
@@ -253,8 +255,7 @@ class AutoSparseGP(SiteMessenger):
         levels = torch.as_tensor(quantiles).to(self.like)
         if not ((levels >= 0) & (levels <= 1)).all():
             raise ValueError(f"quantiles must be between 0 and 1, got {quantiles}")
-        draws = self._marginal_draws("quantiles", args, kwargs, num_draws)
-        return {name: value.quantile(levels, 0) for name, value in draws.items()}
+        return {n: v.quantile(levels, 0) for n, v in self._marginal_draws("quantiles", args, kwargs, num_draws).items()}
 
     def summary(self, *args: object, num_draws: int = 1000, **kwargs: object) -> Summary:
         """Mean, standard deviation and 90 % interval of each latent, and of each GP site at these inputs, as a table.
@@ -309,6 +310,7 @@ class AutoSparseGP(SiteMessenger):
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         with torch.no_grad():
             self.prepare(*args, **kwargs)
+        follow(self)
         require_refined(self.modules_by_site())
 
     def run_at(self, args: tuple, kwargs: dict[str, Any], **asked: Any) -> Posteriors:
@@ -316,13 +318,12 @@ class AutoSparseGP(SiteMessenger):
         self._ready(args, kwargs)
         facts, asked = self.facts, {"sums_out": False, "marginal": asked.get("at_medians", False)} | asked
         same = bool(facts.local_latents or facts.classes) and self.relation(args, kwargs).same
-        call = NewRows(inputs=same)
         conditions = self.q.given_now(self, asked.get("at_medians", False), same)
         # At the rows of training the sum over classes knows what these say.
         if asked.get("draws_data", True) and not (same and asked["sums_out"]):
             conditions = with_classes(self, conditions)
         with handlers.unrecorded(same=False, learns=False), traces.whole_plates(), held(PRECISE, True):
-            run = Posteriors(self, conditions, call, **asked).perform(args, kwargs)
+            run = Posteriors(self, conditions, NewRows(inputs=same), **asked).perform(args, kwargs)
         note_rows(run)
         return run
 

@@ -30,6 +30,7 @@ from ..program.owners import stacked_runs
 from ..program.parts import moved_by_rows
 from .field import is_normal_prior
 from .known import Core, KnownGuide
+from .moving import moved_by
 from .runs import Priors, Run, note_rows, probed
 from .start import start
 
@@ -239,6 +240,7 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
         )
     _warn_of_widths(probe, held_runs(guide.model, probe.trace, args, kwargs))
     core.registered = checks.require_registered(outputs, probe.trace, (args, kwargs))
+    core.moving = moved_by(guide, probe)
     for name, posterior in probe.posteriors.items():
         if posterior.process.x.requires_grad:
             module = guide.module_of(name)

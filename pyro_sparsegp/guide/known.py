@@ -63,6 +63,8 @@ class Core:
     data: Optional[TrainingData] = None  # of the last step of training on the rows that it is about
     checked: bool = False  # whether all parameters were seen to train
     registered: list[Tensor] = _field(default_factory=list)  # the model's parameters
+    moving: dict[str, list[Tensor]] = _field(default_factory=dict)  # those that inputs of GP sites are made of
+    versions: list[int] = _field(default_factory=list)  # of these at the last call
     loaded: bool = False  # whether it is from a state, and was not called since
     looks: int = 0  # how often sites were read in training
     steps: int = 0  # of training

@@ -30,11 +30,11 @@ from ..program.traces import as_process, bare, whole_plates
 from .field import LARGEST, anchor_of, index_of, is_normal_prior, make_field
 from .known import KnownGuide
 from .latents import couple, drop_latents
+from .moving import some_of
 from .nested import Nested, Optimum
 from .runs import Run
 from .search import ALL_ROWS, MOST_VALUES, Search, without
 
-_ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
 _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
 _NARROWER = 0.2  # of a hyperparameter's precision, from which data's precision follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
@@ -221,9 +221,7 @@ class _Mode:
         make_field(guide, sizes)
         for i, name in enumerate(field):
             if name in facts.gps and name not in guide.joint.followed:  # its inputs at which q(x) is about its values
-                x = inputs[name].detach()
-                num = min(len(x), max(_ROWS, _EACH * sum(sizes[name])))
-                guide.field.register_buffer(f"rows_{i}", x[torch.linspace(0, len(x) - 1, num, device=x.device).long()])
+                guide.field.register_buffer(f"rows_{i}", some_of(inputs[name].detach(), sum(sizes[name])))
 
     def _start_field(self, field: list[str], intercepts: Mapping[str, Tensor]) -> None:
         """Put q(x | θ) to the mode."""

@@ -15,6 +15,7 @@ from ..program.structure import Structure
 from .field import make_field
 from .known import Core, Coupling, KnownGuide
 from .latents import couple
+from .moving import follow
 from .points import Points
 
 # Of a field, which has them where its members, hyperparameters and data ask for them.
@@ -24,6 +25,7 @@ _BUFFERS = ("field.rows_", "field.slopes", "field.coefficients.log_weight")
 def saved_of(guide: KnownGuide) -> dict[str, Any]:
     """In plain Python, with the parameters' name in Pyro's store, and data that predictions need."""
     core = guide.core
+    follow(guide)  # which a state that is loaded has no data for
     state: dict[str, Any] = {
         "name": guide._pyro_name,
         "structure": core.facts.to_json(),

@@ -24,7 +24,7 @@ from ..guide import AutoSparseGP
 from ..guide.check import check
 from ..numerics.arguments import require_choice, require_count
 from ..numerics.processes import Workers, sharing
-from ..program.data import signature_of
+from ..program.data import TrainingData, signature_of
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .checkpoints import read, write
 from .expectation import ExpectationPropagation
@@ -265,6 +265,7 @@ class _Loop:
         args, kwargs = self.call(self._first())
         with poutine.block(), torch.no_grad():
             guide.prepare(*args, **kwargs)
+        guide.core.data = guide.core.data or TrainingData(self.model, args, kwargs)
         if isinstance(self.model, nn.Module):
             self.model.load_state_dict(state["model"])
         store, own = pyro.get_param_store(), f"{guide._pyro_name}."

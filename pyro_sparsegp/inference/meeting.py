@@ -23,7 +23,7 @@ def meet(
     """An evaluation once posteriors that have taken no step were brought to the data by natural steps, and whether
     there were data. A guide with a posterior that learns by gradients is left alone.
 
-    :param first: an evaluation on the rows to be met: those of the guide's first call, ``worth`` so many of the step's.
+    :param first: an evaluation on the rows to be met, the guide's first call's, ``worth`` so many of the step's.
     """
     # Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's
     # second moments would remember for hundreds of steps. These passes do not count as steps: where the first that

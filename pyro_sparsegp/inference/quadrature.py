@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,6 +20,7 @@ from ..gaussians.steps import Record, recording
 from ..guide import AutoSparseGP
 from ..guide.changes import watch
 from ..guide.first_call import explain_nan
+from ..guide.moving import following
 from ..numerics.arguments import require_count
 from ..numerics.decisions import decided
 from ..numerics.linalg import flags_kept
@@ -221,7 +223,8 @@ class TraceQuadrature_ELBO(ELBO):
         if torch.is_grad_enabled():
             unwrapped.core.num_nodes = self.num_nodes  # sites are read at as many
         # −(1/S) Σₛ ELBOₛ, at S draws of the latents that are not integrated
-        bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
+        with following(unwrapped) if unwrapped.core.moving else nullcontext():
+            bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: object) -> Any:

@@ -148,6 +148,7 @@ class Recording:
         for module, tape in self.tapes.items():
             module.steps += bool(tape.passes)
         self.guide.core.looks += self.looks
+        self.guide.core.versions = []  # a replay may write to parameters and count no version
         self.guide.row_share = self.share
 
 

@@ -97,8 +97,8 @@ class Separate:
 
     def sums_of(self, run: Priors, name: str, features: Features) -> tuple[Any, Any]:
         """The coefficients that keep a GP site's sums over rows, and what these are about."""
-        coefficients = run.guide.module_of(name).coefficients
-        return coefficients, coefficients.anchor_of(features)
+        module = run.guide.module_of(name)
+        return module.coefficients, module.anchor_of(features)
 
     # What the program is to be.
 

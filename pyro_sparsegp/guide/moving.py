@@ -1,0 +1,82 @@
+"""Posteriors that stay about the data where parameters of the program, such as a network's, move inputs of GP sites."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from ..gaussians import NaturalGaussian
+from ..program.checks import graph_of
+from ..program.traces import repeatable, whole_plates
+from .known import KnownGuide
+from .runs import Priors, Run
+
+_ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
+
+
+def some_of(x: Tensor, size: int) -> Tensor:
+    """Rows of inputs, ``(..., N, D)``, that say how ``size`` features at them move."""
+    num = min(x.shape[-2], max(_ROWS, _EACH * size))
+    return x[..., torch.linspace(0, x.shape[-2] - 1, num, device=x.device).long(), :]
+
+
+def moved_by(guide: KnownGuide, run: Run) -> dict[str, list[Tensor]]:
+    """By GP sites that follow their inputs the parameters of the program that these are made of, in a run with its
+    graph.
+    """
+    own, found = {id(p) for p in guide.parameters()}, dict[str, list[Tensor]]()
+    for name, process in run.processes.items() if not guide.facts.inner else ():
+        kind = type(getattr(guide.module_of(name), "coefficients", None))
+        follows = name not in guide.joint.followed if guide.joint.field else kind is NaturalGaussian
+        nodes = graph_of([process.x]) if follows and process.x.requires_grad else []
+        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        if others := [leaf for leaf in leaves if id(leaf) not in own]:
+            found[name] = others
+    return found
+
+
+def follow(guide: KnownGuide) -> None:
+    """Where parameters have moved since the last call, note where inputs of rows are now: sites are about f there."""
+    # Else q would say of rows what was right of others: test_inputs_move_under_a_precise_posterior.
+    if guide.core.versions != _versions(guide):
+        with torch.inference_mode(False), torch.no_grad():
+            _put(guide, _places(guide))
+
+
+@contextmanager
+def following(guide: KnownGuide) -> Iterator[None]:
+    """As :func:`follow`; where a loss is differentiated, with the graph of these inputs."""
+    if not torch.is_grad_enabled():
+        follow(guide)
+        yield
+        return
+    places = _places(guide)
+    _put(guide, places)
+    yield
+    _put(guide, {name: x.detach() for name, x in places.items()})
+
+
+def _places(guide: KnownGuide) -> dict[str, Tensor]:
+    """Where some rows of the first call's data are, by GP site whose inputs parameters move."""
+    data, guide.core.versions = guide.core.data, _versions(guide)
+    if data is None or torch.distributed.is_initialized():  # each process has other rows
+        return {}
+    with repeatable(guide.like), poutine.block(), whole_plates():
+        run = Priors(guide, at_medians=True, draws_data=False).perform(data.args, data.kwargs)
+    sizes = {name: sum(guide.module_of(name).basis.sizes) for name in guide.core.moving}
+    return {name: some_of(run.processes[name].x, size) for name, size in sizes.items()}
+
+
+def _versions(guide: KnownGuide) -> list[int]:
+    return [leaf._version for leaves in guide.core.moving.values() for leaf in leaves]
+
+
+def _put(guide: KnownGuide, places: Mapping[str, Tensor]) -> None:
+    members = [*guide.joint.field]
+    for name, x in places.items():
+        if not members:
+            guide.module_of(name).follow(x)
+        elif getattr(guide.field, rows := f"rows_{members.index(name)}").shape == x.shape:
+            setattr(guide.field, rows, x)
