@@ -188,6 +188,7 @@ for family in (
 #
 # `components` holds the posterior of each term by its name. `plot_effects` plots all terms in the usual way for GAMs,
 # with 95 % intervals and a rug of the inputs. Here `transform=torch.exp` makes them factors of the rate of visits.
+# (The bounds of the two guides differ by no more than the noise of mini-batches.)
 
 # %%
 posterior = guides["CoupledPrecision"].posterior(x)["f"]
@@ -200,8 +201,9 @@ for name, slope in zip(names[4:], medians["slopes"]):
 # %% [markdown]
 # ## Correlations between effects
 #
-# If the rows cannot tell two effects apart, their posteriors have a negative correlation, and their sum is better known
-# than each of them. `components` has the joint covariance of all effects, and draws them jointly.
+# The uncertainty of a sum of effects depends on their correlations. `components` has the joint covariance of all
+# effects, and draws them jointly. Here the main effect of the incentive and the interaction are correlated, because
+# both depend on the incentive. The other effects are almost uncorrelated.
 
 # %%
 person = torch.tensor([[0.6, 0.9, 2.0, 2.0, 0.0, 0.0]]).to(x)

@@ -19,7 +19,7 @@
 # The data are the yearly volumes of the Nile, 1871 to 1970, which ship with statsmodels. Every other year is held
 # out.
 #
-# On the command line: `python tutorials/diagnostics.py [--steps 200] [--draws 200] [--out DIR]`.
+# On the command line: `python tutorials/diagnostics.py [--steps 200] [--draws 1000] [--out DIR]`.
 
 # %% tags=["hide-input"]
 import warnings
@@ -56,7 +56,7 @@ options = command_line.options(
     "Diagnostics of sparse Gaussian processes.",
     device=False,
     steps=(200, "training steps of each guide, at most", 20),
-    draws=(200, "posterior draws of each guide", 30),
+    draws=(1000, "posterior draws of each guide", 30),
     nuts=(60, "draws of NUTS, and as many to warm up", 50),
     simulations=(16, "of the calibration", 2),
 )
@@ -191,7 +191,8 @@ show(forest, "forest")
 # %% [markdown]
 # The next picture shows f under variational inference, expectation propagation and NUTS, at three of the new inputs.
 # Expectation propagation has points for hyperparameters, while NUTS averages over them, so the two posteriors of f
-# differ. Neither k-hat nor leave-one-out below shows this difference, because both treat points as known.
+# may differ. Here their standard deviations are the same on average. Neither k-hat nor leave-one-out below would show
+# a difference, because both treat points as known.
 
 # %%
 overlaid = arviz_plots.plot_dist(
@@ -213,8 +214,9 @@ for name, tree in compared.items():
 # useful if k-hat is below `good_k`. k-hat depends on the target p. The target of the bound is "vfe": towards it k-hat
 # judges the family and the optimiser, and does not see too few inducing points. Expectation propagation has another
 # target, "fitc". The guides of SVI here have a mean-field posterior of the hyperparameters, which raises their k-hat,
-# and under `SVGP` q(w) moreover does not depend on the hyperparameters. k-hat does not judge points. So under
-# expectation propagation it judges only q(w), which may not have converged when the hyperparameters have.
+# and under `SVGP` q(w) moreover does not depend on the hyperparameters. k-hat does not judge points, so under
+# expectation propagation it judges only q(w). The likelihood here is Gaussian, and q(w) then is its target: all
+# weights are equal, and k-hat is minus infinity.
 
 # %%
 for name in guides:
