@@ -9,8 +9,8 @@ from .numerics.functions import shape_of
 
 
 def mix_outputs(mixing: Tensor, shared: Tensor, output: Optional[Tensor] = None) -> Tensor:
-    """Mixed outputs f_p(x_n) = Σ_q A_pq g_q(x_n): a linear model of coregionalisation, but for parts of its outputs'
-    own, which may be added.
+    """Mixed outputs f_p(x_n) = Σ_q A_pq g_q(x_n): a linear model of coregionalisation, without parts of the
+    outputs' own, which you may add.
 
     It returns all outputs at all inputs, ``(P, N)``; or with ``output`` one output per row, ``(N,)``, if outputs are
     observed at different inputs. A is any tensor, sampled or a parameter; g are values of GP sites.

@@ -29,11 +29,11 @@ def plot_effects(
     level; of two columns a map of the mean with lines of the standard deviation. Other terms, such as constants, are
     left out. The inputs of ``posterior`` give the ranges and the rug.
 
-    :param posterior: of a GP site with an additive kernel, such as ``guide.posterior(x)["f"]``.
-    :param names: of the terms to show, by default all that can be shown.
+    :param posterior: that of a GP site with an additive kernel, such as ``guide.posterior(x)["f"]``.
+    :param names: the names of the terms to show, by default of all that can be shown.
     :param columns: names of the input columns, for the axes.
-    :param prob: of the intervals.
-    :param transform: increasing; of means and ends of intervals, such as ``torch.exp`` for effects on a log rate.
+    :param prob: the probability of the intervals.
+    :param transform: an increasing function of means and interval ends, such as ``torch.exp`` of a log rate.
     :returns: a matplotlib figure.
     :raises ValueError: naming a term that cannot be shown, for several outputs, or for anything but a posterior.
     """

@@ -96,7 +96,7 @@ def predictive_scores(
     :param args: the model's arguments with observations. Latents under the data plate are the training rows' where the
         inputs are theirs, and drawn from the model elsewhere.
     :param num_samples: S, draws of hyperparameters, and of GP sites with one posterior; one will do without either.
-    :param probs: of the central intervals in the summary.
+    :param probs: the probabilities of the central intervals in the summary.
     :param var_name: the observed site, where there are several.
     :param seed: makes the draws repeatable and leaves the global generators alone.
     :param kwargs: the model's further arguments.

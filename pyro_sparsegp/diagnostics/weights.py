@@ -52,8 +52,8 @@ def psis(tree: xarray.DataTree) -> PSIS:
     """Pareto-smoothed importance weights of a posterior's draws, and their k-hat.
 
     Trust the weights if k-hat is at most min(0.7, 1 − 1/log₁₀ S). It compares q with the target that the guide was
-    trained towards (:func:`to_datatree`): errors of the family and the optimiser show, and not that inducing points are
-    too few.
+    trained towards (:func:`to_datatree`). It shows errors of the family and the optimiser, and not whether inducing
+    points are too few.
 
     k-hat looks only where q has draws: a q that is too narrow can have a low one (mean field had 0.39 with a tenth of
     an intercept's interval). Simulation-based calibration, or NUTS on part of the data, shows whether q is wide enough.

@@ -188,7 +188,7 @@ class SiteFamily(Family):
     latents c the posterior is q(c) q(f | c, data): each draw of c has its own sites, read off the model at the training
     data, which the guide refers to and its state holds.
 
-    :param rate: the step size of these updates in (0, 1].
+    :param rate: the step size of the sites' updates in (0, 1].
     :param updates: the number of updates per step. One is enough with Adam. L-BFGS, whose line search needs a function
         of the parameters alone, needs some 20 where the likelihood is not Gaussian.
     """

@@ -48,20 +48,20 @@ class AutoSparseGP(SiteMessenger):
 
     q(θ, u) = q(θ) q(u | θ). A GP site is f = μ + φᵀw + r with coefficients w; the residual r keeps its prior. u is
     all coefficients w and all latents with normal priors; q(u | θ) is one Gaussian. The hyperparameters θ are all other
-    latents, jointly normal in unconstrained space. u has at most 2,000 numbers beside its largest plate, if each datum
-    has one value there, and each datum depends on one value that is linear in it, or on two as its mean and log scale.
-    Without such a u each w has its family's q(w | θ), and the normal latents are independent of each other and of f.
+    latents, jointly normal in unconstrained space. u may have 2,000 numbers, without values of its largest plate.
+    Families that cannot share u, such as ``SparseEP``, have their own q(w | θ). Normal latents are then independent of
+    each other and of f, and a warning names them.
 
-    The first call finds the mode of the hyperparameters and how the likelihood depends on f, and chooses inducing
-    points among its inputs: give it more rows than these.
+    The first call finds the mode of the hyperparameters and how the likelihood depends on f. It chooses inducing
+    points among its inputs, so give it more rows than inducing points.
 
     ``guide(*args)`` draws all sites; data that are not given, ``y=None``, are drawn from the model. ``guide.train()``,
     the default, draws each function value from its marginal, ``guide.eval()`` all of them jointly. Override
     :meth:`get_posterior` for a posterior of your own.
 
-    ``load_state_dict`` makes a new guide of the same model this one. With a family on sites, latents under the data
-    plate or classes of groups, the state holds the training data, unless the arguments are more than tensors, numbers,
-    strings and lists, tuples and dictionaries of them: then call the loaded guide with the data once.
+    ``load_state_dict`` restores a guide in a new one of the same model. The state holds the training data if a family
+    on sites, latents under the data plate or classes of groups need them. If the model takes arguments other than
+    tensors, numbers, strings, and collections of these, call the loaded guide with the data once.
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
@@ -177,7 +177,7 @@ class AutoSparseGP(SiteMessenger):
         afterwards moves q towards the rows that it is given, scaled to the plate's size: give it the old ones, too.
 
         :param args: the model's arguments, with the new rows alone; the data plate has as many rows.
-        :param forget: the share of (G₀, r₀) to drop first, for functions that drift: 0.1 weighs some ten calls most.
+        :param forget: the share of (G₀, r₀) to drop first, for functions that drift: 0.1 weighs the last 10 calls most.
         :raises ValueError: naming the site and the remedy, where q keeps no (G₀, r₀) (families on sites,
             expectation propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
         """
@@ -201,8 +201,8 @@ class AutoSparseGP(SiteMessenger):
 
         One normal is too narrow for hyperparameters that few data inform, such as the variance of five groups. From now
         on draws, predictions, quantiles and trees come from the points; medians and :meth:`posterior` are at their
-        median. Steps of training end this, and losses take the normal q(θ). A state holds the points. It is for up to
-        some eight hyperparameters. Arguments are the training data, by default the first call's.
+        median. Further training ends this, and losses always use the normal q(θ). A state holds the points. Take it for
+        up to some eight hyperparameters. Arguments are the training data, by default the first call's.
 
         >>> guide.integrate(x, y)  # doctest: +SKIP
         200 points of length, scale, noise; effective size 143.2
@@ -328,7 +328,7 @@ class AutoSparseGP(SiteMessenger):
         return run
 
     def forget_data(self) -> None:
-        """Forget the training data, and no parameter: families on sites take new ones at the next call with data.
+        """Forget the training data and keep all parameters: families on sites take the next call's data.
 
         :raises ValueError: naming the GP site of a family with parameters for each row (sparse actions).
         """

@@ -94,8 +94,8 @@ def fit(
     :param guide: an :class:`AutoSparseGP`; a fresh one sees up to 8,192 random rows at its first call.
     :param data: the model's arguments, a tuple or a dict of tensors, NumPy arrays or memory maps with a row for each
         datum. Or a ``DataLoader`` or another iterable of such batches, one at a time in memory.
-    :param steps: the number of steps. By default rates fall, and training ends, once the bound stands, and after 2,000
-        steps at most.
+    :param steps: the number of steps. By default the learning rate falls, and training ends, once the bound stops
+        rising, and after 2,000 steps at most.
     :param epochs: passes over the data, instead of ``steps``.
     :param batch_size: rows per step, without replacement within an epoch; by default all rows.
     :param size: the number of all rows, summed over processes. Needed only if ``data`` have no length.
@@ -103,7 +103,7 @@ def fit(
         default is Adam with a falling step size, which is smaller for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
     :param jit: whether the default loss is :class:`JitTraceQuadrature_ELBO`, which records steps with their Adam and
-        replays them; "auto" is for 500 steps or more, which take back the second that it costs.
+        replays them. "auto" records fits of 500 steps or more, which save more than the second that it costs.
     :param method: an ``SVI`` or an :class:`ExpectationPropagation` of your own, instead of ``optim`` and ``loss``.
     :param stopping: a function of the losses so far that returns whether to stop; called after each step.
     :param checkpoint: a file for the state of the fit, replaced in one operation; its folder must exist.

@@ -42,8 +42,8 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
     shapes, dtypes, devices, modes of training and arguments that are no tensors is a recording; there are at most
     eight. Where a factorisation fails or the loss is not finite, the plain step is taken.
 
-    Steps 1, 2, 4, 8, … after a recording are taken plainly, too, and compared. If the program has become another one,
-    as by a counter in its Python, all further steps are plain, and a warning says so. A program that reads a tensor's
+    Steps 1, 2, 4, 8, … after a recording are taken plainly, too, and compared. If the program has changed, as by a
+    counter in its Python, all further steps are plain, and a warning says so. A program that reads a tensor's
     numbers, by ``if f.max() > 1`` or ``x.item()``, cannot be recorded: a warning names the line, and steps are plain.
 
     :param num_nodes: K, the number of quadrature nodes per axis.

@@ -61,8 +61,8 @@ class TraceQuadrature_ELBO(ELBO):
     network, and models that subsample, run only under vmap. Hyperparameters are drawn once per particle; without them
     the bound is deterministic.
 
-    A distribution's expectation over normal parameters, :class:`~pyro_sparsegp.distributions.ExpectedLogProb`, as that
-    of :class:`~pyro_sparsegp.distributions.RobustMax`, replaces quadrature, for any number of function values.
+    A distribution that brings its own expectation, :class:`~pyro_sparsegp.distributions.ExpectedLogProb`, such as
+    :class:`~pyro_sparsegp.distributions.RobustMax`, needs no quadrature, for any number of function values.
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
