@@ -1,5 +1,7 @@
 """``guide.check``: what it tells of posteriors that are wrong, and of right ones."""
 
+import re
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -54,6 +56,23 @@ def test_weighted_points_mend_what_is_far_from_normal():
     assert "Call guide.integrate" in line
     guide.integrate(*_data())
     assert guide.check() == []
+
+
+def test_a_lower_mode_far_away_is_told():
+    """A change whose place has some per cent of its probability elsewhere is uncertain by that."""
+    x = torch.linspace(0, 10, 60)[:, None]
+    y = (x[:, 0] < 3) + 0.6 * torch.randn(60, generator=torch.Generator().manual_seed(1))
+
+    def model(x, y=None):
+        change = pyro.sample("change", dist.Uniform(0.0, 10.0))
+        before, f = pyro.sample("before", dist.Normal(0, 1)), pyro.sample("f", GaussianProcess(kernels.RBF(3.0), x))
+        share = torch.sigmoid((change - x[:, 0]) / 0.1)
+        observed(dist.Normal(share * before + f, 0.6), y)
+
+    guide = _trained(model, families.SVGP(12), x, y, steps=100)
+    assert re.search(
+        r"a second mode, [4-9].* nats lower, .* Intervals of 'change' leave it out", "".join(guide.check())
+    )
 
 
 def test_the_objective_is_compared_with_draws(monkeypatch):

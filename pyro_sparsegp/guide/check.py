@@ -51,7 +51,8 @@ _LOST = 1.0  # nats that a basis leaves out and is told of
 _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
 _FEATURES = 128  # a value, in a run
-_NATS = 3.0  # between two modes, within which a lower one is told, and beyond which a fit tells of a higher one
+_NATS = 3.0  # between two modes, beyond which a fit tells of a higher one
+_BEYOND = 0.77  # of the variance about a mode that another adds, 1.33² − 1, beyond which a lower one is told
 _APART = 3.0  # standard deviations between two modes
 _FEW = 50  # of a latent's values whose covariance is asked for
 _EXACT = 150  # rows at which GP sites' values have no basis
@@ -374,9 +375,11 @@ class Compared:
             return []
         others = [end for end in ends if self._far(end.theta, here.theta) > _APART]
         there = max(others, key=lambda end: float(end.value), default=here)
-        higher = float(there.value - here.value)
-        if there is here or higher < (-_NATS if whole else _NATS):
-            return []
+        if (higher := float(there.value - here.value)) < (0.1 if whole else _NATS):
+            there = max(others, key=lambda end: float(self._beyond(end, here).max()), default=here)
+            higher = float(there.value - here.value)
+            if not whole or self._beyond(there, here).max() < _BEYOND:
+                return []
         sites, _ = nested.run(there.theta, self.loc.new_zeros(nested.layout.extended))
         single = [name for name, rows in self.hyper.rows.items() if rows.stop - rows.start == 1]
         place = ", ".join(f"{name} = {float(sites[name]['value']):.3g}" for name in single)
@@ -385,8 +388,15 @@ class Compared:
                 f"a second start found a mode that is {higher:.1f} nats higher, at {place}. Make a new guide with "
                 "init_loc_fn=init_to_value(values={...}) of these."
             ]
-        lower = max(-higher, 0.0)
-        return [f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals are those of one mode."]
+        lower, beyond = max(-higher, 0.0), self._beyond(there, here)
+        names = ", ".join(repr(name) for name, rows in self.hyper.rows.items() if beyond[rows].max() > _BEYOND)
+        return [f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals of {names} leave it out."]
+
+    def _beyond(self, there: Optimum, here: Optimum) -> Tensor:
+        """The variance of each θ between two modes, in those about one of them."""
+        # p(1 − p)Δ² of modes with the shares p and 1 − p
+        share = torch.sigmoid(there.value - here.value)
+        return share * (1 - share) * ((there.theta - here.theta) / self.width).square()
 
     def _far(self, theta: Tensor, here: Tensor) -> float:
         """|R⁻¹(θ − here)|."""
