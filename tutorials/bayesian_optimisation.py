@@ -204,7 +204,7 @@ print(
 )
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 #
 # Two runs are few, and random search was lucky in one of them. The noise has standard deviation 0.02, so single
 # measurements cannot tell regrets of this size apart.

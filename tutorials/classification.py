@@ -151,7 +151,7 @@ figure.savefig(options.out / "classification.png", dpi=80)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

@@ -225,7 +225,7 @@ figure.savefig(options.out / "computation_aware_counts.png", dpi=110)
 print(f"The pictures are in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

@@ -190,10 +190,10 @@ figure.savefig(options.out / "convolutional.png", dpi=110)
 # images need not be. The guide finds this out at its first call. `independent_draws=("g",)` ignores the correlation
 # of patches, as is common practice. A step is then cheaper, but its objective is no longer exactly the bound.
 #
-# The natural steps of the first layer are short, `rate=0.02`, because each follows one draw of its values, through an
-# upper layer that still moves. These models have not converged after so few steps. Depending on seed, rate and number
-# of steps they may miss one class or two, and end at an accuracy of 95, 85 or 77 %. `natural=False` trains both
-# layers by Adam; one such run reached 92 % in 130 steps. Two layers are not better than one here.
+# The natural steps of the first layer are short, `rate=0.02`, because each is computed from one draw of the layer's
+# values, and the upper layer still changes. These models have not converged after so few steps. Depending on seed,
+# rate and number of steps they may miss one class or two, and end at an accuracy of 95, 85 or 77 %. `natural=False`
+# trains both layers by Adam; one such run reached 92 % in 130 steps. Two layers are not better than one here.
 
 
 # %%
@@ -242,7 +242,7 @@ figure.savefig(options.out / "convolutional_layers.png", dpi=110)
 print(f"The pictures are in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

@@ -177,7 +177,7 @@ print(f"The picture is in {options.out}")
 # such data, trees in a forest, and also a century of coal-mining disasters.
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

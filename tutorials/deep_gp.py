@@ -262,7 +262,7 @@ for title, found in scores.items():
 # small and regular needs little more than one layer, unlike the step.
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

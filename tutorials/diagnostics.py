@@ -371,7 +371,7 @@ trees["SGPR 15"].to_netcdf(options.out / "nile.nc")
 print(f"The pictures and the tree are in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

@@ -153,7 +153,7 @@ sd = ahead["f"].std(0) * volume.std()
 print("sd of f in 1971, 1980 and 2000:", [round(v) for v in sd.tolist()])
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

@@ -189,7 +189,7 @@ for title in results:
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

@@ -126,7 +126,7 @@ for title, (places, width, *_) in found.items():
     )
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

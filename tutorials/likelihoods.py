@@ -190,7 +190,7 @@ print(f"The picture is in {options.out}")
 # be far from 0.90 although intervals are right on average over many curves.
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

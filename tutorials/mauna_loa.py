@@ -168,7 +168,7 @@ figure.savefig(options.out / "mauna_loa.png", dpi=110)
 print(f"The picture is in {options.out / 'mauna_loa.png'}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

@@ -188,9 +188,9 @@ for name, (bound, score, khat, seconds) in rows.items():
     print(f"{name:12}{bound:9.1f}{score:8.3f}{khat:7.2f}{sd:12.2f}{seconds:7.1f}")
 
 # %% [markdown]
-# The bound is in nats, and the score is the mean log density of a held-out person, in nats. A higher one is better.
-# k-hat measures how far the guide is from its target. **For 1,000 draws a k-hat below 0.67 is good**: importance
-# weights can then correct the draws.
+# The bound is in nats, and the score is the mean log density of a held-out person, in nats. For both, higher is
+# better. k-hat measures how far the guide is from its target. **For 1,000 draws a k-hat below 0.67 is good**:
+# importance weights can then correct the draws.
 #
 # ## The table of latents
 #
@@ -328,7 +328,7 @@ print("visits under free care, as a multiple of those under the plan that pays l
 print(f"{ratio.mean():.2f}, 95 % interval {low:.2f} to {high:.2f}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

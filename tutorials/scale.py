@@ -323,7 +323,7 @@ figure.savefig(options.out / "scale.png", dpi=80)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

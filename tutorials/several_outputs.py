@@ -11,9 +11,9 @@
 #
 # *A sensor was off for a while. What do the other sensors say about it?*
 #
-# Three sensors follow two hidden signals, and the third sensor was off for a third of the time. If each sensor has a
-# GP of its own, the third GP returns to its prior mean in the gap. In a linear model of coregionalisation (Journel
-# and Huijbregts, 1978) the outputs are mixtures of shared functions, `A @ f` in the program, so the other two sensors
+# Three sensors follow two hidden signals, and the third sensor was off in the middle. If each sensor has a GP of its
+# own, the third GP returns to its prior mean in the gap. In a linear model of coregionalisation (Journel and
+# Huijbregts, 1978) the outputs are mixtures of shared functions, `A @ f` in the program, so the other two sensors
 # fill the gap. Missing values are masked one by one.
 #
 # On the command line: `python tutorials/several_outputs.py [--steps 100] [--out DIR] [--short]`.
@@ -79,7 +79,8 @@ def coregionalised(x, y=None, seen=True):
 
 # %% [markdown]
 # Several functions enter one Gaussian density here, and `SGPR` finds their joint posterior. A starts at a draw from
-# its prior. At the prior mean, 0, the functions would all have the same gradient.
+# its prior. At the prior mean, A = 0, the data would not depend on the functions, and training could not tell them
+# apart.
 
 # %%
 found = {}
@@ -123,7 +124,7 @@ figure.savefig(options.out / "several_outputs.png", dpi=80)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

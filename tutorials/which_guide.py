@@ -223,7 +223,7 @@ figure.savefig(options.out / "which_guide.png", dpi=80)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:

@@ -512,7 +512,7 @@ figure.savefig(options.out / "write_your_own.png", dpi=80)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# ## What was claimed
+# ## The claims, as assertions
 
 # %%
 if options.full:
