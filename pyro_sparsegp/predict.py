@@ -115,8 +115,8 @@ def _of_guide(
     differ += [name for name in guide.facts.data if not here.get(name, True) and guide.is_given(name, sites[name])]
     if differ:
         raise ValueError(
-            f"site {differ[0]!r} is held at a value in one of the guide's model and the model given to predict, and "
-            "drawn in the other: give predict the guide's own model, or make the guide of the conditioned model, "
+            f"site {differ[0]!r} is held at a value in the guide's model, or in the model given to predict, and drawn "
+            "in the other: give predict the guide's own model, or make the guide of the conditioned model, "
             "AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
     require_own_rows(trace.nodes)

@@ -833,4 +833,4 @@ def test_a_scaled_model_is_refused():
     _, ep = start(
         pyro.poutine.scale(one_function(kernels.RBF(0.8), lambda f: dist.Bernoulli(logits=f)), 0.1), *classes()
     )
-    refused("'f' is scaled by 0", lambda: ep.step(*classes()))
+    refused("'f' is under poutine.scale, 0", lambda: ep.step(*classes()))

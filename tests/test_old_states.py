@@ -40,7 +40,7 @@ def test_a_state_loads_and_gives_the_posterior_it_had(file, name):
 @pytest.mark.parametrize("file", FIRST)
 def test_what_has_left_is_named(file):
     for name, told in (("SVGP not whitened", "whiten=False"), ("FreeSites", r"FreeSites\(")):
-        with pytest.raises(ValueError, match=f"{told}.*of an earlier release if it has left"):
+        with pytest.raises(ValueError, match=f"{told}.*in an earlier release if need be"):
             AutoSparseGP(model_of(name), FAMILIES["SVGP"]()).load_state_dict(saved(file)[name][0])
 
 

@@ -124,4 +124,4 @@ def between(kernel: Kernel, first: Variables, second: Variables) -> Tensor:
     if isinstance(first, SourceValues) and isinstance(second, SourceValues):
         return kernel.source(first.z, second.z)
     one, other = type(first).__name__, type(second).__name__
-    raise ValueError(f"the covariance of {one} with {other} is not known: of several sets, one may be no inputs")
+    raise ValueError(f"the covariance of {one} with {other} is not known: of several sets, all but one must be inputs")

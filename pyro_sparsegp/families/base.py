@@ -51,7 +51,7 @@ class Family(Documented, ABC):
         if saved != self.declared():
             raise ValueError(
                 f"the saved posterior of GP site {name!r} is {_call(saved)}, this guide declares "
-                f"{_call(self.declared())}; make the guide with the saved family, of an earlier release if it has left."
+                f"{_call(self.declared())}. Make the guide with the saved family, in an earlier release if need be."
             )
         return self._rebuild(spec, like, name)
 

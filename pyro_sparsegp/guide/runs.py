@@ -222,7 +222,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
     new = [n for n, s in others.items() if (_is_prior(s) if traces.is_free(s) else traces.is_observation(s))]
     if new:
         raise ValueError(
-            f"site {new[0]!r} is one that the guide's first call did not meet, which knows {sorted(known)}. Make a new "
+            f"the guide's first call did not meet site {new[0]!r}; the guide knows {sorted(known)}. Make a new "
             "guide, and call it first with arguments under which the model has all its latents and observations."
         )
     if not run.call.same:

@@ -74,8 +74,8 @@ def _make_parameters(guide: KnownGuide, modules: Mapping[str, Any], tensors: Map
         is_other = is_point != guide.is_point(name) or (loc is None and guide.is_independent(name))
         if latent.shape is not None and is_other:
             raise ValueError(
-                f"the saved posterior of latent site {name!r} is a point, joint with others' or independent, and this "
-                "guide has another: make the guide with the point_estimates= and independent= that it was saved with."
+                f"the saved posterior of latent site {name!r} is of another kind (a point, joint, or independent) than "
+                "this guide's: make the guide with the point_estimates= and independent= that it was saved with."
             )
         if loc is not None:
             guide.set_latent(name, loc.new_zeros(latent.shape or ()), latent.event_dim)

@@ -91,7 +91,7 @@ class TensorBatches:
             raise ValueError("data has no tensor or array with rows; torch.as_tensor(table.to_numpy()) makes one")
         if size is not None and (min(rows) < max(rows) or size > rows[0]):
             raise ValueError(
-                f"batch_size={size} needs tensors with a row for each datum, and so many; data's have {rows} rows. "
+                f"batch_size={size} needs tensors with one row per datum, and {size} rows or more; data's have {rows}. "
                 "Bind other tensors to the model, functools.partial(model, table=table)."
             )
         self.num, self.size, self.whole = rows[0], self.size or rows[0], size is None

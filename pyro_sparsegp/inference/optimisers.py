@@ -126,7 +126,7 @@ def update_of(optim: Optional[PyroOptim], params: Sequence[Tensor], like: Tensor
 def follow_rates(guide: AutoSparseGP, optim: PyroOptim) -> None:
     """Scale natural steps by the ratio of an optimiser's rate to its first one, 1 at most.
 
-    A schedule changes the rates of the optimiser's own parameters, and not those of natural steps.
+    A schedule changes the rates of the optimiser's own parameters, and not the rates of natural steps.
     :func:`fit` calls this before each step; call it after each step of your own loop:
 
     >>> svi.step(x, y), scheduler.step(), follow_rates(guide, scheduler)  # doctest: +SKIP

@@ -134,8 +134,8 @@ class SiteRun:
         scale = trace.nodes[name]["scale"]
         if isinstance(scale, Tensor) or scale != 1:
             raise ValueError(
-                f"GP site {name!r} is scaled by {scale}; expectation propagation has no prior to another power. Scale "
-                "the likelihood's site alone, or the loss."
+                f"GP site {name!r} is under poutine.scale, {scale}, and expectation propagation cannot scale a prior. "
+                "Scale the likelihood's site alone, or the loss."
             )
         self.name, self.method, self.progress = name, method, method.progress.setdefault(name, Progress())
         module: ExpectationGP = guide.module_of(name)
@@ -384,8 +384,8 @@ def _rows(
     ((plate, (size, full)), *others) = terms.plates.items()
     if others or name not in terms.rowwise or size != here:
         raise ValueError(
-            f"GP site {name!r} has {here} values, plate {plate!r} holds {size} of {full} rows, and not all terms of a "
-            "value stand in its row of that plate alone: a site needs all of them at once. Sample the process at the "
+            f"GP site {name!r} has {here} values, plate {plate!r} holds {size} of {full} rows, and a value has terms "
+            "outside of its row of that plate: a site needs all of them at once. Sample the process at the "
             "inputs of those rows, or give all data in each step."
         )
     # Of a plate with subsample_size= the value is the rows' numbers, of one with subsample=x it is x.

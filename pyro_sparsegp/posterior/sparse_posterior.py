@@ -208,7 +208,7 @@ class SparsePosterior(TorchDistribution):
         """
         drawn, w = self._draw
         if drawn is not value:
-            raise ValueError(f"log_prob of site {self.name!r} is at a draw's coefficients; this is not the last draw")
+            raise ValueError(f"log_prob of site {self.name!r} is known for the last draw; this is not the last draw")
         centred = value - self.process.mean_at(self.process.x)
         return self.coefficients.log_ratio(w, centred).expand(value.shape[:-1])
 

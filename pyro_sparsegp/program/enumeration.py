@@ -118,8 +118,8 @@ class Enumeration(Messenger):
             raise ValueError(
                 f"site {msg['name']!r} has a distribution of shape {tuple(fn.shape())} where {self.names} are "
                 "enumerated: their values stand along dimensions of their own, left of all plates'. Write "
-                "table[z, rows], torch.where(z == 1, ...), and z[group], with the numbers on z itself, where rows pick "
-                "an element of its plate; and choose among GP sites, or outputs of one, downstream of them."
+                "torch.where(z == 1, ...), table[z, rows], or z[group], with group on z itself, if rows pick elements "
+                "of z's plate. Draw all GP sites, or outputs of one, before you choose among them."
             )
         return frozenset(found)
 

@@ -160,11 +160,11 @@ def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> 
         fn = program.kinds[site]
         if getattr(fn, "piecewise_constant", False) and program.touching(site, outer):
             raise ValueError(
-                f"site {site!r} has the distribution {type(fn).__name__}, which brings its own expectation over normal "
-                f"{fn.normal_parameter}, but here this is not an affine function of function values, another "
-                "parameter, the scale or the mask depends on them, too, or entries of one term share functions. It is "
-                "piecewise constant: give it one output of a GP for each entry, scaled or shifted at most, or take a "
-                "likelihood with a gradient, such as Categorical(logits=...)."
+                f"site {site!r} has the distribution {type(fn).__name__}, piecewise constant, whose expectation needs "
+                f"a normal {fn.normal_parameter}. Here this is not an affine function of function values, or another "
+                "parameter, the scale or the mask depends on them, too, or entries of one term share functions. Give "
+                "each entry one output of a GP, scaled or shifted at most, or take a likelihood with a gradient, such "
+                "as Categorical(logits=...)."
             )
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {s: (TERM if is_normal(program.kinds[s]) and s in closed else _THETA, s) for s in known}
