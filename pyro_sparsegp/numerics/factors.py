@@ -186,7 +186,7 @@ class Whitened(Function):
     """(B, L, zeros of L's) ↦ BL⁻ᵀ. The gradient by L goes to the zeros, as that by L⁻¹dL: with d(BL⁻ᵀ) = dB L⁻ᵀ −
     BL⁻ᵀ(L⁻¹dL)ᵀ neither a solve nor, on the way back through the factorisation, a product is needed for it.
 
-    With A = LLᵀ besides it is L + (B − A)L⁻ᵀ, whose rounding is that of a difference, and L where B is A.
+    With A = LLᵀ too it is L + (B − A)L⁻ᵀ, whose rounding is that of a difference, and L where B is A.
     """
 
     generate_vmap_rule = True
