@@ -168,6 +168,22 @@ def test_a_process_whose_mean_is_a_latent_is_right():
     assert _trained(model, families.SVGP(12), *_data(), steps=40).check() == []
 
 
+def test_a_family_without_a_basis_is_checked():
+    """Latents beside it, too, given whose medians f is narrower than it is."""
+
+    def model(x, y=None):
+        level = pyro.sample("level", dist.Normal(0.0, 2.0))
+        return observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x)) + level, 0.2), y)
+
+    x, y = _data()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, families.ComputationAware(N))
+    assert fit(model, guide, (x, y), steps=300, progress=False).notes == ()
+    assert guide.check(x, y) == []
+    lines = _trained(model, families.ComputationAware(N), x, y + 5.0, steps=1).check()
+    assert any(line.startswith("'level': ") for line in lines)
+
+
 def test_what_has_no_reference_is_named():
     def deep(x, y=None):
         h = pyro.sample("h", GaussianProcess(kernels.RBF(0.3), x))

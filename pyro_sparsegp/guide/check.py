@@ -77,7 +77,8 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -
             bound = of_bound(guide, args, kwargs) if whole else []
             with attempt() as asked:
                 search = partial(Search, guide, run, (args, kwargs), [], bar.update)
-                compared = Compared(guide, search(), lambda: search(AtValues).nested())
+                first = search(AtValues) if obstacle(guide) else search()  # a family may have no basis
+                compared = Compared(guide, first, lambda: search(AtValues).nested())
                 return compared.of_rounding() or bound + compared.lines((args, kwargs), whole)
             names = ", ".join(map(repr, (*guide.facts.latents, *guide.facts.gps)))
             why = str(asked.error).splitlines()[0].rstrip(".")
@@ -236,9 +237,9 @@ class Compared:
         medians of hyperparameters.
         """
         weights = self._weights()[0]
-        if not whole:
+        if not whole:  # given the medians of latents a posterior that is read given these is narrower
             right, own = moments_of([self._moments(self.best)], self.loc.new_ones(1)), self._of_q(1)
-            right = {name: right[name] for name in self.guide.facts.gps}
+            right = {n: right[n] for n in self.guide.facts.gps if not (self.search.normal and self.guide.q.is_of_rows)}
         else:
             least = min(_LEAST, len(weights))
             if 1 / weights.square().sum() < least:  # q is far off: around the mode
