@@ -103,7 +103,8 @@ class TraceQuadrature_ELBO(ELBO):
         evaluate = partial(self._evaluated, unwrapped, guide, args, kwargs)
         known = self._known.setdefault(unwrapped, _Known())
         if not known.met and torch.is_grad_enabled():
-            data, share = unwrapped.core.data, unwrapped.relation(args, kwargs).share
+            data: Any = unwrapped.core.data
+            share = unwrapped.relation(args, kwargs).share
             share = float(largest(unwrapped.like.new_tensor(share)))  # as many passes in all processes
             first = partial(self._evaluated, unwrapped, guide, data.args, data.kwargs) if share < 1 else evaluate
             found, known.met = meet(unwrapped, evaluate, first, math.ceil(1 / share))

@@ -22,7 +22,7 @@ _VIEWS = "detach", "alias", "view", "expand", "slice", "reshape", "_unsafe_view"
 _BY_ONE = "pow", "mul", "div"
 # What takes a tensor for its number.
 _OF_TWO = "add", "sub", "mul", "div", "rsub", "eq", "ne", "gt", "lt", "add_", "sub_", "mul_", "div_"
-_IN_NAMES = str.maketrans(".-+", "___")
+_IN_NAMES = str.maketrans(".-+", "_mp")
 
 
 @torch.no_grad()
@@ -153,11 +153,13 @@ class _Names(torch.fx.Interpreter):
 
     def run_node(self, node: Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        name, changes = (*str(node.target).split(".")[1:2], "")[0], bool(_written(node))
-        first = args[0].clone() if changes else (*args, None)[0]
+        name, changes = (*str(node.target).split(".")[1:2], "")[0], _written(node)
+        first, *_ = *args, None
+        first = first.clone() if changes and isinstance(first, Tensor) else first
         value = super().run_node(node)
         tags = getattr(node.target, "tags", None)
-        if tags is None or not args or torch.Tag.nondeterministic_seeded in tags:
+        # draws are none of those that are tried, nor is what writes elsewhere than to its first argument
+        if tags is None or not args or changes not in ([], [node.args[0]]) or torch.Tag.nondeterministic_seeded in tags:
             return value
 
         def is_same(function: Any, *more: object) -> bool:
