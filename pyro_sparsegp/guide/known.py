@@ -65,6 +65,7 @@ class Core:
     registered: list[Tensor] = _field(default_factory=list)  # the model's parameters
     moving: dict[str, list[Tensor]] = _field(default_factory=dict)  # those that inputs of GP sites are made of
     versions: list[int] = _field(default_factory=list)  # of these at the last call
+    few: Any = None  # the data, and arguments with some of their rows, where these are
     loaded: bool = False  # whether it is from a state, and was not called since
     looks: int = 0  # how often sites were read in training
     steps: int = 0  # of training

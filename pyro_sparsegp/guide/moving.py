@@ -2,18 +2,22 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from pyro import poutine
 from torch import Tensor
 
 from ..gaussians import NaturalGaussian
+from ..program.asking import attempt
 from ..program.checks import graph_of
+from ..program.data import TrainingData, map_tensors, tensors
 from ..program.traces import repeatable, whole_plates
 from .known import KnownGuide
 from .runs import Priors, Run
 
 _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, so many a coefficient
+_MOST = 2048  # of which these are
 
 
 def some_of(x: Tensor, size: int) -> Tensor:
@@ -63,10 +67,32 @@ def _places(guide: KnownGuide) -> dict[str, Tensor]:
     data, guide.core.versions = guide.core.data, _versions(guide)
     if data is None or torch.distributed.is_initialized():  # each process has other rows
         return {}
-    with repeatable(guide.like), poutine.block(), whole_plates():
-        run = Priors(guide, at_medians=True, draws_data=False).perform(data.args, data.kwargs)
+    if guide.core.few is None or guide.core.few[0] is not data:
+        guide.core.few = data, *_few_rows(guide, data)
+    run = _run(guide, *guide.core.few[1:])
     sizes = {name: sum(guide.module_of(name).basis.sizes) for name in guide.core.moving}
     return {name: some_of(run.processes[name].x, size) for name, size in sizes.items()}
+
+
+def _run(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Run:
+    with repeatable(guide.like), poutine.block(), whole_plates():
+        return Priors(guide, at_medians=True, draws_data=False).perform(args, kwargs)
+
+
+def _few_rows(guide: KnownGuide, data: TrainingData) -> tuple[tuple, dict[str, Any]]:
+    """Data, or as many rows of them as are enough, if the program takes its rows from its arguments."""
+    num = max((len(value) for value in tensors((data.args, data.kwargs)) if value.dim()), default=0)
+    if num > _MOST:
+
+        def few(value: Tensor) -> Tensor:
+            has_rows = value.dim() and len(value) == num
+            return value[torch.linspace(0, num - 1, _MOST, device=value.device).long()] if has_rows else value
+
+        args, kwargs = map_tensors(few, (data.args, data.kwargs))
+        with attempt():
+            if all(process.x.shape[-2] == _MOST for process in _run(guide, args, kwargs).processes.values()):
+                return args, kwargs
+    return data.args, data.kwargs
 
 
 def _versions(guide: KnownGuide) -> list[int]:

@@ -21,6 +21,7 @@ from ..guide import AutoSparseGP
 from ..guide.changes import watch
 from ..guide.first_call import explain_nan
 from ..guide.moving import following
+from ..guide.search import ALL_ROWS
 from ..numerics.arguments import require_count
 from ..numerics.decisions import decided
 from ..numerics.linalg import flags_kept
@@ -104,7 +105,8 @@ class TraceQuadrature_ELBO(ELBO):
         known = self._known.setdefault(unwrapped, _Known())
         if not known.met and torch.is_grad_enabled():
             data: Any = unwrapped.core.data
-            share = unwrapped.relation(args, kwargs).share
+            are_few = max(unwrapped.core.sizes.values(), default=0) <= ALL_ROWS
+            share = unwrapped.relation(args, kwargs).share if are_few else 1.0  # else they may want too much memory
             share = float(largest(unwrapped.like.new_tensor(share)))  # as many passes in all processes
             first = partial(self._evaluated, unwrapped, guide, data.args, data.kwargs) if share < 1 else evaluate
             found, known.met = meet(unwrapped, evaluate, first, math.ceil(1 / share))
