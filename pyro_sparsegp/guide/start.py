@@ -55,11 +55,12 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
         why = _start(guide, run, args, kwargs)
     finally:
         guide.join(row_effects=tuple(name for name in effects if name in guide.joint.field))
-    apart = _apart(guide, run, args, kwargs) if why else []
-    if apart:
+    apart, follows = _apart(guide, run, args, kwargs) if why else [], guide.q.follows_latents(guide)
+    gps = "" if follows else f" and GP sites {', '.join(map(repr, facts.gps))}"
+    if len(apart) > follows or sum(run.values[name].numel() for name in apart) > 1:  # one number alone f may follow
         warnings.warn(
-            f"latents {', '.join(map(repr, apart))} and GP sites {', '.join(map(repr, facts.gps))} enter the same "
-            f"densities, and the guide treats them as independent: intervals of both are too narrow. Reason: {why}",
+            f"latents {', '.join(map(repr, apart))}{gps} enter the same densities, and the guide treats them as "
+            f"independent: their intervals are too narrow. Reason: {why}",
             stacklevel=6,
         )
 
@@ -67,8 +68,6 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
 def _apart(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """The normal latents of all rows that move densities which GP sites move, too, and are not joint with these."""
     facts = guide.facts
-    if guide.q.follows_latents(guide):
-        return []
     others = without(facts.latents, [*guide.joint.field, *guide.joint.hyper, *facts.local_latents])
     names = [n for n in others if is_normal_prior(run.sites[n]["infer"]["prior"])]
     values = {n: run.values[n].detach() for n in names if not (guide.is_point(n) or guide.is_independent(n))}
