@@ -116,7 +116,7 @@ ROOM_BRANCHES = {"guide": 200.2, "inference": 205.8, "program": 199.1}
 ANY = 190  # arguments without a type
 FILE_LINES = 404
 FUNCTION_BRANCHES = 14
-TEST_LINES = 27315
+TEST_LINES = 27360
 
 
 @functools.cache

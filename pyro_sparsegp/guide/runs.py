@@ -340,6 +340,6 @@ def note_rows(run: Run) -> None:
                 "rows unseen",
                 name,
                 f"GP site {name!r} has a variance correction relative to the training inputs, and the guide has seen "
-                f"{module.num_seen} of {module.num_rows}. Call guide(x, y) with all, before or after training.",
+                f"{module.num_seen} of these {module.num_rows}. Call guide(x, y) with all, before or after training.",
                 stacklevel=4,
             )
