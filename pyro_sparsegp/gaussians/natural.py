@@ -287,12 +287,17 @@ class NaturalGaussian(Natural):
 
     @torch.no_grad()
     def _level_out(self, seat: Seat) -> None:
-        """Have the sums alone say what plain gradients have made of a q that is tilted."""
+        """Have the sums alone say what plain gradients have made of a q that is tilted, and belong to a seat."""
         seen = self._seen_from(seat)
         q = self._given(seen)
-        self._put(side_by_side(q.loc), self._untilted(q, seen.parts), seat)
+        self._put(side_by_side(q.loc), self._untilted(q, seen.parts) if self.is_tilted else seen.parts, seat)
         self._end_tilt()
         seat.settle()
+
+    def settle(self, anchor: object) -> None:
+        """Have sums that belong to former features belong to these."""
+        if self.seat.numel():  # those of a start belong to any
+            self._level_out(self._seat(anchor))
 
     def _put(self, loc: Tensor, parts: Parts, seat: Seat) -> None:
         self._set("loc", loc)

@@ -105,6 +105,18 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
                 )
 
 
+def settle(guide: KnownGuide) -> None:
+    """Have sums of sites belong to the present inducing inputs: the way to these may need the present dtype."""
+    data: Any = guide.core.data
+    with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like), poutine.block(), whole_plates():
+        run = Priors(guide, at_medians=True).perform(data.args, data.kwargs)
+        for name, process in run.processes.items():
+            module = guide.module_of(name)
+            if isinstance(getattr(module, "coefficients", None), NaturalGaussian):
+                coefficients, anchor = guide.q.sums_of(run, name, module.features_for(process, name))
+                coefficients.settle(anchor)
+
+
 def _require_sums(guide: KnownGuide) -> None:
     """Raise where what the guide learned is no sum over rows."""
     # test_what_is_no_sum_over_rows_is_refused, test_expectation_propagation_and_a_joint_q_are_refused

@@ -23,6 +23,7 @@ from ..program import checks, handlers, rules, traces
 from ..program.asking import answers
 from ..program.data import map_tensors
 from ..program.structure import Role
+from .absorb import settle
 from .known import KnownGuide
 from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params
 from .state import resume, saved_of
@@ -226,6 +227,8 @@ class SiteMessenger(KnownGuide):
         super()._pyro_set_supermodule(self._pyro_name, context)
 
     def _apply(self, *args: Any, **kwargs: object) -> Any:
+        if self.core.data is not None and args[0](self.like).dtype != self.like.dtype:
+            settle(self)
         self.like = args[0](self.like)
         if self.core.data is not None:
             self.core.data = self.core.data.mapped(args[0], self.model)
