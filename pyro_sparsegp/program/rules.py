@@ -49,7 +49,7 @@ def masks_are_around_data(name: str, site: dict[str, Any]) -> str:
 
 
 def plates_are_as_large_as_their_data(name: str, site: dict[str, Any]) -> str:
-    """Pyro scales by full_size/size, whichever is larger: 60 rows in a plate of 20 would be weighed by 20/60."""
+    """Pyro weighs each row by full_size/size. In a plate of 20, each of 60 rows would count only 20/60."""
     for frame in site["cond_indep_stack"] if is_observation(site) else ():
         if frame.full_size is not None and frame.size > frame.full_size:
             return (
@@ -82,7 +82,7 @@ def latents_are_continuous(name: str, prior: Any, trace: poutine.Trace) -> str:
 
 
 def batches_have_row_numbers(name: str, prior: Any, trace: poutine.Trace) -> str:
-    """They say which rows' values of a latent a batch has."""
+    """A latent in the data plate has a value for each row. Row numbers say which values belong to a batch."""
     for plate in get_plates():
         rows = trace.nodes.get(plate.name, {}).get("value")
         is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
@@ -109,7 +109,7 @@ def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, mod
 def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> str:
-    """Values of a group, such as an image's patches, are drawn jointly: the layer above has to take the same groups."""
+    """A layer may take several values of the one below, such as an image's patches: as many as at the first call."""
     for below, gp in facts.gps.items():
         size = gp.group.size if gp.group and gp.group.layer == name else 0
         if size and below in met and met[below].event_shape[0] != process.event_shape[0] * size:
@@ -121,7 +121,7 @@ def groups_of_inputs_stay(
 
 
 def columns_and_outputs_stay(name: str, process: GaussianProcess, module: Any, facts: Structure, *_: object) -> str:
-    """Inducing inputs have the first call's columns, and coefficients its outputs."""
+    """The posterior is of the first call's columns and outputs. Later calls need as many of both."""
     x = process.x
     columns = (facts.gps[name].columns if name in facts.gps else None) or x.shape[-1]
     if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
