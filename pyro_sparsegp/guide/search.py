@@ -75,7 +75,8 @@ class Search:
             self.most = ALL_ROWS, ALL_ROWS
         self.is_part = holds_part(first.trace)
         self._take(self.most[0])
-        normal = self._normal()
+        # what a trained guide has for hyperparameters stays so: random points of another search may show it otherwise
+        normal = without(self._normal(), guide.joint.hyper)
         # Without a field f follows hyperparameters alone, where its sites are exact:
         # test_exact_of_many_rows_follows_an_intercept.
         are_few = sum(prior.shape().numel() for prior in normal.values()) <= _MOST_BESIDE

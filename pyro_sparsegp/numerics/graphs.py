@@ -35,8 +35,9 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
         if all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(node.all_input_nodes[0])
     for node in nodes:
-        if node.target is torch.ops.aten._to_copy.default:  # what it has is no change
-            node.kwargs = {k: v for k, v in node.kwargs.items() if getattr(node.args[0].meta["val"], k, None) != v}
+        if node.target is torch.ops.aten._to_copy.default and node.all_input_nodes:  # what it has is no change
+            given = node.all_input_nodes[0].meta["val"]
+            node.kwargs = {k: v for k, v in node.kwargs.items() if getattr(given, k, None) != v}
     first: dict[Any, Any] = {}
     for node in _pure(nodes):
         known = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
