@@ -393,3 +393,30 @@ def test_where_f_is_flat_a_hyperparameter_is_as_wide_as_its_prior():
     nested.hyper = SimpleNamespace(units=torch.ones(2), widths=torch.tensor([0.5, 2.0]))
     nested.at = lambda theta: Optimum(theta, start.sum(), 0.1 * theta, start, None, {})
     assert torch.allclose(nested.covariance(nested.at(start)).diagonal().sqrt(), torch.tensor([0.75, 3.0]))
+
+
+def test_a_probability_that_saturates_hides_no_predictor():
+    """1 - Φ(6) is rounded in float32: such rows showed groups' effects as none of a linear predictor, and their scale
+    collapsed to 0.001.
+    """
+    pyro.set_rng_seed(3)
+    x, group = 3 * torch.rand(80, 1).float() - 1.5, torch.arange(80) % 5
+    time = torch.cos(2 * x[:, 0]) + 0.5 * torch.randn(80).float()
+
+    def model(x, time):
+        base, sigma = pyro.sample("base", dist.Normal(torch.zeros(()).to(x), 2.0)), pyro.sample("sigma", HALF)
+        tau = pyro.sample("tau", HALF)
+        with pyro.plate("groups", 5):
+            effect = pyro.sample("effect", dist.Normal(0.0, tau))
+        mean = base + pyro.sample("f", GaussianProcess(kernels.RBF(1.0), x)) + effect[group]
+        probs = 1 - dist.Normal(mean, sigma).cdf(time)
+        observed(dist.Bernoulli(probs=probs), torch.ones(80).to(x), x)
+
+    guide = AutoSparseGP(model, SVGP(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the mode, which float32 may not find either
+        guide(x, time)
+    assert "effect" not in guide.joint.hyper
+
+
+HALF = dist.HalfNormal(torch.ones(()).float())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import combinations_with_replacement, cycle, product
@@ -127,6 +128,16 @@ def _is_flat(site: Any, pull: Tensor) -> bool:
     return seen is not None and bool(pull[~seen.reshape(-1)].any())
 
 
+def _is_sure(sites: Any, name: str, key: str, link: str) -> Tensor:
+    """Where a parameter's rounding moves no predictor, ``(N,)``."""
+    fn = bare(sites[name]["fn"])
+    if link == VALUE:
+        return torch.ones_like(sites[key]["value"].reshape(-1)) > 0
+    part = traces.parameters(fn)[key].detach().expand(fn.batch_shape).reshape(-1)
+    ends = [LINKS[link][0](part + sign * torch.finfo(part.dtype).eps) for sign in (-1, 1)]
+    return (ends[1] - ends[0]).abs() < _ROUNDING[part.dtype]
+
+
 def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
     """A predictor in a run, ``(N,)``."""
     fn = bare(sites[name]["fn"])
@@ -208,6 +219,7 @@ class Predictors:
 
     def __init__(self, sites: Any, links: Links, x: Tensor, layout: Layout, again: Again) -> None:
         self.sites, self.links, self.x, self.again = sites, links, x, again
+        self.sloped = sites  # those of the run that J is of
         places = {(name, key): link for name, of_site in links.items() for key, link in of_site.items()}
         self.eta = {place: _eta(sites, *place, link).to(x) for place, link in places.items()}
         self.rows: dict[Place, Any] = {}
@@ -250,8 +262,14 @@ class Predictors:
     def tells(self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor]) -> bool:
         """Whether a site's densities in another run of its program follow from predictors."""
         site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
-        pairs = [(_density_of(site), self.log_prob(name, eta))]
-        pairs += [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]
+        one, other = _density_of(site), self.log_prob(name, eta)
+        # Where a parameter saturates, as 1 - Φ(6) does in float32, it tells of no predictor.
+        runs = sites, self.sites, self.sloped
+        sure = [_is_sure(run, name, *each) for run in runs for each in self.links[name].items()]
+        known = functools.reduce(torch.logical_and, sure).view(one.shape)
+        if 10 * known.sum() > known.numel():
+            one, other = one[known], other.expand(known.shape)[known]
+        pairs = [(one, other)] + [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]
         return all(torch.allclose(a * 1.0, b * 1.0, rounding, rounding, equal_nan=True) for a, b in pairs)
 
     def detached(self) -> Predictors:
