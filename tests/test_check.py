@@ -54,6 +54,9 @@ def test_weighted_points_mend_what_is_far_from_normal():
     (line,) = guide.check()
     assert line.startswith("'own': ")
     assert "Call guide.integrate" in line
+    with pytest.warns(UserWarning, match="few"):
+        guide.integrate(*_data(), num_points=4)
+    assert "weighted points miss a part of it. Give integrate more" in "".join(guide.check())
     guide.integrate(*_data())
     assert guide.check() == []
 

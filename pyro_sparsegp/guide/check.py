@@ -272,6 +272,7 @@ class Compared:
         family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
         is_normal = not self.hyper.size and self._is_gaussian()  # each posterior is
         is_exact = is_normal and guide.q.is_of_rows  # and found in one step
+        is_integrated = guide.core.points is not None
         alone = [n for n in without(search.priors, self.apart) if guide.is_independent(n)]
         its = alone if name in facts.gps else [name]
         beside_points = self.apart and name in {*facts.gps, *guide.joint.field, *self.apart}
@@ -286,6 +287,7 @@ class Compared:
             (f"{family} restricts the covariance of f. Take SVGP(64).", family not in _FULL),
             ("the noise is not far above the jitter. Take float64 and GaussianProcess(..., jitter=1e-12).", is_exact),
             (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
+            ("weighted points miss a part of it. Give integrate more, or compare with NUTS.", is_integrated),
             ("the posterior is far from normal. Call guide.integrate, or compare with NUTS.", True),
         ]
         return "because " + next(cause for cause, applies in causes if applies)
