@@ -213,10 +213,10 @@ for name, tree in compared.items():
 # The importance weights p/q of a posterior's draws have a tail, and k-hat is the shape of this tail. The weights are
 # useful if k-hat is below `good_k`. k-hat depends on the target p. The target of the bound is "vfe": towards it k-hat
 # judges the family and the optimiser, and does not see too few inducing points. Expectation propagation has another
-# target, "fitc". We made the guides of SVI with `independent=True`. Their hyperparameters are therefore a mean field,
-# which raises k-hat, and under `SVGP` q(w) does not depend on the hyperparameters. By default q(w) does.
-# k-hat does not judge points, so under expectation propagation it judges only q(w). The likelihood here is Gaussian,
-# and q(w) then is its target: all weights are equal, and k-hat is minus infinity.
+# target, "fitc". We made the guides of SVI with `independent=True`. Their hyperparameters are therefore independent of
+# each other, and under `SVGP` also of w, which raises k-hat. By default q(w) depends on them. k-hat does not judge
+# point estimates, so under expectation propagation it judges only q(w). The likelihood here is Gaussian, and q(w)
+# then is its target: all weights are equal, and k-hat is minus infinity.
 
 # %%
 for name in guides:

@@ -105,7 +105,7 @@ print(
 # ## NUTS, for comparison
 #
 # The same program runs under NUTS. `Whitening` samples f as independent standard normals, so that the chain mixes. A
-# chain of 2,000 draws takes some minutes, so a file holds a quarter of its draws.
+# chain of 2,000 draws takes some minutes, so the page reads its draws, every fourth, from a file.
 
 
 # %%

@@ -22,7 +22,7 @@ Rule = Callable[..., str]
 
 
 def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -> str:
-    """Beside N parameters, data of shape (N, 1) have N² densities, and a single datum counts N times."""
+    """Broadcasting N parameters against data of shape (N, 1) gives N² densities; a single datum counts N times."""
     # A number, of shape (), is taken for a constant: test_messages.py::test_one_level_for_all_rows_is_no_fault
     value, whole = site["value"].shape, tuple(site["fn"].shape())
     pairs = zip(reversed(value), reversed(whole)) if site["is_observed"] else ()
@@ -61,7 +61,7 @@ def plates_are_as_large_as_their_data(name: str, site: dict[str, Any]) -> str:
 
 
 def latents_are_not_left_by_obs_mask(name: str, prior: Any, trace: poutine.Trace) -> str:
-    """With obs_mask= Pyro draws missing data as latents, and other densities may not depend on missing data."""
+    """No latent may come from obs_mask=: it draws missing data as latents, even if no other density needs them."""
     twin = trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):
         return (
@@ -72,7 +72,7 @@ def latents_are_not_left_by_obs_mask(name: str, prior: Any, trace: poutine.Trace
 
 
 def latents_are_continuous(name: str, prior: Any, trace: poutine.Trace) -> str:
-    """A discrete latent has no normal posterior; it is summed out, or it is data that are not given."""
+    """A discrete latent has no normal posterior. Sum it out, or, if it is data, pass the data."""
     if getattr(prior.support, "is_discrete", False):
         return (
             f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
@@ -109,7 +109,7 @@ def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, mod
 def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> str:
-    """A layer may take several values of the one below, such as an image's patches: as many as at the first call."""
+    """If each value of a layer reads several inputs, such as patches, their number must be that of the first call."""
     for below, gp in facts.gps.items():
         size = gp.group.size if gp.group and gp.group.layer == name else 0
         if size and below in met and met[below].event_shape[0] != process.event_shape[0] * size:
