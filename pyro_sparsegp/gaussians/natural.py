@@ -291,7 +291,8 @@ class NaturalGaussian(Natural):
         seen = self._seen_from(seat)
         q = self._given(seen)
         self._put(side_by_side(q.loc), self._untilted(q, seen.parts) if self.is_tilted else seen.parts, seat)
-        self._end_tilt()
+        if self.is_tilted:
+            self._end_tilt()
         seat.settle()
 
     def settle(self, anchor: object) -> None:

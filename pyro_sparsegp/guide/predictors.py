@@ -263,12 +263,13 @@ class Predictors:
         """Whether a site's densities in another run of its program follow from predictors."""
         site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
         one, other = _density_of(site), self.log_prob(name, eta)
-        # Where a parameter saturates, as 1 - Φ(6) does in float32, it tells of no predictor.
-        runs = sites, self.sites, self.sloped
-        sure = [_is_sure(run, name, *each) for run in runs for each in self.links[name].items()]
-        known = functools.reduce(torch.logical_and, sure).view(one.shape)
-        if 10 * known.sum() > known.numel():
-            one, other = one[known], other.expand(known.shape)[known]
+        if self.sloped is not self.sites:  # in a search at random points, no step
+            # Where a parameter saturates, as 1 - Φ(6) does in float32, it tells of no predictor.
+            runs = sites, self.sites, self.sloped
+            sure = [_is_sure(run, name, *each) for run in runs for each in self.links[name].items()]
+            known = functools.reduce(torch.logical_and, sure).view(one.shape)
+            if 10 * known.sum() > known.numel():
+                one, other = one[known], other.expand(known.shape)[known]
         pairs = [(one, other)] + [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]
         return all(torch.allclose(a * 1.0, b * 1.0, rounding, rounding, equal_nan=True) for a, b in pairs)
 
