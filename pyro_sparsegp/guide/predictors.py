@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import combinations_with_replacement, cycle, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from pyro import poutine
@@ -71,7 +71,8 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         its = Predictors(here, {name: of_site}, x, layout, lambda given: run(x, given).nodes).detached()
         its.sites, its.again = start, lambda given: run(base, given).nodes
         its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
-        tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
+        sure = _are_sure(here, name, of_site) & _are_sure(start, name, of_site)  # slopes are of here
+        tells = [its.tells(name, sites, its.moved(place - base), sure) for place, sites in zip(places, ends)]
         return _untold(members, tells), of_site
 
     linked, total = Linked({}, {}, [], []), 0.0 * x.sum()
@@ -128,8 +129,14 @@ def _is_flat(site: Any, pull: Tensor) -> bool:
     return seen is not None and bool(pull[~seen.reshape(-1)].any())
 
 
+def _are_sure(sites: Any, name: str, of_site: Mapping[str, str]) -> Tensor:
+    """Where rounding of parameters moves no predictor, ``(N,)``: where one saturates, as 1 − Φ(6) does in float32, it
+    does.
+    """
+    return functools.reduce(torch.logical_and, [_is_sure(sites, name, *each) for each in of_site.items()])
+
+
 def _is_sure(sites: Any, name: str, key: str, link: str) -> Tensor:
-    """Where a parameter's rounding moves no predictor, ``(N,)``."""
     fn = bare(sites[name]["fn"])
     if link == VALUE:
         return torch.ones_like(sites[key]["value"].reshape(-1)) > 0
@@ -219,7 +226,6 @@ class Predictors:
 
     def __init__(self, sites: Any, links: Links, x: Tensor, layout: Layout, again: Again) -> None:
         self.sites, self.links, self.x, self.again = sites, links, x, again
-        self.sloped = sites  # those of the run that J is of
         places = {(name, key): link for name, of_site in links.items() for key, link in of_site.items()}
         self.eta = {place: _eta(sites, *place, link).to(x) for place, link in places.items()}
         self.rows: dict[Place, Any] = {}
@@ -259,15 +265,17 @@ class Predictors:
         x, t = move.tensor_split([self.layout.num])
         return {place: self.eta[place] + row @ x + self.residuals[place] @ t for place, row in self.rows.items()}
 
-    def tells(self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor]) -> bool:
-        """Whether a site's densities in another run of its program follow from predictors."""
+    def tells(
+        self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor], sure: Optional[Tensor] = None
+    ) -> bool:
+        """Whether a site's densities in another run of its program follow from predictors.
+
+        :param sure: data at which predictors are known, ``(N,)``; the others are left out, if a tenth is left.
+        """
         site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
         one, other = _density_of(site), self.log_prob(name, eta)
-        if self.sloped is not self.sites:  # in a search at random points, no step
-            # Where a parameter saturates, as 1 - Φ(6) does in float32, it tells of no predictor.
-            runs = sites, self.sites, self.sloped
-            sure = [_is_sure(run, name, *each) for run in runs for each in self.links[name].items()]
-            known = functools.reduce(torch.logical_and, sure).view(one.shape)
+        if sure is not None:
+            known = (sure & _are_sure(sites, name, self.links[name])).view(one.shape)
             if 10 * known.sum() > known.numel():
                 one, other = one[known], other.expand(known.shape)[known]
         pairs = [(one, other)] + [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]

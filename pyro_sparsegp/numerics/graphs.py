@@ -14,9 +14,9 @@ Graph = Callable[..., list[Tensor]]
 _LARGEST = 2**20  # numbers of a constant
 _KINDS = ("zeros", "ones", "full")
 _LINALG: Any = vars(torch._C)["_linalg"]
-# What depends on no numbers of a tensor, in lists.
-_MADE = [[name] for kind in _KINDS for name in (kind, f"{kind}_like", f"new_{kind}")]
-_MADE += [["eye"], ["arange"], ["scalar_tensor"], ["lift_fresh_copy"]]
+# What depends on no numbers of a tensor.
+_MADE = [name for kind in _KINDS for name in (kind, f"{kind}_like", f"new_{kind}")]
+_MADE += ["eye", "arange", "scalar_tensor", "lift_fresh_copy"]
 # What gives its argument, of the same layout, and what does for a second argument of 1.
 _VIEWS = "detach", "alias", "view", "expand", "slice", "reshape", "_unsafe_view"
 _BY_ONE = "pow", "mul", "div"
@@ -59,12 +59,17 @@ def _copies(nodes: Iterable[Node]) -> list[Node]:
     """The operations that give their first argument to the bit: its memory, or a copy where neither is written to."""
     pure, found = set(_pure(nodes)), []
     for node in nodes:
-        given, name = (*node.all_input_nodes, None)[0], (*str(node.target).split(".")[1:2], "")[0]
+        given, name = (*node.all_input_nodes, None)[0], _name(node)
         if node.op == "call_function" and given is not None and given is node.args[0]:
             one, other = node.meta.get("val"), given.meta.get("val")
             is_by_one = name in _BY_ONE and node.args[1:] in [(1,), (1.0,)] and node in pure
             found += [node] if (name in _VIEWS or is_by_one) and _are_alike(one, other) else []
     return found
+
+
+def _name(node: Node) -> str:
+    """That of an operation without its overload, as of ``aten.add.Tensor``, or nothing."""
+    return (*str(node.target).split(".")[1:2], "")[0]
 
 
 def _are_alike(one: object, other: object) -> bool:
@@ -118,7 +123,7 @@ def _constant(nodes: Iterable[Node]) -> set[Node]:
     found = set[Node]()
     for node in _pure(nodes):
         own = node.all_input_nodes
-        is_made = str(node.target).split(".")[1:2] in _MADE or (own and found.issuperset(own))
+        is_made = _name(node) in _MADE or (own and found.issuperset(own))
         found |= {node} if is_made else set()
     return found
 
@@ -154,7 +159,7 @@ class _Names(torch.fx.Interpreter):
 
     def run_node(self, node: Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        name, changes = (*str(node.target).split(".")[1:2], "")[0], _written(node)
+        name, changes = _name(node), _written(node)
         first, *_ = *args, None
         first = first.clone() if changes and isinstance(first, Tensor) else first
         value = super().run_node(node)
