@@ -139,6 +139,23 @@ def test_a_conversion_comes_after_inducing_inputs_have_moved():
     assert run(463).outcome == CLEAN
 
 
+@pytest.mark.parametrize("family", [SVGP(7), MeanFieldAdditive(6), CoupledPrecision(6)], ids=type)
+def test_a_conversion_of_families_beside_an_intercept(family):
+    x, y = data(num=40)
+
+    def model(x, y=None):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()).to(x), 1.0))
+        f = pyro.sample("f", GaussianProcess(additive(torch.tensor(1.0), torch.tensor([0.7, 0.7])), x))
+        return observed(dist.Normal(f + mu, 0.2), y)
+
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=4, lr=0.1)
+    q = guide.posterior(x)["f"]
+    guide.float()
+    p = guide.posterior(x.float())["f"]
+    assert ((p.mean.double() - q.mean).abs() < 0.02 * q.variance.sqrt()).all()
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_sums_belong_to_the_present_inputs_before_a_conversion(beside):
     x, y = data(num=23)

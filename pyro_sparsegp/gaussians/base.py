@@ -153,6 +153,9 @@ class Coefficients(Documented, AbstractModule):
         """
         return None
 
+    def settle(self, anchor: object) -> None:
+        """Let sums over data belong to this anchor; q stays what it is."""
+
     @abstractmethod
     def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
         """q(w); ``anchor`` is L, ``(..., M, M)``, of the run's :attr:`Features.anchor`, for those that want it."""

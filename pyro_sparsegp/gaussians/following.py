@@ -156,6 +156,10 @@ class Following(Coefficients):
             self._turn(side_by_side(own.loc).detach())
         return Followed(own, self.rest(second), self.blocks, self.along)
 
+    def settle(self, anchor: Sequence) -> None:  # type: ignore[override]
+        for part, its in zip((self.own, self.rest), anchor):
+            part.settle(its)
+
     def _turn(self, mean: Tensor) -> None:
         """Take A to what is known by now; w has this mean, and that of v stays."""
         before = self.along

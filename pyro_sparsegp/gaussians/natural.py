@@ -296,7 +296,6 @@ class NaturalGaussian(Natural):
         seat.settle()
 
     def settle(self, anchor: object) -> None:
-        """Have sums that belong to former features belong to these."""
         if self.seat.numel():  # those of a start belong to any
             self._level_out(self._seat(anchor))
 

@@ -110,11 +110,12 @@ def settle(guide: KnownGuide) -> None:
     data: Any = guide.core.data
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like), poutine.block(), whole_plates():
         run = Priors(guide, at_medians=True).perform(data.args, data.kwargs)
-        for name, process in run.processes.items():
-            module = guide.module_of(name)
-            if isinstance(getattr(module, "coefficients", None), NaturalGaussian):
-                coefficients, anchor = guide.q.sums_of(run, name, module.features_for(process, name))
-                coefficients.settle(anchor)
+        modules = {name: guide.module_of(name) for name in run.processes}
+        free = {name: module for name, module in modules.items() if isinstance(module, SparseGP)}
+        # of members of one posterior it is one module's
+        found = dict(guide.q.sums_of(run, n, m.features_for(run.processes[n], n)) for n, m in free.items())
+        for coefficients, anchor in found.items():
+            coefficients.settle(anchor)
 
 
 def _require_sums(guide: KnownGuide) -> None:

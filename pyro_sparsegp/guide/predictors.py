@@ -129,14 +129,14 @@ def _is_flat(site: Any, pull: Tensor) -> bool:
     return seen is not None and bool(pull[~seen.reshape(-1)].any())
 
 
-def _are_sure(sites: Any, name: str, of_site: Mapping[str, str]) -> Tensor:
+def _are_sure(sites: Mapping[str, Any], name: str, of_site: Mapping[str, str]) -> Tensor:
     """Where rounding of parameters moves no predictor, ``(N,)``: where one saturates, as 1 − Φ(6) does in float32, it
     does.
     """
     return functools.reduce(torch.logical_and, [_is_sure(sites, name, *each) for each in of_site.items()])
 
 
-def _is_sure(sites: Any, name: str, key: str, link: str) -> Tensor:
+def _is_sure(sites: Mapping[str, Any], name: str, key: str, link: str) -> Tensor:
     fn = bare(sites[name]["fn"])
     if link == VALUE:
         return torch.ones_like(sites[key]["value"].reshape(-1)) > 0
@@ -270,7 +270,7 @@ class Predictors:
     ) -> bool:
         """Whether a site's densities in another run of its program follow from predictors.
 
-        :param sure: data at which predictors are known, ``(N,)``; the others are left out, if a tenth is left.
+        :param sure: whether each datum's predictors are known, ``(N,)``. Others are left out, if a tenth remains.
         """
         site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
         one, other = _density_of(site), self.log_prob(name, eta)

@@ -68,7 +68,7 @@ def _copies(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _name(node: Node) -> str:
-    """That of an operation without its overload, as of ``aten.add.Tensor``, or nothing."""
+    """An operation's name without its overload, ``add`` of ``aten.add.Tensor``, or nothing."""
     return (*str(node.target).split(".")[1:2], "")[0]
 
 
