@@ -20,7 +20,6 @@ from ..numerics.decisions import Decisions, deciding
 from ..numerics.processes import is_shared
 from ..program.data import walk
 from ..program.traces import RandomState
-from .meeting import largest_loss
 from .optimisers import FallingAdam
 from .quadrature import TraceQuadrature_ELBO, own_guide
 from .record import Recording, record
@@ -87,12 +86,13 @@ class Step:
 
     def can_be_recorded(self) -> bool:
         """Whether steps on such data, under these handlers and in these modes, may be recorded."""
-        known, guide, data = self.elbo._known.get(self.guide), self.guide, self.guide.core.data
+        known, guide = self.elbo._known.get(self.guide), self.guide
+        relation = guide.relation(self.args, self.kwargs)
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
         # What other handlers do is not known; those of SVI.step note parameters.
         others = [each for each in _PYRO_STACK if not (isinstance(each, TraceMessenger) and each.param_only)]
         # What belongs to rows belongs to those of training: plain steps compare others with them.
-        is_known = data is not None and not data.overwritten and guide.relation(self.args, self.kwargs).call is data
+        is_known = relation.same and relation.call is guide.core.data
         is_met = known is not None and known.met and (is_known or not guide.is_about_rows)
         return is_met and torch.is_grad_enabled() and not (any(modes) or others or is_shared())
 
@@ -140,8 +140,7 @@ class Recordings:
         # Looks at numbers that steps only use are at powers of two, too.
         looks = range(step.guide.core.looks + 1, step.guide.core.looks + 1 + recording.looks)
         is_due = any(number & (number - 1) == 0 for number in (recording.steps + 1, *looks))
-        known, is_whole = step.elbo._known[step.guide], recording.share > 0.999
-        limit = largest_loss(step.guide, known.loss) if is_whole and known.is_whole else math.inf
+        limit = step.elbo._known[step.guide].most if recording.share > 0.999 else math.inf
         replay = recording.run(step.tensors, limit, not is_due)
         if is_due:
             return self._compared(step, recording, replay, state)
@@ -149,7 +148,6 @@ class Recordings:
             state.restore()
             return self._left(step, recording, key)
         recording.take(replay)
-        known.is_whole = is_whole
         # An optimiser is given the parameters that it sees.
         sites = {} if recording.update.params else recording.sites
         for handler, (name, site) in product(_PYRO_STACK, sites.items()):
@@ -163,12 +161,7 @@ class Recordings:
         if recording.failures > max(_PATIENCE, recording.steps / 2):
             self.found.pop(key)
             self.seen[key] = -_PATIENCE * recording.steps
-        known = step.elbo._known[step.guide]
-        known.fails = True
-        try:
-            return self._plain(step)[0]
-        finally:
-            known.fails = False
+        return self._plain(step)[0]
 
     def _plain(self, step: Step) -> tuple[float, Mapping[str, Any]]:
         """A plain step, which shows the next one's way: its loss, and the sites of parameters."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..gaussians.natural import NaturalGaussian
 from ..gaussians.steps import Record, steppers
 from ..guide import AutoSparseGP
-from ..numerics.processes import joined
+from ..numerics.processes import is_shared, joined
 
 _PASSES = 5  # at most
 _STANDS = 1e-3  # of all that they have gained, or of a loss: where the last one changes less, they are there
@@ -44,7 +44,7 @@ def meet(
             break
         record.differentiate(loss)
         found = None
-        if not met and not bool(joined(record.largest)[0] != 0):  # of any process; NaN is a pull
+        if not bool(joined(record.largest)[0] != 0):  # of any process; NaN is a pull
             break
         met = True
         record.step(guide.row_share)
@@ -53,27 +53,23 @@ def meet(
     return found if found and first is evaluate else evaluate(), met
 
 
+def is_whole(guide: AutoSparseGP) -> bool:
+    """Whether the guide's last step was on all rows, in one process."""
+    return guide.row_share > 0.999 and not is_shared()
+
+
 def largest_loss(guide: AutoSparseGP, before: float) -> float:
     """The largest loss of a step on all rows after one of this loss that has not lost more than a nat a datum."""
     return before + max(sum(guide.core.sizes.values()), _LOST * abs(before))
 
 
-def meet_again(
-    guide: AutoSparseGP,
-    evaluate: Callable[[], Evaluation],
-    found: Evaluation,
-    before: float,
-    are_same: Callable[[], bool],
-) -> Evaluation:
-    """An evaluation on all rows; where it loses more than a nat a datum of the one ``before``, of the same data, once
-    natural steps have brought q to these anew.
+def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: Evaluation, most: float) -> Evaluation:
+    """An evaluation on all rows once natural steps have brought q to these anew, since one ``found`` there lost more
+    than the ``most`` that a step may.
     """
     # Optimisers move inducing inputs and kernels under a q that was right for those of before. Under little noise that
     # loses orders, and the gradients there would train the kernel to make up for q:
     # test_what_moves_under_a_precise_posterior
-    most = largest_loss(guide, before)
-    if found[1] <= most or not found[0].requires_grad or not are_same():
-        return found
     modules = {module: module.steps for module in steppers(guide) if isinstance(module, NaturalGaussian)}
     falls, left = bool(modules), _PASSES
     while falls and left and found[1] > most:

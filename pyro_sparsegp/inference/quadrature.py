@@ -25,13 +25,14 @@ from ..guide.search import ALL_ROWS
 from ..numerics.arguments import require_count
 from ..numerics.decisions import decided
 from ..numerics.linalg import flags_kept
-from ..numerics.processes import is_shared, largest
+from ..numerics.processes import largest
 from ..posterior.drawing import OTHER_LATENTS
+from ..program.asking import attempt
 from ..program.data import Relation, TrainingData
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
 from .expected import Inputs, log_density_minus_kl, posterior_at, weighted_sum
-from .meeting import Evaluation, meet, meet_again
+from .meeting import Evaluation, is_whole, largest_loss, meet, meet_again
 from .plan import Plan, plan_of
 
 _LOOKS = {4**k for k in range(2, 16)}  # steps after which it is asked whether nodes are enough
@@ -45,9 +46,8 @@ class _Known:
     met: bool = False  # whether its posteriors have met data
     steps: int = 0  # that it has taken
     loss: float = math.inf  # of the last one
-    call: Any = None  # its arguments
-    is_whole: bool = False  # whether that was on all rows
-    fails: bool = False  # whether a replay has told that a factor of the next one fails
+    most: float = math.inf  # the loss from which on the next one has lost q, if both are on all rows
+    call: Any = None  # the last one's arguments
 
 
 class TraceQuadrature_ELBO(ELBO):
@@ -112,15 +112,10 @@ class TraceQuadrature_ELBO(ELBO):
             found, known.met = meet(unwrapped, evaluate, first, math.ceil(1 / share))
         else:
             found = evaluate()
-        # A batch that a mask leaves out has no loss that a later one could be more than.
-        whole = known.met and unwrapped.row_share > 0.999 and not is_shared()
-        was_whole, known.is_whole = known.is_whole, whole
-        if known.is_whole and was_whole:
-
-            def are_same() -> bool:
-                return Relation(TrainingData(model, *known.call), (model, args, kwargs), trains=True).same
-
-            found = meet_again(unwrapped, evaluate, found, known.loss, are_same)
+        if found[1] > known.most and is_whole(unwrapped) and found[0].requires_grad:
+            before = TrainingData(model, *known.call)
+            if Relation(before, (model, args, kwargs), trains=True).same:
+                found = meet_again(unwrapped, evaluate, found, known.most)
         loss, value, record = found
         if loss.requires_grad:
             record.retain()
@@ -135,6 +130,8 @@ class TraceQuadrature_ELBO(ELBO):
         """Note a step's loss; at some steps look whether nodes are enough."""
         closed, known = guide.core.forms, self._known[guide]
         before, known.loss, known.call = known.loss, value, (args, kwargs)
+        # A batch that a mask leaves out has no loss that a later one could be more than.
+        known.most = largest_loss(guide, value) if known.met and is_whole(guide) else math.inf
         if closed is not None and closed.rest.gps:
             known.steps += 1
             if known.steps in _LOOKS:
@@ -168,17 +165,15 @@ class TraceQuadrature_ELBO(ELBO):
         """The loss, as a tensor and as a number, and what natural steps are to know of it."""
         # The number is read together with the flags of factorisations. Where one failed, it is evaluated anew, from the
         # same state and with the same random numbers, and each flag is looked at, as it is in a first call.
-        if self._known[unwrapped].met and not self._known[unwrapped].fails:
+        if self._known[unwrapped].met:
             kept = [(sites, sites.memory) for sites in unwrapped.kept_sites.values()]
             state = RandomState(unwrapped.like)
-            try:
+            with attempt():
                 with flags_kept() as flags, recording(unwrapped.like) as record:
                     loss = self._minus_bound(unwrapped, guide, args, kwargs)
                 read: list[float] = torch.stack([loss.detach(), *map(Tensor.any, flags)]).tolist()
                 if not any(read[1:]) and math.isfinite(read[0]):
                     return loss, read[0], record
-            except (RuntimeError, ValueError):  # which may come of a factor that is none, or comes again
-                pass
             state.restore()
             for part, memory in kept:
                 part.memory = memory
