@@ -8,9 +8,7 @@ A :class:`Plan` is made where a structure is new, of closed forms, links and the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Optional
 
 import pyro
@@ -22,7 +20,7 @@ from ..guide import AutoSparseGP
 from ..guide.first_call import closed_forms_of
 from ..guide.posteriors.joint import Joint
 from ..program.asking import Unsupported, attempt
-from ..program.draws import vmapped
+from ..program.draws import mapped, vmapped
 from ..program.explore import ClosedForms
 from ..program.reader import normal_nodes
 from ..program.structure import MAX_AXES
@@ -38,7 +36,7 @@ class Plan(ABC):
     :param forms: which densities have their expectation in closed form.
     """
 
-    way: Optional[int] = None  # in which terms are found at all nodes, once it is known
+    way: int = 0  # in which terms are found at all nodes, of those that OfMarginals has
 
     def __init__(self, guide: AutoSparseGP, forms: ClosedForms) -> None:
         self.forms, self.joint = forms, guide.joint
@@ -90,8 +88,6 @@ class OfMarginals(Plan):
         super().__init__(guide, forms)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
         self.checks = any(hasattr(kind, "normal_parameter") for kind in forms.kinds.values())
-        rest: Callable[[Grid, Optional[Ran]], Tensor] = self._at_all_nodes if forms.num_axes else _once
-        self.rest = rest if forms.rest.gps or not forms.rows + forms.functions else _plain
 
     def _way(self, name: str) -> str:
         if name in self.forms.sites:
@@ -115,21 +111,25 @@ class OfMarginals(Plan):
             )
         grid = Grid(inputs, forms)
         if not forms.rows + forms.functions:
-            return self.rest(grid, None)
+            return self._rest(grid, None)
         with nullcontext() if self.checks else dist.validation_enabled(False):
             start = RandomState(guide.like)
             ran = grid.run()
             is_alike = forms.hold(ran[0].nodes)
             total = grid.expectations(*ran) if is_alike else None
         if total is not None:
-            return total + self.rest(grid, ran)
+            return total + self._rest(grid, ran)
         start.restore()
         # A second run was of rows of its own, say; or a density is of another kind now: it is learned anew.
         guide.core.forms = forms.opened(guide.facts) if is_alike else None
         return plan_of(guide, inputs.args, inputs.kwargs).bound(inputs)
 
-    def _at_all_nodes(self, grid: Grid, ran: Optional[Ran]) -> Tensor:
-        """The bound's terms summed over the product grid, Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ)."""
+    def _rest(self, grid: Grid, ran: Optional[Ran]) -> Tensor:
+        """The bound's other terms, summed over the product grid: Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ)."""
+        if not self.forms.rest.gps:
+            return log_density_minus_kl(*(ran or grid.run())[:2], self.forms.sites)
+        if not self.forms.num_axes:  # there are draws of function values
+            return grid.once() if ran is None else grid.held(*ran)()
         # Weights add up to 1, so that what has no nodes stays.
         nodes, weights = normal_nodes(self.forms.num_axes, grid.guide.like, grid.inputs.num_nodes)
         values = self._values(grid, ran, nodes)
@@ -140,45 +140,33 @@ class OfMarginals(Plan):
         # A step's graph may show all, by Grid.direct. Else the program runs once, mapped. torch.func.vmap refuses some:
         # where it does so before f, the guide's run and the program's are apart, and only this one is mapped, with all
         # that does not depend on nodes held; where after f, it runs once for each node.
-        like, known = grid.guide.like, self.way
+        like = grid.guide.like
 
         def direct() -> Tensor:
             require_shown(torch.is_grad_enabled())
-            with nullcontext() if known is None else dist.validation_enabled(False):
+            with dist.validation_enabled(False):
                 return grid.direct(*(ran or grid.run())[:2])
 
-        def at_once(terms: Callable[..., Tensor]) -> Tensor:
+        def once() -> Tensor:
             with pyro.validation_enabled(False):
-                return vmapped(terms, *nodes.T, randomness="same")
+                return vmapped(grid.once, *nodes.T, randomness="same")
 
-        def held(one_by_one: bool = False) -> Tensor:
+        def held() -> Tensor:
             terms, state = grid.held(*(ran or grid.run())), RandomState(like)
-            values = torch.stack([terms(*node) for node in nodes]) if one_by_one else at_once(terms)
+            (values,) = mapped(lambda node: (terms(*node),), nodes)
             if state.has_moved:
                 raise Unsupported("with all values held, the model drew random numbers by itself, others than before")
             return values
 
-        once = [] if ran else [partial(at_once, grid.once)]
-        ways: list[Callable[[], Tensor]] = [direct, *once, held, partial(held, one_by_one=True)]
-        for way in range(min(known or 0, len(ways) - 1), len(ways)):
+        ways = [direct, held] if ran else [direct, once, held]
+        for way in range(self.way, len(ways) - 1):
             state = RandomState(like)
-            with attempt() if way < len(ways) - 1 else nullcontext():  # what the last raises is not vmap's doing
-                values = ways[way]()
-                if torch.is_grad_enabled():
-                    self.way = way
-                return values
+            with attempt():
+                return ways[way]()
             state.restore()
-        raise AssertionError("the last way returns or raises")
-
-
-def _once(grid: Grid, ran: Optional[Ran]) -> Tensor:
-    """The terms of one run, whose densities take draws of function values, if any."""
-    return grid.once() if ran is None else grid.held(*ran)()
-
-
-def _plain(grid: Grid, ran: Optional[Ran]) -> Tensor:
-    """The terms of a run, where no other density depends on function values."""
-    return log_density_minus_kl(*(ran or grid.run())[:2], grid.closed.sites)
+            if torch.is_grad_enabled():  # else a graph shows nothing, and a step's may
+                self.way = way + 1
+        return held()
 
 
 _PLANS: dict[type, type[Plan]] = {Joint: OfPredictors}
