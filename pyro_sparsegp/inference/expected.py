@@ -39,6 +39,7 @@ from ..program.traces import (
     closed_form,
     expectation,
     free_values,
+    log_densities,
     normal_parameter,
     over_scale,
     parameter_of,
@@ -58,16 +59,11 @@ def _variances_of(
     sites: Any = model_trace.nodes
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
     rows, functions = ([name for name in own if name in sites] for own in (found.rows, found.functions))
-    variances, others = {}, {}
-    for name in rows:
-        theta = parameter_of(sites[name]["fn"])
-        place = theta.shape, theta.stride(), theta.data_ptr()
-        values = {gp: sites[gp]["value"] for gp in found.gps}
-        here = [gp for gp, f in values.items() if (f.shape, f.stride(), f.data_ptr()) == place]
-        if here:  # θ is f: what trains most often runs the program once
-            variances[name] = posteriors[here[0]].variance
-        else:
-            others[name] = bare(sites[name]["fn"])
+    # Where θ is f, as in what trains most often, the program runs once.
+    at = {_place(sites[gp]["value"]): q for gp, q in posteriors.items()}
+    known = {name: at.get(_place(parameter_of(sites[name]["fn"]))) for name in rows}
+    variances = {name: q.variance for name, q in known.items() if q is not None}
+    others = {name: bare(sites[name]["fn"]) for name in rows if name not in variances}
     if others or functions:
         state, run = RandomState(next(iter(posteriors.values())).mean), again()
         if others:
@@ -78,6 +74,11 @@ def _variances_of(
         if state.has_moved:
             return None
     return variances
+
+
+def _place(value: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's numbers are in memory."""
+    return value.shape, value.stride(), value.data_ptr()
 
 
 def _sum_of_expectations(
@@ -259,13 +260,14 @@ class Grid:
 
     def held(self, *ran: poutine.Trace) -> Callable[..., Tensor]:
         """The bound's terms at a node, of the model with all other values as in a run."""
-        guide_trace, again, values = ran[1], self.again(*ran), dict[str, Tensor]()
-        for name in self.closed.gps:  # which are at their means, and enter other densities, too
-            # Of these a draw stands for the expectation, as in Trace_ELBO.
-            if name in self.closed.rest.gps and name not in self.closed.axes:
-                q = posterior_at(guide_trace, name)
-                coupled = name in self.closed.rest.coupled
-                values[name] = SparsePosterior.rsample(q) if coupled else q.marginals.rsample()
+        guide_trace, again, rest = ran[1], self.again(*ran), self.closed.rest
+        # Of those at their means that enter other densities, too, a draw stands for the expectation, as in Trace_ELBO.
+        drawn = [name for name in self.closed.gps if name in rest.gps and name not in self.closed.axes]
+        posteriors = {name: posterior_at(guide_trace, name) for name in drawn}
+        values = {
+            name: SparsePosterior.rsample(q) if name in rest.coupled else q.marginals.rsample()
+            for name, q in posteriors.items()
+        }
 
         def at(*node: Tensor) -> Tensor:
             trace = again(values | values_at(guide_trace, node, self.closed.axes))
@@ -352,18 +354,10 @@ def _functions(
 
 def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace, skip: Collection[str] = ()) -> Tensor:
     """The bound's terms at the traces' values, summed: log densities of what is observed, minus divergences."""
-    total: Any = 0.0
-    site: Any
-    for name, site in sample_sites(model_trace).items():
-        if name in skip or site["mask"] is False:
-            continue
-        if name in guide_trace.nodes:
-            total = total - divergence(guide_trace.nodes[name], site)
-        else:
-            with asks_program():
-                density = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
-            total = total + weighted_sum(density, site)
-    for name, site in guide_trace.nodes.items():  # auxiliary sites of an overridden get_posterior
-        if site["type"] == "sample" and name not in model_trace.nodes:
-            total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)
-    return torch.as_tensor(total)  # 0.0 of a model that is masked as a whole
+    guided: Any = guide_trace.nodes
+    seen = {n: s for n, s in sample_sites(model_trace).items() if n not in skip and s["mask"] is not False}
+    parts = list(log_densities(model_trace, {*skip, *guided}).values())
+    parts += [-divergence(guided[name], site) for name, site in seen.items() if name in guided]
+    # auxiliary sites of an overridden get_posterior
+    parts += [-density for density in log_densities(guide_trace, model_trace.nodes).values()]
+    return torch.as_tensor(sum(part.sum() for part in parts))  # 0 of a model that is masked as a whole
