@@ -44,8 +44,6 @@ class Relation:
     @cached_property
     def moved(self) -> list[Any]:
         """What the call brings that is not training's, by the parameter's name and the path within it."""
-        if self.call is self._known:
-            return self._known.overwritten
         old, new = self._leaves
         return [path for path, (leaf, _) in new.items() if path not in old or not _is_still(*old[path], leaf)]
 
@@ -58,13 +56,11 @@ class Relation:
     @property
     def fewer(self) -> bool:
         """Whether an argument of training is not given now, such as the observations."""
-        return self.call is not self._known and not self._leaves[0].keys() <= self._leaves[1].keys()
+        return not self._leaves[0].keys() <= self._leaves[1].keys()
 
     @property
     def others(self) -> bool:
         """Whether no tensor has rows of training, as in another mini-batch; in another order it has."""
-        if self.call is self._known:
-            return False
         old, found = self._leaves
         new = {path: leaf for path, (leaf, _) in found.items() if isinstance(leaf, Tensor)}
         if not new or new.keys() - {*self.moved}:
@@ -177,8 +173,10 @@ def _kept(leaf: Any) -> Any:
 
 def _is_still(own: object, seen: int, other: object) -> bool:
     """Whether another tensor has the values that one of training had, or another object is it."""
+    if own is other:
+        return _version(own) == seen
     if not (isinstance(own, Tensor) and isinstance(other, Tensor)):
-        return own is other
+        return False
     if _version(own) != seen or other.shape != own.shape or other.device != own.device:
         return False
     # Views of the same numbers are not compared, which would read them back from a device.
@@ -187,7 +185,7 @@ def _is_still(own: object, seen: int, other: object) -> bool:
     # After guide.float() the data in float64 are still those of training: test_float32.py.
     coarser = min(own.dtype, other.dtype, key=lambda dtype: (not dtype.is_floating_point, dtype.itemsize))
     own, other = own.to(coarser), other.to(coarser)
-    return torch.equal(own, other) or torch.allclose(own, other, rtol=0, atol=0, equal_nan=True)
+    return torch.allclose(own, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _is_record(item: object) -> bool:
