@@ -115,12 +115,9 @@ class Update:
 def update_of(optim: Optional[PyroOptim], params: Sequence[Tensor], like: Tensor) -> Update:
     """The update of these parameters, if the optimiser has moved all by its fused kernel on one device; or of none."""
     known = [getattr(optim, "optim_objs", {}).get(p) for p in params]
-    moved = [
-        p.device == like.device and one.state and one.param_groups[0].get("fused")
-        for p, one in zip(params, known)
-        if one
-    ]
-    return Update(like, params, known) if len(moved) == len(known) and all(moved) else Update(like)
+    pairs = zip(params, known)
+    moved = [one and p.device == like.device and one.state and one.param_groups[0].get("fused") for p, one in pairs]
+    return Update(like, params, known) if all(moved) else Update(like)
 
 
 def follow_rates(guide: AutoSparseGP, optim: PyroOptim) -> None:

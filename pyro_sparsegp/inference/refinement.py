@@ -389,8 +389,7 @@ def _rows(
             "inputs of those rows, or give all data in each step."
         )
     # Of a plate with subsample_size= the value is the rows' numbers, of one with subsample=x it is x.
-    drawn: Any = trace.nodes[plate]["value"] if plate in trace.nodes else torch.empty(0)
-    rows = drawn if indices is None else indices
+    rows: Any = trace.nodes.get(plate, {"value": torch.empty(0)})["value"] if indices is None else indices
     are_numbers = rows.shape == (size,) and not rows.is_floating_point() and rows.dtype != torch.bool
     if not are_numbers or len(rows.unique()) < size or not ((rows >= 0) & (rows < full)).all():
         raise ValueError(

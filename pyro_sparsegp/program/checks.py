@@ -30,9 +30,12 @@ def require_known_indices() -> Iterator[None]:
 def holds_part(trace: poutine.Trace) -> str:
     """Which observed site holds a mini-batch of a plate's rows, in words; empty if none does."""
     observed = ((name, site) for name, site in sample_sites(trace).items() if site["is_observed"])
-    for name, frame in ((name, frame) for name, site in observed for frame in cut_plates(site)):
-        return f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
-    return ""
+    parts = (
+        f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
+        for name, site in observed
+        for frame in cut_plates(site)
+    )
+    return next(parts, "")
 
 
 def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:

@@ -91,21 +91,22 @@ def in_blocks(
         every = torch.arange(num)
         first, way = alone(every[0])
         yield first
-        size = most = min(max(_AT_ONCE // max(numbers(first), 1), 1), _MOST)
-        poor = 0 if is_known else _POOR
-        for start in range(1, num, most):
-            left, parts = every[start : start + most], list[tuple[Tensor, Draw]]()
+        size = min(max(_AT_ONCE // max(numbers(first), 1), 1), _MOST)
+        least, patience = (_FEW, _POOR) if is_known else (1.0, 0)
+        is_mapped = size > 1
+        for start in range(1, num, size):
+            left, parts = every[start : start + size], list[tuple[Tensor, Draw]]()
             while len(left):
-                if size > 1:
+                led = left  # from here on all go one by one
+                if is_mapped:
                     found, fails = _at_once(one, {key: value[left] for key, value in items.items()}, way)
-                    poor += int((~fails).float().mean() < (_FEW if is_known else 1.0))
-                    size = size if found and poor <= _POOR else 1
-                if size > 1:
+                    patience -= int((~fails).float().mean() < least)
+                    is_mapped = bool(found) and patience >= 0
+                if is_mapped:
                     parts.append((left[~fails], map_tensors(partial(_rows, ~fails), found)))
-                    left = left[fails]
                     bar.update(len(parts[-1][0]))
-                # The first that fails leads, or all go one by one, from here on.
-                led = left[: 1 if size > 1 else len(left)]
+                    left = left[fails]
+                    led = left[:1]  # the first that fails leads
                 for item in led:
                     draw, way = alone(item)
                     parts.append((item[None], draw))

@@ -14,6 +14,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..numerics.functions import if_known
 from ..process import GaussianProcess
 from .asking import asks_program, attempt
 from .enumeration import Enumeration
@@ -114,7 +115,7 @@ def _met(run: Met, shapes: Mapping[str, Sequence[int]]) -> Structure:
         if is_free(site):
             plates, shape = plate_sizes(site), shapes.get(name)
             event_dim = 0 if shape is None else biject_to(site["infer"]["prior"].support).domain.event_dim
-            latents[name] = Latent(role_of(plates), plates, None if shape is None else tuple(shape), event_dim)
+            latents[name] = Latent(role_of(plates), plates, if_known(tuple, shape), event_dim)
     return Structure(
         {name: GPSite(tuple(process.batch_shape), process.x.shape[-1]) for name, process in run.processes.items()},
         latents,

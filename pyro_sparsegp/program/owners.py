@@ -136,15 +136,16 @@ def find_owners(
                 hidden = hidden | (moves & known & ~nan[0])
         for name, nan in zip(base, nans):
             touched = nan[0] & ~hidden
-            spelled = []
-            for spelt in nan[1:].tensor_split([2 * bits[name]]):  # of rows, and of outputs
-                # The binary number that the runs' NaN spell; −1 where in one place both digits are NaN: of several.
-                zeros, ones = spelt[0::2], spelt[1::2]
-                places = torch.arange(len(ones), device=nan.device).reshape(-1, *[1] * touched.dim())
-                alone = touched & (zeros ^ ones).all(0)
-                spelled.append(torch.where(alone, (ones.long() << places).sum(0), -1))
-            owners[name][key] = Owners(touched | hidden, *spelled)
+            of_rows, of_outputs = nan[1:].tensor_split([2 * bits[name]])
+            owners[name][key] = Owners(touched | hidden, _spelled(of_rows, touched), _spelled(of_outputs, touched))
     return owners, moved
+
+
+def _spelled(nan: Tensor, touched: Tensor) -> Tensor:
+    """The binary numbers that the runs' NaN spell; −1 where in one place both digits are NaN: of several."""
+    zeros, ones = nan[0::2], nan[1::2]
+    places = torch.arange(len(ones), device=nan.device).reshape(-1, *[1] * touched.dim())
+    return torch.where(touched & (zeros ^ ones).all(0), (ones.long() << places).sum(0), -1)
 
 
 def combined(

@@ -76,15 +76,8 @@ class Terms:
             for site, own in by_site.items()
             if own.touched.any()
         }
-        self.rowwise = {*rows}
-        for (name, _), owner in self.owners.items():
-            # Terms stand, along one of their dimensions, in the rows of their values, and each has one.
-            places, last = torch.arange(rows[name], device=owner.device), owner.dim() - 1
-            rowwise = not (owner < 0).any() and any(
-                size == rows[name] and bool((owner % size == places.reshape(-1, *[1] * (last - dim))).all())
-                for dim, size in enumerate(owner.shape)
-            )
-            self.rowwise -= set() if rowwise else {name}
+        others = {name for (name, _), owner in self.owners.items() if not _is_rowwise(owner, rows[name])}
+        self.rowwise = rows.keys() - others
 
     def log_density(self, name: str, nodes: Tensor) -> Tensor:
         """log p(yₙ | fₙ) at nodes ``(K, ..., N)`` of GP site ``name``, of the same shape, without plates' scales."""
@@ -104,6 +97,13 @@ class Terms:
             part = torch.where(owner < 0, 0.0, part).flatten(1).to(total.dtype)
             total = total.index_add(1, owner.clamp(min=0).flatten(), part)
         return total.reshape(nodes.shape)
+
+
+def _is_rowwise(owner: Tensor, num: int) -> bool:
+    """Whether terms stand, along one of their dimensions, in the rows of their values, and each has one."""
+    rows, last = torch.arange(num, device=owner.device), owner.dim() - 1
+    dims = [dim for dim, size in enumerate(owner.shape) if size == num and (owner >= 0).all()]
+    return any((owner % num == rows.reshape(-1, *[1] * (last - dim))).all() for dim in dims)
 
 
 Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
@@ -146,9 +146,9 @@ class Reader:
         def expected(m: Tensor, v: Tensor) -> Tensor:
             if self.closed and self.found.gps[name].depends == Depends.ELEMENTWISE:
                 return self._in_closed_form(name, m, v)
-            stack = {}
+            stack, moments = {}, {**marginals, name: (m, v)}
             for other, part in parts.items():
-                mean, variance = (m, v) if other == name else marginals[other]
+                mean, variance = moments[other]
                 shape = [1] * m.dim() if part.shape[-1] == 1 else [*mean.shape[:-1], 1]
                 stack[other] = mean + _spread(variance) * part.reshape(-1, *shape)
             held = {other: mean for other, (mean, _) in marginals.items() if other not in parts}

@@ -110,9 +110,10 @@ def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> str:
     """If each value of a layer reads several inputs, such as patches, their number must be that of the first call."""
-    for below, gp in facts.gps.items():
-        size = gp.group.size if gp.group and gp.group.layer == name else 0
-        if size and below in met and met[below].event_shape[0] != process.event_shape[0] * size:
+    groups = {below: gp.group for below, gp in facts.gps.items() if below in met and gp.group}
+    for below, group in groups.items():
+        size = group.size
+        if group.layer == name and met[below].event_shape[0] != process.event_shape[0] * size:
             return (
                 f"GP site {below!r} has {met[below].event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; "
                 f"at the guide's first call {size} of {below!r} went into each of {name!r}: give as many again."
