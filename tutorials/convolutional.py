@@ -160,10 +160,10 @@ for name, kernel, family in [
         )
 
 # %% [markdown]
-# On images of 8 by 8 pixels the four kernels differ little: a plain kernel learns from 500 of them as well. On MNIST,
-# with 28 by 28 pixels, patches help: 93.8 % of the test images are right with `TICK`, and 91.8 % with the plain
-# kernel ([figures](../docs/explanation/benchmarks.md)). The picture shows the inducing patches after training: they
-# are detectors of strokes and corners. On the right are the learned weights of the places.
+# On images of 8 by 8 pixels the four kernels differ little: a plain kernel learns equally well from 500 of them. On
+# MNIST, with 28 by 28 pixels, patches help: 93.8 % of the test images are right with `TICK`, and 91.8 % with the
+# plain kernel ([figures](../docs/explanation/benchmarks.md)). The picture shows the inducing patches after training:
+# they are detectors of strokes and corners. On the right are the learned weights of the places.
 
 # %%
 figure = plt.figure(figsize=(11, 4.4))
@@ -188,7 +188,7 @@ figure.savefig(options.out / "convolutional.png", dpi=110)
 #
 # The upper layer takes all patches of an image at once, so their values must be drawn jointly. Values of different
 # images need not be. The guide finds this out at its first call. `independent_draws=("g",)` ignores the correlation
-# of patches, as is common practice. A step is then cheaper, but its objective is no longer exactly the bound.
+# of patches, as is common practice. The objective is then no longer exactly the bound.
 #
 # The natural steps of the first layer are short, `rate=0.02`, because each is computed from one draw of the layer's
 # values, and the upper layer still changes. These models have not converged after so few steps. Depending on seed,

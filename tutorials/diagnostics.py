@@ -215,8 +215,8 @@ for name, tree in compared.items():
 # judges the family and the optimiser, and does not see too few inducing points. Expectation propagation has another
 # target, "fitc". We made the guides of SVI with `independent=True`. Their hyperparameters are therefore independent of
 # each other, and under `SVGP` also of w, which raises k-hat. By default q(w) depends on them. k-hat does not judge
-# point estimates, so under expectation propagation it judges only q(w). The likelihood here is Gaussian, and q(w)
-# then is its target: all weights are equal, and k-hat is minus infinity.
+# point estimates, so under expectation propagation it judges only q(w). All weights are equal there, and
+# k-hat is minus infinity: under a Gaussian likelihood q(w) is equal to its target.
 
 # %%
 for name in guides:

@@ -111,8 +111,8 @@ print(problems)
 # %% [markdown]
 # ## The answer
 #
-# `predict` draws from the posterior: here 1,000 functions, each with a value for every year. Compute what you want to
-# know of f for each draw. The spread of the answers is your uncertainty.
+# `predict` draws from the posterior: here 1,000 functions, each with a value for every year. Compute the quantity
+# that you want for each draw. The spread of the results is its uncertainty.
 
 # %%
 draws = predict(model, guide, x, num_samples=1000)

@@ -12,7 +12,7 @@
 # *Nobody observed the inputs. Can a GP find them from the outputs?*
 #
 # In a Gaussian process latent variable model (Lawrence, 2005) the inputs are latents. Each wine of UCI's data set has
-# 13 measurements. They are the values of 13 GPs at one place in the plane, which is unknown. In Pyro this is an
+# 13 measurements. They are the values of 13 GPs at one place in the plane. Nobody knows this place. In Pyro this is an
 # ordinary program, `x = pyro.sample("x", ...)`, and the guide treats the places like any other latents: it draws them
 # in each step. (Titsias and Lawrence, 2010, integrate over them in closed form.) The program does not know who grew
 # the wines.
@@ -116,8 +116,8 @@ print(f"The picture is in {options.out}")
 
 # %% [markdown]
 # The objective has many optima, and the start decides which one training finds. So compare the bounds of several
-# starts. Each place in the picture is uncertain: `guide.scales.x` holds its standard deviations. Two places that are
-# closer than these are not different.
+# starts. Each place in the picture is uncertain: `guide.scales.x` holds its standard deviations. Two places that
+# are closer than that cannot be told apart.
 
 # %%
 for title, (places, width, *_) in found.items():

@@ -185,9 +185,9 @@ print(f"The picture is in {options.out}")
 
 # %% [markdown]
 # Points are the observations, the line with its band is the posterior of f, and dashes are the truth. Where
-# measurements are cut off, the posterior of f rises above the highest reading, and its band is wider there. The share
-# of the truth within 90 % intervals is that of one smooth curve: its values stand or fall together, so the share can
-# be far from 0.90 although intervals are right on average over many curves.
+# measurements are cut off, the posterior of f rises above the highest reading, and its band is wider there. The
+# printed share of the truth within 90 % intervals is of one smooth curve. Its values err together, so the share can be
+# far from 0.90, although over many curves intervals are right on average.
 
 # %% [markdown]
 # ## The claims, as assertions

@@ -309,8 +309,8 @@ print(f"The picture is in {options.out / 'quickstart.png'}")
 #   under `SVGP(6)`, because `base`, the plans' effects and f share one Gaussian posterior.
 # * **The mean field** treats them as independent. Its predictions are as good as the others', but its interval of the
 #   intercept is several times too narrow.
-# * **k-hat** cannot show that two inducing points are too few, because it compares a guide with the best that its own
-#   inducing points can do ([more](../docs/explanation/k-hat.md)). The bound and `check` show it.
+# * **k-hat** is no measure of too few inducing points: it compares a guide with the best that its own inducing points
+#   can do ([more](../docs/explanation/k-hat.md)). That two points are too few is shown by the bound and by `check`.
 #
 # ## All 20,190 people
 #

@@ -128,8 +128,8 @@ def judged(guide):
 # iterable.
 #
 # We measure by how much the memory of the process grows. A fit to 20,000 rows in memory comes first, so that the
-# memory of the library itself is not counted. The growth under a memory map means little: the operating system keeps
-# pages that were read until another process needs the memory, and counts them for this one.
+# memory of the library itself is not counted. The growth under a memory map means little: the operating system counts
+# the pages that this process has read, although it gives their memory to others when needed.
 
 # %%
 maps = (

@@ -291,9 +291,9 @@ print(f"{'dense optimum':15}                           {poisson_best:.4f}")
 # are a basis: f = φᵀw + r, where w ~ N(0, I), and the residual r is independent of w. No matrix has to be inverted.
 #
 # A `Features` object computes φ under one kernel. A `Basis` is a module (here without parameters) that makes
-# `Features`. A family chooses a basis and a Gaussian over w. It is a frozen dataclass, and loading a saved state
-# compares its fields; `spec` and `old_basis` make the basis of a saved state. `components` returns the features of
-# each summand of the kernel.
+# `Features`. A family chooses a basis and a Gaussian over w. It is a frozen dataclass, whose fields are compared when a
+# saved state is loaded. `spec` and `old_basis` rebuild the basis of a saved state. `components` returns the features
+# of each summand of the kernel.
 
 
 # %%
@@ -429,7 +429,7 @@ print(
 #
 # Computation-aware inference learns from the data through a few actions. An action is a weighted sum of rows, and the
 # posterior's variance includes what the actions leave out. `ComputationAware(actions=...)` takes any function that
-# makes actions of the kernel and the sites. In a function of the time of day, rows of one hour belong together.
+# makes actions from the kernel and the sites. In a function of the time of day, rows of one hour belong together.
 
 
 # %%

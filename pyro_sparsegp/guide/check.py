@@ -274,7 +274,7 @@ class Compared:
         is_exact = is_normal and guide.q.is_of_rows  # and found in one step
         is_integrated = guide.core.points is not None
         alone = [n for n in without(search.priors, self.apart) if guide.is_independent(n)]
-        its = alone if name in facts.gps else [name]
+        its = alone if name in facts.gps and guide.independent is not True else [name]
         beside_points = self.apart and name in {*facts.gps, *guide.joint.field, *self.apart}
         beside_alone = alone and name in {*facts.gps, *alone}
         of_small, of_apart, of_late = (", ".join(map(repr, names)) for names in (small, apart, late))

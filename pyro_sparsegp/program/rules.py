@@ -61,7 +61,7 @@ def plates_are_as_large_as_their_data(name: str, site: dict[str, Any]) -> str:
 
 
 def latents_are_not_left_by_obs_mask(name: str, prior: Any, trace: poutine.Trace) -> str:
-    """No latent may come from obs_mask=: it draws missing data as latents, even if no other density needs them."""
+    """Pyro's obs_mask= makes latents of missing data. Put poutine.mask(mask=...) around the observed site instead."""
     twin = trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):
         return (
@@ -109,7 +109,7 @@ def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, mod
 def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> str:
-    """If each value of a layer reads several inputs, such as patches, their number must be that of the first call."""
+    """A value may read several inputs, such as all patches of an image. Each call must bring equally many."""
     groups = {below: gp.group for below, gp in facts.gps.items() if below in met and gp.group}
     for below, group in groups.items():
         size = group.size
