@@ -12,7 +12,7 @@ as it raises the bound, says how far q's mean and width are from the best.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Optional
 
 import pyro.distributions as dist
@@ -370,19 +370,19 @@ class Compared:
             return []
         starts = [[draw] for draw in draws] if whole else [draws]
         ends = [nested.mode(map(nested.tried, some), lambda theta: self._far(theta, self.loc) < 1.0) for some in starts]
-        ends.append(nested.across(self.best))
-        if not nested.is_informed(self.best):  # q may be on a plateau, where all is noise
-            ends.append(nested.beyond(self.best))
+        # q may be on a plateau, where all is noise
+        ends += [nested.across(self.best), nested.beyond(self.best)]
         ends = [end for end in ends if end is not nested.none and self._far(end.theta, self.loc) > _APART]
         if not ends or (here := nested.mode([nested.tried(self.loc)])) is nested.none:
             return []
         others = [end for end in ends if self._far(end.theta, here.theta) > _APART]
-        there = max(others, key=lambda end: float(end.value), default=here)
-        if (higher := float(there.value - here.value)) < (0.1 if whole else _NATS):
-            there = max(others, key=lambda end: float(self._beyond(end, here).max()), default=here)
-            higher = float(there.value - here.value)
-            if not whole or self._beyond(there, here).max() < _BEYOND:
-                return []
+        told = [end for end in others if end.value >= here.value + (0.1 if whole else _NATS)]
+        if whole:  # lower ones, too, that widen an interval
+            told += [end for end in others if self._beyond(end, here).max() >= _BEYOND]
+        if not told:
+            return []
+        there = max(told, key=attrgetter("value"))
+        higher = float(there.value - here.value)
         sites, _ = nested.run(there.theta, self.loc.new_zeros(nested.layout.extended))
         single = [name for name, rows in self.hyper.rows.items() if rows.stop - rows.start == 1]
         place = ", ".join(f"{name} = {float(sites[name]['value']):.3g}" for name in single)

@@ -50,6 +50,10 @@ class Hyperparameters:
         """θ by name."""
         return {name: theta[self.rows[name]].reshape(shape) for name, shape in self.shapes.items()}
 
+    def values(self, theta: Tensor) -> dict[str, Tensor]:
+        """Of latents, at θ."""
+        return {name: biject_to(self.priors[name].support)(part) for name, part in self.parts(theta).items()}
+
     def draws(self, num: int) -> list[Tensor]:
         """Some θ from the prior, of those that are finite."""
         with repeatable(self.like):

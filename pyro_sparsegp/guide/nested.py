@@ -24,7 +24,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch.distributions import biject_to, constraints
+from torch.distributions import constraints
 
 from ..numerics.arrow import Arrow, Dense
 from ..numerics.functions import jacobian
@@ -305,31 +305,35 @@ class Nested:
         return len(index) - float(found.precision.variances[index].sum()) > _PLATEAU
 
     def beyond(self, best: Optimum) -> Optimum:
-        """The mode beyond a plateau, if F is higher there: from θ with one positive hyperparameter times a factor that
-        its prior allows. Where the others stay F is no higher: test_a_length_far_from_the_data_is_no_plateau.
+        """The mode beyond a plateau, if θ is on one and F is higher there: from θ with one positive hyperparameter
+        times a factor that its prior allows. Where the others stay F is no higher:
+        test_a_length_far_from_the_data_is_no_plateau.
         """
-        priors, starts = self.hyper.priors, [best]
-        values = {n: biject_to(priors[n].support)(part) for n, part in self.hyper.parts(best.theta).items()}
+        if self.is_informed(best):
+            return best
+        values, moved = self.hyper.values(best.theta), list[Tensor]()
         for name, value in values.items():
-            moved = [value * factor for factor in _FACTORS if (value > 0).all()]
-            starts += [
-                self.tried(self.hyper.of({**values, name: v})) for v in moved if priors[name].support.check(v).all()
-            ]
-        start = max(starts, key=lambda found: (self.is_informed(found), found.value))
-        return best if start is best else max(best, self.mode([start]), key=attrgetter("value"))
+            allowed = [value * factor for factor in _FACTORS if (value > 0).all()]
+            allowed = [v for v in allowed if self.hyper.priors[name].support.check(v).all()]
+            moved += [self.hyper.of({**values, name: v}) for v in allowed]
+        return self._mode_from(best, moved, lambda found: (self.is_informed(found), found.value))
 
     def across(self, best: Optimum) -> Optimum:
         """The mode from θ with one hyperparameter of bounded support elsewhere in it, if F is higher there: that of a
         change point has many (test_the_best_of_many_modes_is_the_start).
         """
-        priors, starts = self.hyper.priors, [best]
-        values = {n: biject_to(priors[n].support)(part) for n, part in self.hyper.parts(best.theta).items()}
+        values, moved = self.hyper.values(best.theta), list[Tensor]()
         for name, value in values.items():
-            support: Any = priors[name].support
-            for part in _ACROSS if isinstance(support, constraints.interval) and value.numel() == 1 else ():
-                there = torch.as_tensor(support.lower_bound + part * (support.upper_bound - support.lower_bound))
-                starts.append(self.tried(self.hyper.of({**values, name: there.to(value).expand_as(value)})))
-        start = max(starts, key=attrgetter("value"))
+            support: Any = self.hyper.priors[name].support
+            if isinstance(support, constraints.interval) and value.numel() == 1:
+                parts = value.new_tensor(_ACROSS)
+                places = support.lower_bound + parts * (support.upper_bound - support.lower_bound)
+                moved += [self.hyper.of({**values, name: place.expand_as(value)}) for place in places.reshape(-1)]
+        return self._mode_from(best, moved, attrgetter("value"))
+
+    def _mode_from(self, best: Optimum, moved: Iterable[Tensor], key: Callable[[Optimum], Any]) -> Optimum:
+        """The mode from the best of some other θ, if there is a better one and F is higher there."""
+        start = max([best, *map(self.tried, moved)], key=key)
         return best if start is best else max(best, self.mode([start]), key=attrgetter("value"))
 
     def covariance(self, mode: Optimum) -> Tensor:

@@ -131,7 +131,7 @@ def _find(search: Search) -> str:
     if search.guide.search and search.hyper.size:
         # From some rows first, where an evaluation is cheap: from there it is not far to the mode of all.
         best = nested.mode(map(nested.tried, [theta, *search.hyper.draws(_DRAWS)]))
-        best = nested.across(best if nested.is_informed(best) else nested.beyond(best))
+        best = nested.across(nested.beyond(best))
         some, nested = nested, search.at_rows(nested, search.most[1])
         best = best if nested is some else nested.mode([nested.tried(best.theta)])
     else:
