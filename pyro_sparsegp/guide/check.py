@@ -168,11 +168,8 @@ class Compared:
 
     def at_draws(self, num: int, meets: bool) -> None:
         """At draws of θ, a + Rε, with a density: ε, F, and means and variances of all values."""
-        noise = self.loc.new_zeros(1, 0)
-        if self.hyper.size:
-            # ε = 1.3 Φ⁻¹(u), of a Sobol sequence u
-            uniform = torch.quasirandom.SobolEngine(self.hyper.size, scramble=True, seed=0).draw(num)
-            noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc)
+        # ε = 1.3 Φ⁻¹(u)
+        noise = _WIDER * torch.special.ndtri(self.hyper.points(num))
         tried = [self.nested.tried(self.loc + self.root @ eps) for eps in noise]
         self.found = [found for found in tried if found is not self.nested.none]
         self.noise = noise[[found is not self.nested.none for found in tried]]

@@ -52,10 +52,7 @@ def _weighted(compared: Compared, num: int) -> Points:
     nested, hyper = compared.nested, compared.hyper
     mode = nested.mode([compared.best])
     axes, lower, upper = _halves(compared, mode)
-    uniform = mode.theta.new_full((1, 0), 0.5)
-    if hyper.size:
-        engine = torch.quasirandom.SobolEngine(hyper.size, scramble=True, seed=0)
-        uniform = engine.draw(num).double().clamp(1e-6, 1 - 1e-6).to(mode.theta)
+    uniform = hyper.points(num)
     noise, log_density = _drawn(uniform, lower, upper)
     tried = [nested.tried(mode.theta + axes @ eps) for eps in noise]
     kept = [i for i, found in enumerate(tried) if found is not nested.none]

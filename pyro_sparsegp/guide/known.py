@@ -65,7 +65,6 @@ class Core:
     registered: list[Tensor] = _field(default_factory=list)  # the model's parameters
     moving: dict[str, list[Tensor]] = _field(default_factory=dict)  # those that inputs of GP sites are made of
     versions: list[int] = _field(default_factory=list)  # of these at the last call
-    few: Any = None  # the data, and arguments with some of their rows, where these are
     loaded: bool = False  # whether it is from a state, and was not called since
     looks: int = 0  # how often sites were read in training
     steps: int = 0  # of training
@@ -169,7 +168,7 @@ class KnownGuide(AutoNormalMessenger):
 
     def module_of(self, name: str) -> Any:
         """The variational module of a GP site."""
-        modules = self.core.modules or self.modules_by_site()
+        modules = self.modules_by_site()
         if name not in modules:
             known = sorted(modules)
             raise ValueError(f"GP site {name!r} was not there when the guide was initialised; it knows {known}")

@@ -15,7 +15,7 @@ from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
-from torch.distributions import ExpTransform, biject_to, constraints, register_kl
+from torch.distributions import biject_to, register_kl
 
 from ..gaussians.drawn import Drawn, DrawnGaussian
 from ..gaussians.product import Share
@@ -59,6 +59,13 @@ class Hyperparameters:
         with repeatable(self.like):
             draws = [self.of({name: prior.sample() for name, prior in self.priors.items()}) for _ in range(num)]
         return [draw for draw in draws if draw.isfinite().all()]
+
+    def points(self, num: int) -> Tensor:
+        """Quasi-random numbers in (0, 1), ``(num, D)``; one point where there is no θ."""
+        if not self.size:
+            return self.like.new_zeros(1, 0)
+        draws = torch.quasirandom.SobolEngine(self.size, scramble=True, seed=0).draw(num)
+        return draws.double().clamp(1e-6, 1 - 1e-6).to(self.like)
 
     @property
     def units(self) -> Tensor:
@@ -106,9 +113,7 @@ class _Part(OfPrior):
         super().__init__(prior)
         self.drawn: Any = drawn
         self.rows, self.sizes, self.name = rows, shape, name
-        # biject_to's for positive numbers adds 0 and multiplies by 1, at each value and each Jacobian.
-        is_positive = prior.support is constraints.positive
-        self.transform: Any = ExpTransform() if is_positive else biject_to(prior.support)
+        self.transform: Any = biject_to(prior.support)
         self.draw: Optional[tuple[Tensor, Tensor]] = None  # z and its value, once asked for
 
     def rsample(self, sample_shape: object = torch.Size()) -> Tensor:

@@ -31,32 +31,35 @@ from .state import resume, saved_of
 
 def _is_new(guide: KnownGuide, name: str, prior: TorchDistribution) -> bool:
     """Whether a latent is none of the guide's, or under the data plate and at other data than there were."""
-    facts = guide.core.facts
-    if name not in facts.latents:
-        known = guide.run.conditions.values.get(name)  # classes of groups, which are held
-        if known is None or known.shape == prior.shape():
-            return True
-        learned: Any = tuple(known.shape)
-        sizes: Any = tuple(prior.shape())
-    else:
-        learned, role = facts.latents[name].plates, facts.latents[name].role
-        here = {plate.name: plate for plate in get_plates()}
-        sizes = {plate: frame.full_size or frame.size for plate, frame in here.items()}
-        differ = any(sizes.get(plate, size) != size for plate, size in learned.items())
-        if role != Role.ALL:
-            whole = all(frame.size == sizes[plate] for plate, frame in here.items())
-            call = guide.run.call
-            new = differ or (not call.inputs and (whole or call.new))  # row numbers of a part say which rows they are
-            if new and not differ and role == Role.GROUP:
-                checks.warn_of_groups(guide.warned, name, learned)
-            return new
-        if not differ:
-            return False
-    # Values of other groups would be taken: test_known_groups.py.
-    raise ValueError(
-        f"latent site {name!r} was learned in plates of the sizes {learned}, here {sizes}. Give plates of those sizes; "
-        "or put the data into the latent's own plate, so that new groups' values come from the model."
-    )
+    own, call = guide.core.facts.latents.get(name), guide.run.call
+    if own is None:
+        classes = guide.run.conditions.values  # of groups, which are held
+        if name in classes:
+            _require_sizes(name, tuple(classes[name].shape), tuple(prior.shape()))
+        return True
+    here = get_plates()
+    sizes = {**own.plates, **{plate.name: plate.full_size or plate.size for plate in here}}
+    sizes = {plate: sizes[plate] for plate in own.plates}
+    if own.role == Role.ALL:
+        _require_sizes(name, own.plates, sizes)
+        return False
+    if sizes != own.plates:
+        return True
+    is_part = any(plate.full_size not in (None, plate.size) for plate in here)
+    if call.inputs or (is_part and not call.new):  # row numbers of a part say which rows they are
+        return False
+    if own.role == Role.GROUP:
+        checks.warn_of_groups(guide.warned, name, own.plates)
+    return True
+
+
+def _require_sizes(name: str, learned: object, here: object) -> None:
+    """Raise where values of other groups would be taken: test_known_groups.py."""
+    if learned != here:
+        raise ValueError(
+            f"latent site {name!r} was learned in plates of the sizes {learned}, here {here}. Give plates of those "
+            "sizes; or put the data into the latent's own plate, so that new groups' values come from the model."
+        )
 
 
 def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
@@ -120,10 +123,9 @@ class SiteMessenger(KnownGuide):
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
 
     def _posterior_of_latent(self, name: str, prior: TorchDistribution) -> Any:
-        run, facts = self.run, self.core.facts
-        own = facts.latents.get(name)
+        run = self.run
         # Before anything is learned every latent is the guide's.
-        if facts.gps and (own is None or own.plates) and _is_new(self, name, prior):
+        if self.core.facts.gps and _is_new(self, name, prior):
             if name in self.core.joint.row_effects:
                 run.normal[name] = prior
             return prior
@@ -160,16 +162,14 @@ class SiteMessenger(KnownGuide):
     @answers()
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
-        if msg["is_observed"]:
-            traces.fill_masked(self.trace.nodes[msg["name"]])
+        traces.fill_masked(self.trace.nodes[msg["name"]])
         is_held = msg["is_observed"] and msg["name"] in self.core.joint.field
         if is_held or (isinstance(msg["fn"], FieldLatent) and msg["fn"].drawn is None):
             raise ValueError(
                 f"site {msg['name']!r} is held at a value by a handler, but its posterior is one with GP sites. "
                 f"Give the guide independent=({msg['name']!r},), or condition the model before it goes to AutoSparseGP."
             )
-        if self.run.parts:
-            condition_on_held(self, self.run, msg["name"])
+        condition_on_held(self, self.run, msg["name"])
 
     def get_traces(self, at_nodes: bool = False) -> tuple[poutine.Trace, poutine.Trace]:
         """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.
@@ -227,11 +227,12 @@ class SiteMessenger(KnownGuide):
         super()._pyro_set_supermodule(self._pyro_name, context)
 
     def _apply(self, *args: Any, **kwargs: object) -> Any:
-        if self.core.data is not None and args[0](self.like).dtype != self.like.dtype:
-            settle(self)
-        self.like = args[0](self.like)
+        like = args[0](self.like)
         if self.core.data is not None:
+            if like.dtype != self.like.dtype:
+                settle(self)
             self.core.data = self.core.data.mapped(args[0], self.model)
+        self.like = like
         self.core.points = map_tensors(args[0], self.core.points)
         return super()._apply(*args, **kwargs)
 

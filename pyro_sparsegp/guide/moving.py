@@ -11,7 +11,7 @@ from torch import Tensor
 from ..gaussians import NaturalGaussian
 from ..program.asking import attempt
 from ..program.checks import graph_of
-from ..program.data import TrainingData, map_tensors, tensors
+from ..program.data import TrainingData, rows_of, tensors
 from ..program.traces import repeatable, whole_plates
 from .known import KnownGuide
 from .runs import Priors, Run
@@ -31,7 +31,9 @@ def moved_by(guide: KnownGuide, run: Run) -> dict[str, list[Tensor]]:
     graph.
     """
     own, found = {id(p) for p in guide.parameters()}, dict[str, list[Tensor]]()
-    for name, process in run.processes.items() if not guide.facts.inner else ():
+    if guide.facts.inner or torch.distributed.is_initialized():  # each process has other rows
+        return found
+    for name, process in run.processes.items():
         kind = type(getattr(guide.module_of(name), "coefficients", None))
         follows = name not in guide.joint.followed if guide.joint.field else kind is NaturalGaussian
         nodes = graph_of([process.x]) if follows and process.x.requires_grad else []
@@ -65,11 +67,11 @@ def following(guide: KnownGuide) -> Iterator[None]:
 def _places(guide: KnownGuide) -> dict[str, Tensor]:
     """Where some rows of the first call's data are, by GP site whose inputs parameters move."""
     data, guide.core.versions = guide.core.data, _versions(guide)
-    if data is None or torch.distributed.is_initialized():  # each process has other rows
+    if data is None:
         return {}
-    if guide.core.few is None or guide.core.few[0] is not data:
-        guide.core.few = data, *_few_rows(guide, data)
-    run = _run(guide, *guide.core.few[1:])
+    if data.some is None:
+        data.some = _some_rows(guide, data)
+    run = _run(guide, *data.some)
     sizes = {name: sum(guide.module_of(name).basis.sizes) for name in guide.core.moving}
     return {name: some_of(run.processes[name].x, size) for name, size in sizes.items()}
 
@@ -79,19 +81,14 @@ def _run(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Run:
         return Priors(guide, at_medians=True, draws_data=False).perform(args, kwargs)
 
 
-def _few_rows(guide: KnownGuide, data: TrainingData) -> tuple[tuple, dict[str, Any]]:
-    """Data, or as many rows of them as are enough, if the program takes its rows from its arguments."""
+def _some_rows(guide: KnownGuide, data: TrainingData) -> tuple[tuple, dict[str, Any]]:
+    """As many rows of data as are enough; all, if the program does not take its rows from its arguments."""
     num = max((len(value) for value in tensors((data.args, data.kwargs)) if value.dim()), default=0)
-    if num > _MOST:
-
-        def few(value: Tensor) -> Tensor:
-            has_rows = value.dim() and len(value) == num
-            return value[torch.linspace(0, num - 1, _MOST, device=value.device).long()] if has_rows else value
-
-        args, kwargs = map_tensors(few, (data.args, data.kwargs))
-        with attempt():
-            if all(process.x.shape[-2] == _MOST for process in _run(guide, args, kwargs).processes.values()):
-                return args, kwargs
+    most = min(num, _MOST)
+    args, kwargs = rows_of((data.args, data.kwargs), num, torch.linspace(0, num - 1, most).long())
+    with attempt():
+        if all(process.x.shape[-2] == most for process in _run(guide, args, kwargs).processes.values()):
+            return args, kwargs
     return data.args, data.kwargs
 
 

@@ -85,7 +85,7 @@ class Run(ABC):
         try:
             # Only a step of training moves what modules keep of their inputs.
             kept = nullcontext() if self.call.learns else kept_buffers()
-            with kept, handlers.Held(held.values) if held.values else nullcontext(), asks_program():
+            with kept, handlers.Held(held.values), asks_program():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
             state["run"] = before

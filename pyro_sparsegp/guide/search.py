@@ -16,7 +16,7 @@ from ..approximations.on_sites import ExactGP
 from ..numerics.functions import depends
 from ..program.asking import Unsupported, attempt
 from ..program.checks import holds_part
-from ..program.data import map_tensors
+from ..program.data import rows_of
 from ..program.owners import NO_VALUES, Values
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, sample_sites
 from .field import LARGEST, Layout, Standardised, is_normal_prior, run_standardised
@@ -65,6 +65,8 @@ class Search:
         drawn = {n: site["fn"] for n, site in sites.items() if is_free(site) and site_is_subsample(site)}
         self.plates = {name: fn.size for name, fn in drawn.items() if fn.subsample_size == rows < fn.size}
         self.num = max([rows, *self.plates.values()])
+        # Equal distances would miss what alternates: test_rows_of_a_start_are_none_of_a_pattern.
+        self.order = torch.randperm(self.num, generator=torch.Generator().manual_seed(0))
         self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
         self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
         self.stay, self.kept = dict[str, Tensor](), list[str]()  # and latents that are not eliminated
@@ -90,20 +92,14 @@ class Search:
                 f"{names} have one posterior, and poutine.scale weighs them by {weights}: scale the data alone, or all"
             )
 
-    def _take(self, most: int, order: Optional[Tensor] = None) -> None:
-        """Take so many rows at most, by a plate's numbers, or from tensors with as many rows as a GP site's inputs: the
-        first in some order, or some at random.
+    def _take(self, most: int) -> None:
+        """Take so many rows at most, the first in order, by a plate's numbers, or from tensors with as many rows as a
+        GP site's inputs.
         """
         self.rows = min(self.num, most)
-        # Equal distances would miss what alternates: test_rows_of_a_start_are_none_of_a_pattern.
-        order = torch.randperm(self.num, generator=torch.Generator().manual_seed(0)) if order is None else order
-        self.chosen = order[: self.rows].sort().values.to(self.guide.like.device)
+        self.chosen = self.order[: self.rows].sort().values.to(self.guide.like.device)
         held = dict.fromkeys(self.plates, self.chosen)
-
-        def some(value: Tensor) -> Tensor:
-            return value[self.chosen] if self.rows < self.num and value.dim() and len(value) == self.num else value
-
-        given: _Call = self.whole if self.plates else map_tensors(some, self.whole)
+        given: _Call = self.whole if self.plates else rows_of(self.whole, self.num, self.chosen)
 
         def run(handler: Standardised, values: Values) -> poutine.Trace:
             self.tell()
@@ -212,7 +208,9 @@ class Search:
         """F at more rows, or as it is."""
         if self.rows >= min(self.num, most):
             return nested
-        self._take(most, self._groups(nested) if nested.layout.eliminated and self.num > most else None)
+        if nested.layout.eliminated and self.num > most:
+            self.order = self._groups(nested)
+        self._take(most)
         return self.nested() or nested
 
     def _groups(self, nested: Nested) -> Tensor:

@@ -55,9 +55,11 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
         why = _start(guide, run, args, kwargs)
     finally:
         guide.join(row_effects=tuple(name for name in effects if name in guide.joint.field))
-    apart, follows = _apart(guide, run, args, kwargs) if why else [], guide.q.follows_latents(guide)
+    if not why:
+        return
+    apart, follows = _apart(guide, run, args, kwargs), guide.q.follows_latents(guide)
     gps = "" if follows else f" and GP sites {', '.join(map(repr, facts.gps))}"
-    if len(apart) > follows or sum(run.values[name].numel() for name in apart) > 1:  # one number alone f may follow
+    if sum(run.values[name].numel() for name in apart) > follows:  # f may follow one number alone
         warnings.warn(
             f"latents {', '.join(map(repr, apart))}{gps} enter the same densities, and the guide treats them as "
             f"independent: their intervals are too narrow. Reason: {why}",
@@ -89,7 +91,7 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     if any(facts.gps[name].outputs and process.x.requires_grad for name, process in run.processes.items()):
         return ""
     if why := obstacle(guide):
-        return why if asked else ""
+        return why
     bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
     with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
         return _find(Search(guide, run, (args, kwargs), [], bar.update))
@@ -285,10 +287,10 @@ class _Mode:
         index = index_of(self.layout.rows, members, self.theta)
         # exp(−½ xᵀPx + xᵀPx̂) over the prior's exp(−½|x|²)
         given, x = (self.best.root @ self.best.root.mT)[index][:, index], self.best.x[index]
-        if shape := coefficients.batch_shape:  # independent outputs
-            given = given.unflatten(0, (shape.numel(), -1)).unflatten(2, (shape.numel(), -1))
-            given = given.diagonal(dim1=0, dim2=2).movedim(-1, 0).unflatten(0, shape)
-            x = x.view(*shape, -1)
+        # blocks of independent outputs
+        shape = coefficients.batch_shape
+        blocks = given.unflatten(0, (shape.numel(), -1)).unflatten(2, (shape.numel(), -1)).diagonal(dim1=0, dim2=2)
+        given, x = blocks.movedim(-1, 0).reshape(*shape, *blocks.shape[:2]), x.view(*shape, -1)
         coefficients.put_sums(anchor, given - eye_like(given), (given @ x[..., None])[..., 0])
 
     def _weights(self, index: Tensor) -> Tensor:

@@ -68,17 +68,17 @@ def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Te
 
 def _make_parameters(guide: KnownGuide, modules: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     facts, joint = guide.core.facts, guide.joint
-    for name, latent in facts.latents.items():
-        loc = tensors.get(f"locs.{path_of(name)}_unconstrained")  # none, where its posterior is joint with others'
-        is_point = loc is not None and f"scales.{path_of(name)}_unconstrained" not in tensors
-        is_other = is_point != guide.is_point(name) or (loc is None and guide.is_independent(name))
-        if latent.shape is not None and is_other:
+    for name in [name for name, latent in facts.latents.items() if latent.shape is not None]:
+        place = f"{path_of(name)}_unconstrained"
+        loc = tensors.get(f"locs.{place}")  # none, where its posterior is joint with others'
+        is_point = loc is not None and f"scales.{place}" not in tensors
+        if is_point != guide.is_point(name) or (loc is None and guide.is_independent(name)):
             raise ValueError(
                 f"the saved posterior of latent site {name!r} is of another kind (a point, joint, or independent) than "
                 "this guide's: make the guide with the point_estimates= and independent= that it was saved with."
             )
         if loc is not None:
-            guide.set_latent(name, loc.new_zeros(latent.shape or ()), latent.event_dim)
+            guide.set_latent(name, torch.zeros_like(loc), facts.latents[name].event_dim)
     for name, spec in modules.items():
         path = f"gps.{path_of(name)}"
         like = next(t for k, t in tensors.items() if k.startswith(f"{path}.") and t.is_floating_point())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from numbers import Number
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -99,6 +99,8 @@ class NoRelation:
 
 class TrainingData:
     """The arguments of a call with observations: references, and copies of what is written to unseen."""
+
+    some: Optional[tuple[tuple, dict[str, Any]]] = None  # arguments with as many of their rows as a guide needs
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = map_tensors(_kept, (args, kwargs), kinds=(Tensor, np.ndarray))
@@ -236,6 +238,15 @@ def map_tensors(function: Callable[..., Any], tree: Any, *alike: Any, kinds: Any
                 # Of a frozen one, too.
                 object.__setattr__(tree, name, of(*(getattr(one, name) for one in (tree, *alike))))
     return tree
+
+
+def rows_of(tree: Any, num: int, chosen: Tensor) -> Any:
+    """A tree in which tensors of ``num`` rows have those that are ``chosen``."""
+
+    def some(value: Tensor) -> Tensor:
+        return value[chosen.to(value.device)] if value.dim() and len(value) == num else value
+
+    return tree if len(chosen) == num else map_tensors(some, tree)
 
 
 def tensors(tree: object) -> list[Tensor]:
