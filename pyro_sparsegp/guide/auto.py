@@ -32,7 +32,7 @@ from .points import Points
 from .posteriors.joint import AtPoints, Joint
 from .posteriors.on_sites import OnSites
 from .posteriors.separate import ByExpectation, Separate
-from .runs import LARGEST_JOINT, Conditions, Posteriors, Priors, Run, note_rows, note_step, with_classes
+from .runs import LARGEST_JOINT, AtNodes, Conditions, Posteriors, Priors, Run, note_rows, note_step, with_classes
 from .summary import Summary
 
 _KINDS = ((ExpectationFamily, ByExpectation()), (SiteFamily, OnSites()))  # by families of whom one is enough
@@ -158,10 +158,9 @@ class AutoSparseGP(SiteMessenger):
             drop_stored(self._pyro_name)
         # The program is looked at in training, and at the first call after a state was loaded, whatever that is for:
         # test_messages.py::test_a_latent_that_a_state_does_not_have.
-        has_graph = not torch.is_inference_mode_enabled()
-        if core.loaded or (has_graph and torch.is_grad_enabled()):
+        if core.loaded or torch.is_grad_enabled():
             watch(self, args, kwargs)
-            if has_graph and not core.checked:
+            if not (core.checked or torch.is_inference_mode_enabled()):
                 # The graph is what shows where parameters come from; what the call draws later stays as it would be.
                 with torch.enable_grad(), traces.repeatable(self.like):
                     check_parameters(self, args, kwargs)
@@ -383,8 +382,9 @@ class AutoSparseGP(SiteMessenger):
 
         def perform(args: tuple, kwargs: dict[str, Any]) -> None:
             call, conditions = given or self._given(args, kwargs)
-            run: Run = ahead or Posteriors(self, conditions, joint_up_to=0 if self.training else torch.inf)
-            run.call, run.nodes = call, nodes
+            joint_up_to = 0 if self.training else torch.inf
+            run: Run = ahead or AtNodes(self, conditions, nodes=nodes, joint_up_to=joint_up_to)
+            run.call, run.is_objectives = call, True
             self._perform(run, args, kwargs)
 
         try:

@@ -37,7 +37,7 @@ from .known import KnownGuide
 from .latents import FieldLatent
 from .moments import Moments, beside, moments_of, of_argument, said
 from .nested import Nested, Optimum
-from .runs import Priors
+from .runs import Posteriors, Priors
 from .search import ALL_ROWS, Search, without
 from .start import PATIENCE, obstacle
 
@@ -189,31 +189,41 @@ class Compared:
         found = {name: (value.reshape(-1), 0 * value.reshape(-1)) for name, value in self.hyper.parts(at.theta).items()}
         return found | {name: (values[name].detach(), variance[own]) for name, own in rows.items()}
 
-    def _of_q(self, num: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """As :func:`moments_of`, q's, by so many draws, or at the medians of hyperparameters."""
-        guide, search = self.guide, self.search
-        asked = {"at_medians": True} if num == 1 else {"joint_up_to": 0, "marginal": True}
+    @torch.no_grad()
+    def _at_medians(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """As :func:`moments_of`, q's of GP sites at the medians of all else."""
+        run = self.guide.run_at(*self.call, draws_data=False, at_medians=True)
+        return {n: (mean, variance.sqrt()) for n, (mean, variance) in self._of_gps(run).items()}
+
+    def _of_gps(self, run: Posteriors) -> Moments:
+        """Means and variances of GP sites in a run, at the rows that are compared."""
+        found, search = Moments(), self.search
+        for name, q in run.posteriors.items():
+            rows = search.chosen if q.mean.shape[-1] == search.num else slice(None)
+            found[name] = q.mean[..., rows].reshape(-1)[:_ROWS], q.variance[..., rows].reshape(-1)[:_ROWS]
+        return found
+
+    def _of_q(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """As :func:`moments_of`, q's, by draws."""
+        guide, priors = self.guide, self.search.priors
 
         @torch.no_grad()
         def one(item: Draw) -> Draw:
             with Held(item):
-                run = guide.run_at(*self.call, draws_data=False, **asked)
-            free = {n: biject_to(p.support).inv(run.values[n]).reshape(-1)[:_ROWS] for n, p in search.priors.items()}
-            some = {n: search.chosen if q.mean.shape[-1] == search.num else ... for n, q in run.posteriors.items()}
-            met = {n: (q.mean[..., some[n]], q.variance[..., some[n]]) for n, q in run.posteriors.items()}
-            found = {n: (value, 0 * value) for n, value in free.items()} | self._given(run)
-            return found | {n: tuple(part.reshape(-1)[:_ROWS] for part in parts) for n, parts in met.items()}
+                run = guide.run_at(*self.call, draws_data=False, joint_up_to=0, marginal=True)
+            free = {n: biject_to(p.support).inv(run.values[n]).reshape(-1)[:_ROWS] for n, p in priors.items()}
+            return {n: (value, 0 * value) for n, value in free.items()} | self._given(run) | self._of_gps(run)
 
-        items = items_of_draws(guide, num) if num > 1 else {"": torch.zeros(1)}
+        items = items_of_draws(guide, _OWN)
         every = all_draws(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
-        each: list[Moments] = [map_tensors(itemgetter(i), every) for i in range(num)]
+        each: list[Moments] = [map_tensors(itemgetter(i), every) for i in range(_OWN)]
         guide.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
         sd, points = self.hyper.parts(self.width), guide.core.points
         known = {n: (loc.reshape(-1), sd[n].reshape(-1)) for n, loc in self.hyper.parts(self.loc).items()}
-        if points is not None and num > 1:
+        if points is not None:
             parts = [self.hyper.parts(theta).items() for theta in points.theta]
             known = moments_of([{n: (v.reshape(-1), 0 * v.reshape(-1)) for n, v in p} for p in parts], points.weight)
-        return moments_of(each, self.loc.new_full((num,), 1 / num)) | known
+        return moments_of(each, self.loc.new_full((_OWN,), 1 / _OWN)) | known
 
     def _given(self, run: Any) -> Moments:
         """Means and variances given the hyperparameters, of a few normal latents whose prior mean is no other latent:
@@ -235,7 +245,7 @@ class Compared:
         """
         weights = self._weights()[0]
         if not whole:  # given the medians of latents a posterior that is read given these is narrower
-            right, own = moments_of([self._moments(self.best)], self.loc.new_ones(1)), self._of_q(1)
+            right, own = moments_of([self._moments(self.best)], self.loc.new_ones(1)), self._at_medians()
             right = {n: right[n] for n in self.guide.facts.gps if not (self.search.normal and self.guide.q.is_of_rows)}
         else:
             least = min(_LEAST, len(weights))
@@ -247,7 +257,7 @@ class Compared:
             if (worth := float(1 / weights.square().sum())) < least:
                 names = ", ".join(map(repr, self.hyper.rows))
                 return [f"check cannot judge {names}: its weighted draws are worth {worth:.1f}. Compare with NUTS."]
-            right, own = moments_of(self.seen, weights), self._of_q(_OWN)
+            right, own = moments_of(self.seen, weights), self._of_q()
         lines = []
         for name, (mean, sd) in right.items():
             at, wide = own[name]

@@ -8,7 +8,6 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..gaussians import NaturalGaussian
 from ..program.asking import attempt
 from ..program.checks import graph_of
 from ..program.data import TrainingData, rows_of, tensors
@@ -34,11 +33,9 @@ def moved_by(guide: KnownGuide, run: Run) -> dict[str, list[Tensor]]:
     if guide.facts.inner or torch.distributed.is_initialized():  # each process has other rows
         return found
     for name, process in run.processes.items():
-        kind = type(getattr(guide.module_of(name), "coefficients", None))
-        follows = name not in guide.joint.followed if guide.joint.field else kind is NaturalGaussian
-        nodes = graph_of([process.x]) if follows and process.x.requires_grad else []
-        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-        if others := [leaf for leaf in leaves if id(leaf) not in own]:
+        leaves = [node.variable for node in graph_of([process.x]) if hasattr(node, "variable")]
+        others = [leaf for leaf in leaves if id(leaf) not in own]
+        if others and guide.q.can_follow(guide, name):
             found[name] = others
     return found
 
@@ -97,9 +94,5 @@ def _versions(guide: KnownGuide) -> list[int]:
 
 
 def _put(guide: KnownGuide, places: Mapping[str, Tensor]) -> None:
-    members = [*guide.joint.field]
     for name, x in places.items():
-        if not members:
-            guide.module_of(name).follow(x)
-        elif getattr(guide.field, rows := f"rows_{members.index(name)}").shape == x.shape:
-            setattr(guide.field, rows, x)
+        guide.q.follow(guide, name, x)

@@ -76,9 +76,10 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         return _untold(members, tells), of_site
 
     linked, total = Linked({}, {}, [], []), 0.0 * x.sum()
-    for name, site in here.items():
+    data = {name: site for name, site in here.items() if traces.is_observation(site)}
+    for name, site in data.items():
         fn = bare(site["fn"])
-        density = fn.log_prob(site["value"]) if traces.is_observation(site) else base
+        density = fn.log_prob(site["value"])
         if not depends(density, x):
             continue
         total = total + scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]).sum()

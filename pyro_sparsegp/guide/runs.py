@@ -53,10 +53,9 @@ class Run(ABC):
     conditions: Conditions = field(default_factory=Conditions)  # what is held in it
     call: Call = field(default_factory=Evaluation)  # what it is about
     at_medians: bool = False  # other latents are there; else they are drawn, or held as the conditions say
-    # Standardised, of the GP sites that are at quadrature nodes, None for the mean, and not drawn.
-    nodes: Optional[Mapping[str, Optional[Tensor]]] = None
     draws_data: bool = True  # data that are not given are drawn; or another value stands in for them
     sums_out: bool = True  # enumerated discrete latents are summed out; or the model draws them
+    is_objectives: bool = False  # an objective asks for it, which takes expectations itself
 
     processes: dict[str, GaussianProcess] = field(init=False, default_factory=dict)  # of the GP sites it met
     posteriors: dict[str, Any] = field(init=False, default_factory=dict)
@@ -98,7 +97,7 @@ class Run(ABC):
     @property
     def takes_points(self) -> bool:
         """Whether hyperparameters are from weighted points: in draws and predictions, not in a step or its loss."""
-        is_step = self.nodes is not None or (torch.is_grad_enabled() and not self.call.new)
+        is_step = self.is_objectives or (torch.is_grad_enabled() and not self.call.new)
         return self.guide.core.points is not None and not is_step
 
     @cached_property
@@ -177,12 +176,23 @@ class Posteriors(Run):
         return posterior.mean if self.at_medians else posterior
 
     def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Union[Tensor, SparsePosterior]:
-        joint, nodes = self.at_medians or process.event_shape[0] <= self.joint_up_to, self.nodes or {}
-        kind = NodeSite if name in nodes else Site if joint else self.kind.kind_of_draws(self.guide, name)
+        joint = process.event_shape[0] <= self.joint_up_to
+        kind = Site if joint else self.kind.kind_of_draws(self.guide, name)
         posterior = self.posteriors[name] = self.kind.answer(self, name, process, module, kind)
-        if name in nodes:
-            return posterior.at_node(nodes[name])
         return posterior.mean if self.at_medians else posterior
+
+
+@dataclass(eq=False)
+class AtNodes(Posteriors):
+    """Some GP sites are at quadrature nodes and not drawn: standardised, ``None`` for the mean."""
+
+    nodes: Mapping[str, Optional[Tensor]] = field(default_factory=dict)
+
+    def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Union[Tensor, SparsePosterior]:
+        if name not in self.nodes:
+            return super().answer(name, process, module)
+        posterior = self.posteriors[name] = self.kind.answer(self, name, process, module, NodeSite)
+        return posterior.at_node(self.nodes[name])
 
 
 @torch.no_grad()
@@ -213,7 +223,7 @@ def note_step(run: Run, args: tuple, kwargs: dict[str, Any]) -> float:
     guide, core, facts, sites = run.guide, run.guide.core, run.guide.core.facts, run.sites
     observed = {name: site for name, site in run.data.items() if not guide.is_given(name, site)}
     if not observed:
-        if run.nodes is not None:  # an objective's step
+        if run.is_objectives:
             require_data(run)
         return 0.0
     known = {*facts.gps, *facts.latents, *facts.data}

@@ -86,6 +86,14 @@ class Joint(Separate):
         """Those of the field, whose one member this site is; what it follows is at its median."""
         return run.guide.field.coefficients, anchor_of(run.guide, run.bases, run.normal, run.sites)
 
+    def can_follow(self, guide: KnownGuide, name: str) -> bool:
+        return name not in guide.joint.followed
+
+    def follow(self, guide: KnownGuide, name: str, x: Tensor) -> None:
+        rows = f"rows_{[*guide.joint.field].index(name)}"
+        if getattr(guide.field, rows).shape == x.shape:
+            setattr(guide.field, rows, x)
+
     def lacks(self, guide: KnownGuide, seen: Structure) -> list[str]:
         # its terms are made for the distributions that it met
         return super().lacks(guide, seen) + guide.facts.has_others(seen)

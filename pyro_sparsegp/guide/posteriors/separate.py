@@ -100,6 +100,14 @@ class Separate:
         module = run.guide.module_of(name)
         return module.coefficients, module.anchor_of(features)
 
+    def can_follow(self, guide: KnownGuide, name: str) -> bool:
+        """Whether it stays about a GP site's values at rows whose inputs parameters of the program move."""
+        return type(getattr(guide.module_of(name), "coefficients", None)) is NaturalGaussian
+
+    def follow(self, guide: KnownGuide, name: str, x: Tensor) -> None:
+        """Be about the values at these inputs of the rows."""
+        guide.module_of(name).follow(x)
+
     # What the program is to be.
 
     def require(self, run: Run) -> None:
