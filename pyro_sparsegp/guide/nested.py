@@ -281,10 +281,12 @@ class Nested:
         gram, slopes = best.precision.gram, dict[str, tuple[Tensor, Tensor]]()
         # ∂x̂ = P⁻¹ ∂∇ℓ, and of sites that turn with T, whose sums are TᵀGT and Tᵀr, ∂m = P⁻¹(∂Tᵀx̂ − G ∂T x̂).
         if turn is None:
-            eta, found = found.eta, found.detached()
-            found.eta = eta
-        pull = self._local(found, theta, best.x, best.precision).slope
-        pull = pull if turn is None else pull - (turn.mT @ best.x - gram @ (turn @ best.x))
+            fixed = found.detached()
+            fixed.eta = found.eta
+            pull = self._local(fixed, theta, best.x, best.precision).slope
+        else:
+            pull = self._local(found, theta, best.x, best.precision).slope
+            pull = pull - (turn.mT @ best.x - gram @ (turn @ best.x))
         # Pm ← exp(bᵀθ) Pm
         pull = jacobian(pull + 0 * theta.sum(), theta).detach() - torch.outer(weights, best.x)
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
