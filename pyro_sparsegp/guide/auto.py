@@ -16,7 +16,7 @@ from ..numerics.functions import held
 from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import handlers, rules, traces
-from ..program.draws import in_blocks
+from ..program.draws import all_draws
 from .absorb import absorb
 from .calls import Call, NewRows, classify
 from .changes import watch
@@ -287,10 +287,9 @@ class AutoSparseGP(SiteMessenger):
             return {name: values[name] for name in names if name in values}
 
         # 128 features a value.
-        items = items_of_draws(self, num_draws)
-        blocks = list(in_blocks(one, items, lambda d: 128 * sum(map(torch.numel, d.values()))))
+        found = all_draws(one, items_of_draws(self, num_draws), lambda d: 128 * sum(map(torch.numel, d.values())))
         self.trace = poutine.Trace()  # as in predict
-        return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+        return found
 
     def _or_of_training(self, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if args or kwargs:

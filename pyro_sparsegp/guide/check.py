@@ -29,14 +29,13 @@ from ..program.draws import Draw, all_draws
 from ..program.handlers import Held
 from ..program.traces import bare, is_observation, repeatable, whole_plates
 from .bounds import of_bound
-from .dense import AtValues, ByHessian
 from .draws import items_of_draws
-from .field import index_of, slices
+from .field import AtValues, index_of, slices
 from .first_call import explain_nan
 from .known import KnownGuide
 from .latents import FieldLatent
 from .moments import Moments, beside, moments_of, of_argument, said
-from .nested import Nested, Optimum
+from .nested import Nested, Optimum, by_values
 from .runs import Posteriors, Priors
 from .search import ALL_ROWS, Search, without
 from .start import PATIENCE, obstacle
@@ -133,9 +132,7 @@ class Compared:
             return search.at_rows(nested, ALL_ROWS)
         if guide.facts.inner or not in_any_way:
             raise Unsupported("a likelihood has no linear predictors")
-        members = [name for name in search.sites if name in {*guide.facts.gps, *search.normal}]
-        sizes = {name: search.sites[name]["value"].numel() for name in members}
-        return ByHessian(guide, sizes, search.hyper, search.run)
+        return by_values(guide, search.sites, search.normal, search.hyper, search.run)
 
     def _is_linear(self, nested: Nested) -> bool:
         """Whether densities follow from the linear predictors where all members are moved at once."""
@@ -275,7 +272,7 @@ class Compared:
         normal = [*search.normal, *facts.gps]
         met = [n for n in normal if n not in {*guide.joint.hyper, *guide.joint.field}]
         apart = met if name in met and len(met) > 1 else [*search.priors, *facts.gps]
-        are_apart = len(apart) > 1 and (isinstance(self.nested, ByHessian) or (met and len(normal) > 1))
+        are_apart = len(apart) > 1 and (not (self.nested.links or guide.joint.field) or (met and len(normal) > 1))
         family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
         is_normal = not self.hyper.size and self._is_gaussian()  # each posterior is
         is_exact = is_normal and guide.q.is_of_rows  # and found in one step

@@ -218,6 +218,18 @@ class Standardised(Messenger):
         return value + left.clamp(min=torch.finfo(left.dtype).tiny).sqrt() * t
 
 
+class AtValues(Standardised):
+    """GP sites are f = μ + Lx with LLᵀ = k(X, X): their values at all inputs, without a basis."""
+
+    @staticmethod
+    def sizes_of(module: Any, rows: int) -> list[int]:
+        return [rows] * module.batch_shape.numel()
+
+    def _of_process(self, name: str, process: Any) -> Tensor:
+        self.features[name], mean = [process.scale_tril], process.mean
+        return mean + times(process.scale_tril, self.x.get(name, torch.zeros_like(mean)).reshape(mean.shape))
+
+
 def run_standardised(
     guide: KnownGuide,
     args: tuple,

@@ -28,10 +28,10 @@ from torch.distributions import constraints
 
 from ..numerics.arrow import Arrow, Dense
 from ..numerics.functions import jacobian
-from ..program.asking import attempt
+from ..program.asking import Unsupported, attempt
 from ..program.owners import NO_VALUES, Values
 from ..program.traces import all_sites, is_observation, share_of
-from .field import Layout, Standardised, index_of, slices
+from .field import AtValues, Layout, Standardised, index_of, slices
 from .known import KnownGuide
 from .latents import Hyperparameters
 from .newton import Local, Slopes, ascent, by_derivatives, by_precision, grads, gram_of, root_of
@@ -49,6 +49,7 @@ _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
 _FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
 _ACROSS = [(k + 0.5) / 24 for k in range(24)]  # of an interval
 _LEAST = 0.1  # an eigenvalue of JᵀWJ, beside the prior's 1, from which x follows θ
+_LARGEST = 600  # values whose densities are taken as they are
 _WIDEST = 1.5  # a standard deviation of a hyperparameter, by its prior's width, where F is flat
 
 
@@ -359,3 +360,16 @@ class Nested:
             # by what θ moved between both
             row += (before.slope - after.slope) * units / ((after.theta - before.theta) / units).sum()
         return precision
+
+
+def by_values(
+    guide: KnownGuide, sites: Mapping[str, Any], normal: Collection[str], hyper: Hyperparameters, run: Any
+) -> Nested:
+    """F of a program whose densities depend on values in any way: x are all values, and the whole Hessian is taken."""
+    facts = guide.facts
+    members = [name for name in sites if name in facts.gps or name in normal]
+    layout = Layout({name: [sites[name]["value"].numel()] for name in members}, {})
+    if layout.num > _LARGEST:
+        raise Unsupported(f"{layout.num} values are too many for a dense matrix")
+    drawn = [name for name in sites if name in {*facts.data, *facts.downstream} - {*members}]
+    return Nested(guide, layout, {}, hyper, run, AtValues, drawn)

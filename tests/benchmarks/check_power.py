@@ -18,9 +18,9 @@ from bench import parsed, seeded
 from torch.distributions import biject_to
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, families, fit, kernels
-from pyro_sparsegp.guide.dense import ByHessian
 from pyro_sparsegp.guide.field import is_normal_prior, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters
+from pyro_sparsegp.guide.nested import by_values
 from pyro_sparsegp.guide.runs import Priors
 from pyro_sparsegp.program.traces import all_sites
 
@@ -335,12 +335,12 @@ def truth(model, args):
     priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
     hyper = {name: prior for name, prior in priors.items() if not is_normal_prior(prior)}
     hyper = Hyperparameters(hyper, {name: sites[name]["value"] for name in priors}, guide.like)
-    sizes = {n: sites[n]["value"].numel() for n in sites if n in {*guide.facts.gps, *priors} - {*hyper.priors}}
+    normal = priors.keys() - hyper.priors.keys()
 
     def program(handler, given):
         return run_standardised(guide, args, {}, handler, given)
 
-    nested = ByHessian(guide, sizes, hyper, program)
+    nested = by_values(guide, sites, normal, hyper, program)
     with torch.enable_grad():
         starts = [nested.tried(theta) for theta in [guide.like.new_zeros(hyper.size), *hyper.draws(4)]]
         best = nested.mode(starts) if hyper.size else starts[0]
@@ -354,9 +354,11 @@ def truth(model, args):
         for _ in range(0 if at is nested.none else EACH):
             z = torch.randn(len(at.x), generator=generator)
             x = at.x + torch.linalg.solve_triangular(at.root.mT, z[:, None], upper=True)[:, 0]
-            density, there = nested.density(at.theta, x)
-            weights.append(density + 0.5 * eps.square().sum() + 0.5 * z.square().sum() - at.precision.half_log_det)
-            each = {**there, **hyper.parts(at.theta)}
+            there, handler = nested.run(at.theta, x)
+            density = handler.log_prior + nested.of_data(there) + nested.densities(at.theta).total(x)
+            ratio = 0.5 * (eps.square().sum() + z.square().sum() - x.square().sum())
+            weights.append(density + ratio - at.precision.half_log_det)
+            each = {**handler.values, **hyper.parts(at.theta)}
             values.append({name: each[name].detach().reshape(-1) for name in [*priors, *guide.facts.gps]})
     weights = torch.stack(weights).detach().softmax(0)
     found = {}
