@@ -373,7 +373,7 @@ class Compared:
         if not self.hyper.size:
             return []
         starts = [[draw] for draw in draws] if whole else [draws]
-        ends = [nested.mode(map(nested.tried, some), lambda theta: self._far(theta, self.loc) < 1.0) for some in starts]
+        ends = [nested.mode(map(nested.tried, some)) for some in starts]
         # q may be on a plateau, where all is noise
         ends += [nested.across(self.best), nested.beyond(self.best)]
         ends = [end for end in ends if end is not nested.none and self._far(end.theta, self.loc) > _APART]

@@ -15,7 +15,6 @@ of q(x | θ) and W = −E[∇²ℓ].
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Optional, Union
@@ -216,8 +215,8 @@ class Nested:
             curvatures[one, other] = curvatures[other, one] = part
         return total, slopes, curvatures
 
-    def mode(self, starts: Iterable[Optimum], is_known: Callable[[Tensor], bool] = lambda theta: False) -> Optimum:
-        """F at θ̂, by L-BFGS from the best of some starts; ``none`` where that comes to a θ that is known."""
+    def mode(self, starts: Iterable[Optimum]) -> Optimum:
+        """F at θ̂, by L-BFGS from the best of some starts."""
         best = max(starts, key=attrgetter("value"), default=self.none)
         if best is self.none or not self.hyper.size:
             return best
@@ -237,15 +236,11 @@ class Nested:
             nonlocal best
             found = ahead.pop() if ahead else self.tried(self.hyper.units * t)
             best = max(best, found, key=attrgetter("value"))
-            if is_known(found.theta):
-                raise StopIteration
             t.grad = -found.slope * self.hyper.units
             return -found.value.nan_to_num(neginf=lowest)
 
-        with suppress(StopIteration):
-            optimiser.step(loss)
-            return best
-        return self.none
+        optimiser.step(loss)
+        return best
 
     def tried(self, theta: Tensor) -> Optimum:
         """As :meth:`at`; ``none``, whose F is −∞, where the program has no density."""
