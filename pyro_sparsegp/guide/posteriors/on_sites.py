@@ -87,8 +87,7 @@ class OnSites(Separate):
         else:
             require_rows(run, name)
         held = handlers.held_runs(guide.model, run.trace, args, kwargs)
-        closed = _closed_forms(run, held) if len(core.facts.gps) == 1 else ()
-        reader = Reader(held, core.facts, core.num_nodes, closed)
+        reader = Reader(held, core.facts, core.num_nodes, _closed_forms(run, held))
         with torch.set_grad_enabled(learns):
             readings = _read(reader, modules, run, call)
         # What other runs are to have of latents: all of it at the same rows.
@@ -140,11 +139,13 @@ class _UnderLatents(Priors):
 
 
 def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
-    """The densities after the one GP site, if expectations of all over its values are in closed form."""
+    """The densities after a GP site, if there is one alone, and expectations of all over its values are in closed
+    form.
+    """
     core = run.guide.core
     # A state has no closed forms; sites that are read at nodes instead would be others.
     forms = core.forms = core.forms or explore(run, held)[1]
-    is_whole = not (forms.functions or forms.rest.gps) and forms.hold(run.trace.nodes)
+    is_whole = len(core.facts.gps) == 1 and not (forms.functions or forms.rest.gps) and forms.hold(run.trace.nodes)
     return forms.rows if is_whole else ()
 
 
