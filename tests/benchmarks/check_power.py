@@ -335,12 +335,11 @@ def truth(model, args):
     priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
     hyper = {name: prior for name, prior in priors.items() if not is_normal_prior(prior)}
     hyper = Hyperparameters(hyper, {name: sites[name]["value"] for name in priors}, guide.like)
-    normal = priors.keys() - hyper.priors.keys()
 
     def program(handler, given):
         return run_standardised(guide, args, {}, handler, given)
 
-    nested = by_values(guide, sites, normal, hyper, program)
+    nested = by_values(guide, sites, priors.keys() - hyper.priors.keys(), hyper, program)
     with torch.enable_grad():
         starts = [nested.tried(theta) for theta in [guide.like.new_zeros(hyper.size), *hyper.draws(4)]]
         best = nested.mode(starts) if hyper.size else starts[0]
@@ -356,8 +355,7 @@ def truth(model, args):
             x = at.x + torch.linalg.solve_triangular(at.root.mT, z[:, None], upper=True)[:, 0]
             there, handler = nested.run(at.theta, x)
             density = handler.log_prior + nested.of_data(there) + nested.densities(at.theta).total(x)
-            ratio = 0.5 * (eps.square().sum() + z.square().sum() - x.square().sum())
-            weights.append(density + ratio - at.precision.half_log_det)
+            weights.append(density + 0.5 * (eps @ eps + z @ z - x @ x) - at.precision.half_log_det)
             each = {**handler.values, **hyper.parts(at.theta)}
             values.append({name: each[name].detach().reshape(-1) for name in [*priors, *guide.facts.gps]})
     weights = torch.stack(weights).detach().softmax(0)
