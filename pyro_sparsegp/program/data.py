@@ -246,7 +246,7 @@ def rows_of(tree: Any, num: int, chosen: Tensor) -> Any:
     def some(value: Tensor) -> Tensor:
         return value[chosen.to(value.device)] if value.dim() and len(value) == num else value
 
-    return tree if len(chosen) == num else map_tensors(some, tree)
+    return map_tensors(some, tree)
 
 
 def tensors(tree: object) -> list[Tensor]:
