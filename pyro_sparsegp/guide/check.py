@@ -370,8 +370,6 @@ class Compared:
     def of_a_second_start(self, whole: bool) -> list[str]:
         """Whether searches from each of some draws of the prior, or from the best, end at another mode."""
         nested, draws = self.nested, self.hyper.draws(_STARTS)
-        if not self.hyper.size:
-            return []
         starts = [[draw] for draw in draws] if whole else [draws]
         ends = [nested.mode(map(nested.tried, some)) for some in starts]
         # q may be on a plateau, where all is noise
