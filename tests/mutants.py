@@ -214,8 +214,8 @@ features-anew-for-each-update: test_sites.py::test_features_are_made_once_for_al
 - if self._answer is None:
 + if True:
 features-stay-after-a-reading: test_sites.py::test_features_of_a_reading_go_with_it
-- self._answer = self._last = None
-+ self._last = None
+- self._answer = self._found = self._at = None
++ self._found = self._at = None
 masked-rows-count: test_sites.py::test_a_mask_that_changes_drops_what_was_seen
 - found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
 + found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, None))
@@ -331,8 +331,8 @@ arrays-are-not-kept: test_data.py::test_what_is_no_tensor
 - return leaf.astype(leaf.dtype.newbyteorder("="))
 + return leaf
 batches-read-where-q-was: test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows
-- self._last = (None, known) if same and known[0] is not None else None
-+ self._last = (None, known) if known[0] is not None else None
+- self._at = known if same and known[0] is not None else None
++ self._at = known if known[0] is not None else None
 """  # noqa: E501
 
 

@@ -111,15 +111,14 @@ class KnownGuide(AutoNormalMessenger):
     ) -> None:
         by_name: Mapping[Any, Any] = families if isinstance(families, Mapping) else {(): families}
         by_group = {key if isinstance(key, tuple) else (key,): family for key, family in by_name.items()}
-        points = named["point_estimates"]
-        _require_arguments(model, by_group, {**named, "point_estimates": points or ()}, start)
+        by_expectation = any(isinstance(family, ExpectationFamily) for family in by_group.values())
+        points = by_expectation if named["point_estimates"] is None else named["point_estimates"]
+        _require_arguments(model, by_group, {**named, "point_estimates": points}, start)
         super().__init__(model, **options)
         self.families, self.declared = families, list(by_group.values())
         self.by_name = {name: family for group, family in by_group.items() for name in group}
         self.together_by_name = [group for group in by_group if len(group) > 1]  # GP sites that are to have one
-        by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared)
-        # Names, or True for all.
-        self.point_estimates: Any = (by_expectation if points is None else points) or ()
+        self.point_estimates: Any = points or ()  # names, or True for all
         self.independent_draws, self.independent = tuple(named["independent_draws"]), named["independent"] or ()
         self.search = start is not None  # whether hyperparameters start at their mode
         self.core = Core()  # what was learnt

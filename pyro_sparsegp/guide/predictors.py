@@ -138,19 +138,23 @@ def _are_sure(sites: Mapping[str, Any], name: str, of_site: Mapping[str, str]) -
 
 
 def _is_sure(sites: Mapping[str, Any], name: str, key: str, link: str) -> Tensor:
-    fn = bare(sites[name]["fn"])
-    if link == VALUE:
-        return torch.ones_like(sites[key]["value"].reshape(-1)) > 0
-    part = traces.parameters(fn)[key].detach().expand(fn.batch_shape).reshape(-1)
-    ends = [LINKS[link][0](part + sign * torch.finfo(part.dtype).eps) for sign in (-1, 1)]
-    return (ends[1] - ends[0]).abs() < _ROUNDING[part.dtype]
+    part, function = _made_of(sites, name, key, link)
+    low, high = (function(part.detach() + sign * torch.finfo(part.dtype).eps) for sign in (-1, 1))
+    return (high - low).abs() < _ROUNDING[part.dtype]
 
 
 def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
     """A predictor in a run, ``(N,)``."""
+    part, function = _made_of(sites, name, key, link)
+    return function(part)
+
+
+def _made_of(sites: Any, name: str, key: str, link: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """What a predictor is made of in a run, ``(N,)``, and by which function."""
     fn = bare(sites[name]["fn"])
-    part = sites[key]["value"] if link == VALUE else LINKS[link][0](traces.parameters(fn)[key].expand(fn.batch_shape))
-    return part.reshape(-1)
+    if link == VALUE:
+        return sites[key]["value"].reshape(-1), LINKS["identity"][0]
+    return traces.parameters(fn)[key].expand(fn.batch_shape).reshape(-1), LINKS[link][0]
 
 
 def _density_of(site: Any) -> Tensor:

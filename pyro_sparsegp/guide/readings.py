@@ -49,9 +49,10 @@ class SiteReading:
         self.moves: Any = None  # of that update, each row's
         # A share of the rate; updates that were cut since they lowered the bound.
         self.pace, self.halved = torch.ones_like(kept.progress["pace"]), 0
-        # Of passes over all rows: what gives posteriors of sites, and the last one, if it was made, with its marginals.
+        # Of passes over all rows: what gives posteriors, and that of the sites as they are, with its marginals.
         self._answer: Optional[Callable[[Sites], SparsePosterior]] = None
-        self._last: Any = None
+        self._found: Optional[SparsePosterior] = None
+        self._at: Optional[Marginal] = None
 
     def resume(self, same: bool) -> None:
         """Go on where training is: its pace, and the marginals that the last step had, if it was at the same rows."""
@@ -59,12 +60,12 @@ class SiteReading:
         if not self.unread:
             known = progress["mean"], progress["variance"]
             self.pace = torch.as_tensor(progress["pace"])
-            self._last = (None, known) if same and known[0] is not None else None
+            self._at = known if same and known[0] is not None else None
 
     @torch.no_grad()
     def look(self) -> tuple[SparsePosterior, Marginal]:
         """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
-        if self._last is None or self._last[0] is None:
+        if self._found is None:
             start = self.sites.detached()
             if self.unread:
                 # Noise as large as the process around its mean: under the prior a likelihood that is not log-concave
@@ -72,20 +73,20 @@ class SiteReading:
                 prior = self.process.variance
                 noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
                 start = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
-            self._last = self.posterior(start)
-        return self._last
+            self._found, self._at = self.posterior(start)
+        return self._found, self._at  # type: ignore[return-value]
 
     @property
     def marginal(self) -> Marginal:
         """Where ℓ is expanded."""
         if self.alone:  # it is the same wherever that is
             return self.process.mean.detach(), self.process.variance.detach()
-        return (self._last or self.look())[1]
+        return self._at or self.look()[1]
 
-    def move(self, sites: Sites, found: Optional[tuple[SparsePosterior, Marginal]] = None) -> None:
+    def move(self, sites: Sites, found: Optional[SparsePosterior] = None, at: Optional[Marginal] = None) -> None:
         """Have these sites; their posterior and its marginals may be known."""
         # What was known goes before the next is made: of projections of data each holds a Φ of its own.
-        self.sites, self.unread, self._last = sites, False, found
+        self.sites, self.unread, self._found, self._at = sites, False, found, at
 
     def expanded(self, found: Expectation, away: Tensor, least: float = 0.0) -> Sites:
         """The sites of ℓ expanded at function values so far from the prior's mean, of at least this precision."""
@@ -102,7 +103,7 @@ class SiteReading:
 
     def end(self, keeps: bool) -> None:
         """Let go of what is larger than the sites, which are read; the module may keep them."""
-        self._answer = self._last = None
+        self._answer = self._found = self._at = None
         kept = self.module.sites
         # What torch.func makes is of its transform, and nothing after it: test_forward_mode.py::test_posteriors.
         if keeps and not torch._C._are_functorch_transforms_active():
@@ -133,7 +134,7 @@ class Readings:
         names = {reading.name for reading in readings}
         meets = any(not reading.direct or self.reader.found.neighbours(reading.name) & names for reading in readings)
         if meets and all(reading.quadratic for reading in readings) and self._solve(tolerance):
-            for reading in readings if trained else ():  # once more, for the gradient
+            for reading in readings:  # once more, for the gradient
                 reading.sites = self._target(reading)[1]
             return
         for left in reversed(range(most)):
@@ -199,7 +200,7 @@ class Readings:
             with torch.no_grad():
                 value = self._expect(reading, moved[1]).value - moved[0].kl.sum()
             if decided((value >= bound + (slack if by_modes else -slack)) | ~bound.isfinite()):
-                reading.move(sites, moved)
+                reading.move(sites, *moved)
                 reading.pace = (1.5 * reading.pace).clamp(max=1.0)
                 return
             reading.halved += 1
