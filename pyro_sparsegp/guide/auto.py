@@ -394,9 +394,8 @@ class AutoSparseGP(SiteMessenger):
 
     def _within(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any], asked: Callable) -> Any:
         """What is asked instead of draws, by the arguments that handlers around this guide hand on."""
-        state = vars(self)
         try:
-            state["_asked"] = asked
+            self._asked = asked
             return wrapped(*args, **kwargs)
         finally:
-            state["_asked"] = None
+            self._asked = None

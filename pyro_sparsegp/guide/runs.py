@@ -76,9 +76,8 @@ class Run(ABC):
             self.drawn = core.points.chosen(self.at_medians)  # type: ignore[union-attr]
         self.kind = guide.kind_of(isinstance(self.drawn, Point))
         self.look_ahead(args, kwargs)
-        # By the way round a Pyro module's attributes, which takes long.
-        state, before, held = vars(guide), guide.run, self.conditions
-        state["run"] = self
+        before, held = guide.run, self.conditions
+        guide.run = self
         if self.sums_out and (core.facts.discrete or not core.facts.gps):
             self.enumeration = Enumeration(held.values)
         try:
@@ -87,7 +86,7 @@ class Run(ABC):
             with kept, handlers.Held(held.values), asks_program():
                 self.values = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         finally:
-            state["run"] = before
+            guide.run = before
         self.trace = guide.trace
         return self
 

@@ -139,9 +139,7 @@ class _UnderLatents(Priors):
 
 
 def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
-    """The densities after a GP site, if there is one alone, and expectations of all over its values are in closed
-    form.
-    """
+    """The densities after a GP site that is alone, if all have their expectations in closed form."""
     core = run.guide.core
     # A state has no closed forms; sites that are read at nodes instead would be others.
     forms = core.forms = core.forms or explore(run, held)[1]
