@@ -233,6 +233,24 @@ def test_a_factor_that_fails_takes_the_plain_step():
         assert_recorded(model, family, calls)
 
 
+def test_a_factor_without_an_inverse_takes_the_plain_step():
+    """Which a graph meets before it has told that the factor fails."""
+    losses = []
+    for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10)):
+        svi = stepper(elbo, counts, SVGP(6))
+        losses.append([svi.step(*rows(24)) for _ in range(6)])
+        if isinstance(elbo, JitTraceQuadrature_ELBO):
+            (recording,) = elbo._recordings[svi.guide].found.values()
+            graphs = recording.graph, recording.exact
+            recording.graph = recording.exact = lambda *inputs: torch.cholesky_inverse(torch.zeros(2, 2))
+        losses[-1].append(svi.step(*rows(24)))
+        if isinstance(elbo, JitTraceQuadrature_ELBO):
+            assert recording.failures == 1
+            recording.graph, recording.exact = graphs
+        losses[-1] += [svi.step(*rows(24)) for _ in range(6)]
+    assert losses[0] == losses[1]
+
+
 def test_a_loss_that_is_not_finite_is_the_plain_error():
     x, y = rows(24)
     bad = y.clone()

@@ -7,6 +7,7 @@ would lead another way. Random numbers are operations: a replay draws from the s
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -129,10 +130,13 @@ class Recording:
         """What the step gives; whether it is to be taken, if it does not fail, an optimiser within is told."""
         self.update.begin(takes)
         self.limit.fill_(limit)
-        read, *found = (self.graph if takes else self.exact)(*self.inputs(tensors))
-        loss, failed = read.tolist()
         self.steps += 1
         num = len(self.leaves)
+        try:
+            read, *found = (self.graph if takes else self.exact)(*self.inputs(tensors))
+            loss, failed = read.tolist()
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # as of an inverse, where a factor is none
+            loss, failed, found = math.nan, True, []
         self.failures += bool(failed)
         return Replay(loss, bool(failed), found[:num], found[num:])
 
