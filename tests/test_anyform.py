@@ -73,6 +73,29 @@ def test_a_product_is_no_predictor():
     assert b.std().item() == pytest.approx(sd.item(), rel=0.15)
 
 
+def test_a_product_of_processes_does_not_diverge():
+    """Curvatures by points have noise, which lengths that move magnify where the kernel matrix is ill conditioned."""
+    generator = torch.Generator().manual_seed(19)
+    x = torch.rand(60, 1, generator=generator).sort(0).values
+    shape = torch.sin(7 * x[:, 0]) * (1 + 0.7 * torch.cos(3 * x[:, 0]))
+    y = 0.5 + shape + 0.2 * torch.randn(60, generator=generator)
+
+    def model(x, y=None):
+        mu, noise = pyro.sample("mu", dist.Normal(0.0, 1.0)), pyro.sample("noise", dist.HalfNormal(0.5))
+        short, long = (pyro.sample(name, dist.LogNormal(at, 0.4)) for name, at in (("short", -1.5), ("long", -0.5)))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(short), x))
+        g = pyro.sample("g", GaussianProcess(0.25 * kernels.RBF(long), x, mean=1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mu + f * g, noise), obs=y)
+
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, {"f": SVGP(16), "g": SVGP(8)})
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    losses = [svi.step(x, y) for _ in range(120)]
+    assert guide.joint.drawn == ("y",)
+    assert max(losses[20:]) < min(losses) + 10
+
+
 @pytest.mark.slow
 def test_training_keeps_the_width_of_a_weight_of_f():
     """Of rho in rho f + d: f's posterior moves with rho, or q(rho) would be that given f, a quarter as wide."""

@@ -24,11 +24,10 @@ from .base import Stack, solved
 from .factors import CovarianceFactor, DenseFactor, Factor, IdentityFactor
 from .free import FullCholesky
 from .product import Product, Recorded, slices
-from .seats import AtRows, Known, Seat, softened
+from .seats import BY_DRAWS, AtRows, Known, Seat, softened
 from .steps import Natural, Pass, Rate, cautious, recorded
 
 _KNOWN = 9  # steps that sums of more than a batch count for
-_BY_DRAWS = 0.03  # η where draws alone show curvatures
 
 Parts = tuple[Tensor, ...]  # what a precision is made of
 
@@ -129,7 +128,7 @@ class NaturalGaussian(Natural):
 
     def hold_by_draws(self) -> None:
         """Before any step: curvatures will come from draws, whose noise about u would be magnified as L moves."""
-        self.softness = _BY_DRAWS
+        self.softness = BY_DRAWS
         self.leave_seat()
 
     def anchor_of(self, features: Any, mean: Any = None, rows: Optional[Tensor] = None) -> Any:

@@ -35,6 +35,8 @@ from ..numerics.linalg import (
 )
 from .base import Stack, each_times
 
+BY_DRAWS = 0.03  # η where draws alone show curvatures, whose noise about u would be magnified as L moves
+
 
 class Seat:
     """What sites are about in one run: values u = Lw, or near them where L is ill conditioned.
@@ -106,12 +108,14 @@ class AtRows(Seat):
     :param parts: A, ``(..., K, M)``, of each block, with K several times M; or a latent's L, ``(M, M)``, or the
         diagonal of that, ``(M,)``.
     :param spans: whether features span what they become, which a network's do not.
+    :param by_draws: whether sums of sites have the noise of draws.
     """
 
-    def __init__(self, parts: Sequence[Tensor], spans: bool = True) -> None:
+    def __init__(self, parts: Sequence[Tensor], spans: bool = True, by_draws: bool = False) -> None:
         super().__init__(parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts]))
         self.shapes, self.has_turn = [part.shape for part in parts], spans
-        self.least = 1e-8 if spans else 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
+        # ε, of the mean of A₀ᵀA₀'s diagonal
+        self.least = BY_DRAWS**2 if by_draws else 1e-8 if spans else 1e-4
 
     def blocks(self, kept: Tensor) -> list[Tensor]:
         """A of each block, of what was kept."""

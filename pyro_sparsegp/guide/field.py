@@ -298,7 +298,7 @@ def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, 
         if name in guide.joint.row_effects and len(at) != sum(guide.joint.field[name]):  # of new rows
             at = at[:1].expand(sum(guide.joint.field[name]))
         parts.append(factor * at)
-    anchor = AtRows(parts)
+    anchor = AtRows(parts, by_draws=bool(guide.joint.drawn))
     if guide.joint.followed:
         (own,) = guide.joint.followed
         return guide.module_of(own).coefficients.anchor_of(bases[own]), anchor
