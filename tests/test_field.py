@@ -30,6 +30,7 @@ from pyro_sparsegp import (
 from pyro_sparsegp.gaussians.drawn import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import search
+from pyro_sparsegp.guide.adaptive import drawn
 from pyro_sparsegp.guide.check import Compared, check
 from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters, init_to_centre
@@ -469,34 +470,34 @@ def test_a_check_names_the_latents_that_have_not_converged():
 
 
 def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
-    data, seen = _data(), []
-    at_draws = Compared.at_draws
-    monkeypatch.setattr(Compared, "at_draws", lambda self, *args: (seen.append(self), at_draws(self, *args)))
+    data, seen, lines = _data(), [], Compared.lines
+    monkeypatch.setattr(Compared, "lines", lambda self, *args: (seen.append(self), lines(self, *args))[1])
     guide, _ = _step(_linear(), families.SVGP(N, trainable=False), data, 60)
     assert guide.check(*data) == []
     loc, sd = _exact(*data)[0], _exact(*data)[1].diagonal().sqrt()
     for name, rows in {"c": slice(0, 1), "g": slice(1, 1 + GROUPS), "f": slice(1 + GROUPS, None)}.items():
-        for moment, expected in zip(moments_of(seen[0].seen, torch.ones(1))[name], (loc, sd)):
+        for moment, expected in zip(moments_of([seen[0]._moments(seen[0].best)], torch.ones(1))[name], (loc, sd)):
             torch.testing.assert_close(moment, expected[rows], atol=1e-3, rtol=0)
         mean, wide = seen[0]._of_q()[name]  # by draws, of f at single latents' draws
         assert ((mean - loc[rows]) / sd[rows]).abs().max() < 0.3
         torch.testing.assert_close(wide, sd[rows], atol=0, rtol=0.25)
     monkeypatch.setattr("pyro_sparsegp.guide.check.ALL_ROWS", 12)  # of which the curvature is; the mean is of all
     guide.check(*data)
-    mean, sds = moments_of(seen[1].seen, torch.ones(1))["c"]
+    mean, sds = moments_of([seen[1]._moments(seen[1].best)], torch.ones(1))["c"]
     assert mean.item() == pytest.approx(loc[0].item(), abs=1e-3)
     assert sds.item() == pytest.approx(sd[0].item(), rel=0.1)
 
 
 def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
     """Where Laplace's approximation breaks down at one draw, its slope there is of any size."""
-    at_draws, data = Compared.at_draws, (_data()[0], _data()[2])
+    data = _data()[0], _data()[2]
 
-    def broken(self, *args):
-        at_draws(self, *args)
-        self.found[0].slope.add_(1e3)
+    def broken(*args):
+        found, noise = drawn(*args)
+        found[0].slope.add_(1e3)
+        return found, noise
 
-    monkeypatch.setattr(Compared, "at_draws", broken)
+    monkeypatch.setattr("pyro_sparsegp.guide.check.drawn", broken)
     guide, _ = _step(_wide, families.SVGP(8), data, 30)
     assert guide.check(*data) == []
 

@@ -28,6 +28,7 @@ from ..program.data import map_tensors
 from ..program.draws import Draw, all_draws
 from ..program.handlers import Held
 from ..program.traces import bare, is_observation, repeatable, whole_plates
+from .adaptive import WIDER, drawn, weighted, worth
 from .bounds import of_bound
 from .draws import items_of_draws
 from .field import AtValues, index_of, slices
@@ -43,7 +44,6 @@ from .start import PATIENCE, obstacle
 _DRAWS = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
 _OWN = 100  # draws of q
 _STARTS = 6  # of searches for other modes
-_WIDER = 1.3
 _WIDEST = 5.0  # times its own width that q's best may be
 _PARTS = 1.0, 0.5, 0.25, 0.125  # of a step that are tried
 _LOST = 1.0  # nats that a basis leaves out and is told of
@@ -155,22 +155,13 @@ class Compared:
         """All that is told."""
         self.call = call
         num = min(_DRAWS[0] + _DRAWS[1] * self.hyper.size, _DRAWS[2])
-        self.at_draws(num if whole else 2 * self.hyper.size + 8, whole)
+        self.found, self.noise = drawn(self.nested, (self.loc, self.root), num if whole else 2 * self.hyper.size + 8)
         if len(self.found) <= self.hyper.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         small = self.of_inducing_points()
         late = self.of_newton(small) if self.guide.core.points is None else {}  # a step does not move points
         told = [*late.values(), *self.of_values(whole, late, small), *self.of_a_second_start(whole)]
         return [*told, *small.values()]
-
-    def at_draws(self, num: int, meets: bool) -> None:
-        """At draws of θ, a + Rε, with a density: ε, F, and means and variances of all values."""
-        # ε = 1.3 Φ⁻¹(u)
-        noise = _WIDER * torch.special.ndtri(self.hyper.points(num))
-        tried = [self.nested.tried(self.loc + self.root @ eps) for eps in noise]
-        self.found = [found for found in tried if found is not self.nested.none]
-        self.noise = noise[[found is not self.nested.none for found in tried]]
-        self.seen = [self._moments(found) for found in self.found if meets]
 
     def _moments(self, at: Optimum) -> Moments:
         """Means and variances of all values at a θ, of latents in unconstrained space."""
@@ -240,21 +231,17 @@ class Compared:
         """Lines for latents and GP sites whose means or widths differ from weighted draws'; or for GP sites at the
         medians of hyperparameters.
         """
-        weights = self._weights()[0]
         if not whole:  # given the medians of latents a posterior that is read given these is narrower
             right, own = moments_of([self._moments(self.best)], self.loc.new_ones(1)), self._at_medians()
             right = {n: right[n] for n in self.guide.facts.gps if not (self.search.normal and self.guide.q.is_of_rows)}
         else:
-            least = min(_LEAST, len(weights))
-            if 1 / weights.square().sum() < least:  # q is far off: around the mode
-                kept, mode = (self.loc, self.root), self.nested.mode([self.nested.tried(self.loc)])
-                self.loc, self.root = mode.theta, torch.linalg.cholesky(self.nested.covariance(mode))
-                self.at_draws(len(weights), True)
-                (self.loc, self.root), weights = kept, self._weights()[0]
-            if (worth := float(1 / weights.square().sum())) < least:
-                names = ", ".join(map(repr, self.hyper.rows))
-                return [f"check cannot judge {names}: its weighted draws are worth {worth:.1f}. Compare with NUTS."]
-            right, own = moments_of(self.seen, weights), self._of_q()
+            least = min(_LEAST, len(self.found))
+            found, weights = weighted(self.nested, (self.loc, self.root), self.found, least)
+            if worth(weights) < least:
+                names, num = ", ".join(map(repr, self.hyper.rows)), worth(weights)
+                return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
+            seen = [self._moments(each) for each in found]
+            right, own = moments_of(seen, weights), self._of_q()
         lines = []
         for name, (mean, sd) in right.items():
             at, wide = own[name]
@@ -303,15 +290,10 @@ class Compared:
         kinds = all(type(bare(self.search.sites[name]["fn"])) is dist.Normal for name in data)
         return kinds and links == {name: {"loc": "identity"} for name in data}
 
-    def _weights(self) -> tuple[Tensor, ...]:
-        """Those of the posterior, and of q: over the density of the draws, ∝ exp(−½|ε/1.3|²)."""
-        square = 0.5 * self.noise.square().sum(-1)
-        weights = torch.stack([torch.stack([found.value for found in self.found]), -square]) + square / _WIDER**2
-        return torch.softmax(weights, -1).unbind()
-
     def _regressed(self, values: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The constant and the slopes, by ε, of values at each draw."""
-        weights = self._weights()[1].sqrt()[:, None]
+        # q's, over the density of the draws, ∝ exp(−½|ε/1.3|²)
+        weights = torch.softmax((0.5 / WIDER**2 - 0.5) * self.noise.square().sum(-1), 0).sqrt()[:, None]
         rows = torch.cat([weights, weights * self.noise], 1)
         found = torch.linalg.lstsq(rows, weights * torch.stack(values)).solution
         return found[0], found[1:]
@@ -344,7 +326,7 @@ class Compared:
         # Rᵀ∇F ≈ g − Hε: its best step is H⁻¹g, its best width H^(−½)
         first, slopes = self._regressed([self.root.mT @ found.slope for found in self.found])
         values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
-        values, draws = values.clamp(min=_WIDEST**-2), self.noise[: 2 * len(first) + 8] / _WIDER
+        values, draws = values.clamp(min=_WIDEST**-2), self.noise[: 2 * len(first) + 8] / WIDER
         whole = axes @ (axes.mT @ first / values)
         whole = whole * (self.noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)  # what Q is a model of
 

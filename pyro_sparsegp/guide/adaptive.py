@@ -1,0 +1,59 @@
+"""Draws of hyperparameters that a posterior weighs, of normals that go to where it is: adaptive importance sampling
+(Cornuet, Marin, Mira and Robert, 2012).
+"""
+
+import torch
+from torch import Tensor
+
+from .nested import Nested, Optimum
+
+WIDER = 1.3  # than a normal, its draws
+_ROUNDS = 5  # of draws beside the first, at most
+_SOFTER = 0.8  # the power of weights, which is taken until enough draws count
+
+Normal = tuple[Tensor, Tensor]  # a mean, and a root of a covariance
+
+
+def drawn(nested: Nested, normal: Normal, num: int) -> tuple[list[Optimum], Tensor]:
+    """F at draws of θ, a + Rε, with a density, and ε."""
+    (loc, root), noise = normal, WIDER * torch.special.ndtri(nested.hyper.points(num))
+    tried = [nested.tried(loc + root @ eps) for eps in noise]
+    kept = [found is not nested.none for found in tried]
+    return [found for found in tried if found is not nested.none], noise[kept]
+
+
+def weighted(nested: Nested, first: Normal, found: list[Optimum], least: float) -> tuple[list[Optimum], Tensor]:
+    """F at draws of θ, and weights that make them the posterior's: at those ``found`` of a first normal, then of one
+    about the mode, then of others about what all before weigh, until they are worth so many.
+    """
+    normals, num = [first], len(found)
+    while True:
+        theta = torch.stack([each.theta for each in found])
+        # each draw has the density of the mixture of all
+        apart = [torch.linalg.solve_triangular(R, (theta - a).mT, upper=False) / WIDER for a, R in normals]
+        logs = [-0.5 * each.square().sum(0) - R.diagonal().log().sum() for each, (_, R) in zip(apart, normals)]
+        ratio = torch.stack([each.value for each in found]) - torch.stack(logs).logsumexp(0)
+        if worth(weights := ratio.softmax(0)) >= least or len(normals) > _ROUNDS:
+            return found, weights
+        if len(normals) == 1:
+            mode = nested.mode([nested.tried(first[0])])
+            normals.append((mode.theta, torch.linalg.cholesky(nested.covariance(mode))))
+        else:
+            normals.append(_about(theta, ratio))
+        found = found + drawn(nested, normals[-1], num)[0]
+
+
+def _about(theta: Tensor, ratio: Tensor) -> Normal:
+    """A normal about draws with these logarithms of weights."""
+    num, size = theta.shape
+    each = ((_SOFTER**power * ratio).softmax(0) for power in range(30))
+    weights = next(found for found in each if worth(found) > min(3 * size + 5, num / 2))
+    loc = weights @ theta
+    covariance = (theta - loc).mT @ (weights[:, None] * (theta - loc))
+    # few draws show too small a covariance along some axis
+    return loc, torch.linalg.cholesky(covariance + size / worth(weights) * covariance.diagonal().diag())
+
+
+def worth(weights: Tensor) -> float:
+    """How many draws of one weight tell as much."""
+    return float(1 / weights.square().sum())
