@@ -247,7 +247,7 @@ def test_weighted_draws_are_the_posterior_s_wherever_q_is():
     with whole_plates(), torch.enable_grad():
         run = Priors(guide, at_medians=True).perform(_data(), {})
         nested = Compared(guide, Search(guide, run, (_data(), {}), [], lambda: None)).nested
-        far = guide.together.mean + torch.tensor([4.0, -2.0]), 0.5 * torch.eye(2)
+        far = guide.together.mean.detach() + torch.tensor([4.0, -2.0]), 0.5 * torch.eye(2)
         found, weights = weighted(nested, far, drawn(nested, far, 80)[0], 150.0)
         mode, steps = nested.mode(found).theta, torch.linspace(-3, 3, 19)
         grid = [nested.tried(mode + torch.stack([a, b])) for a in steps for b in steps]
