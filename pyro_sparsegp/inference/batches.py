@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
+from operator import length_hint
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -146,10 +147,10 @@ class LoadedBatches:
         # Where a data set's items are batches themselves, it does not say how many rows there are.
         if size is None and isinstance(source, DataLoader) and source.batch_sampler is not None:
             self.sampler = getattr(source.batch_sampler, "sampler", self.sampler)
-            self.size = len(source.dataset) if hasattr(source.dataset, "__len__") else None  # type: ignore[arg-type]
-            drawn = len(self.sampler) if hasattr(self.sampler, "__len__") else self.size
+            self.size = length_hint(source.dataset, 0) or None
+            drawn = length_hint(self.sampler, self.size or 0)
             # Rows drawn with weights stand for all, those of a subset for themselves: only the caller knows.
-            if drawn != self.size and not isinstance(self.sampler, DistributedSampler):
+            if drawn != (self.size or 0) and not isinstance(self.sampler, DistributedSampler):
                 raise ValueError(
                     f"size: data draws {drawn} of {self.size} rows in an epoch. Give the number of all rows that they "
                     "stand for, fit(..., size=N)"

@@ -170,14 +170,13 @@ def _variances_by_rows(run: Rerun, posteriors: dict[str, SparsePosterior], names
     for name, rows in jacobians.items():
         fn = bare(held[name]["fn"])
         total: Any = 0.0
-        for q, row in zip(posteriors.values(), rows):
-            if row is not None:
-                weights = over_scale(fn, row).movedim(0, -2)
-                change = q.coefficients.moments([weights @ phi for phi in q.features])[1]
-                prior = (weights @ q.process.kernel(q.process.x) * weights).sum(-1)  # diag(Ak(x, x)Aᵀ)
-                # Added up over the outputs of a process, whose functions are independent.
-                prior, change = (v.reshape(-1, v.shape[-1]).sum(0) for v in (prior, change))
-                total = total + above_rounding(prior + change, prior)
+        for q, row in [(q, row) for q, row in zip(posteriors.values(), rows) if row is not None]:
+            weights = over_scale(fn, row).movedim(0, -2)
+            change = q.coefficients.moments([weights @ phi for phi in q.features])[1]
+            prior = (weights @ q.process.kernel(q.process.x) * weights).sum(-1)  # diag(Ak(x, x)Aᵀ)
+            # Added up over the outputs of a process, whose functions are independent.
+            prior, change = (v.reshape(-1, v.shape[-1]).sum(0) for v in (prior, change))
+            total = total + above_rounding(prior + change, prior)
         found[name] = total.reshape(parameter_of(fn).shape)
     return found
 

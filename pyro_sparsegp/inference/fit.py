@@ -282,8 +282,7 @@ class _Loop:
             sites.progress |= {key: value for key, value in state["sites"][name].items() if key in sites.progress}
         share_rates(guide, state.get("share", 1.0))  # older files have none
         pyro.util.set_rng_state(state["random"][0])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["random"][1])
+        torch.cuda.set_rng_state_all(state["random"][1])  # of no device, if none was in use
 
     # Steps.
 

@@ -53,8 +53,8 @@ class FallingAdam(PyroOptim):
         """Set the rates of the step with this number, of so many."""
         self._factor = min(1.0, (step + 1) / _WARM) * falling(step, steps)
         for optimiser in self.optim_objs.values():
-            for group in optimiser.param_groups:
-                group["lr"] = self._factor * group["initial_lr"]
+            (group,) = optimiser.param_groups
+            group["lr"] = self._factor * group["initial_lr"]
 
     def _get_optim(self, param: Any) -> Any:
         optimiser, store, share = super()._get_optim(param), pyro.get_param_store(), 1.0
@@ -66,11 +66,11 @@ class FallingAdam(PyroOptim):
         # A number beside a network, a module with weights in matrices, is a hyperparameter.
         elif param.dim() and any(p.dim() > 1 and len(p) > 1 for p in beside):
             share = param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK
-        for group in optimiser.param_groups:
-            # One kernel for the whole update: half the time of a parameter's step.
-            group["fused"] = param.device.type in ("cpu", "cuda")
-            group["initial_lr"] = share * group["lr"]
-            group["lr"] = self._factor * group["initial_lr"]
+        (group,) = optimiser.param_groups
+        # One kernel for the whole update: half the time of a parameter's step.
+        group["fused"] = param.device.type in ("cpu", "cuda")
+        group["initial_lr"] = share * group["lr"]
+        group["lr"] = self._factor * group["initial_lr"]
         return optimiser
 
 
