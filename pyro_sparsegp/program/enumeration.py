@@ -69,7 +69,7 @@ class Enumeration(Messenger):
 
     def meet(self, msg: Any) -> None:
         """At a sample site: give an enumerated one all its values, and sum them out of others' distributions."""
-        infer = msg["infer"] or {}
+        infer = msg["infer"]
         wanted = infer.get("enumerate") == "parallel" and msg["name"] not in self.known
         # A run without such sites costs nothing; before the first of them no site depends on one.
         if site_is_subsample(msg) or infer.get("_deterministic") or not (self.latents or wanted):
@@ -136,22 +136,23 @@ class Enumeration(Messenger):
                     "both under the same poutine.scale. A mini-batch takes some elements of its plate, with all of "
                     "their rows."
                 )
-            for key, frame in there.items():
-                numbers = self.numbers.get(key, [])
-                if key in plates:
-                    # z[index] in the plate of z itself: test_group_classes.py::test_which_groups_cannot_be_summed_out.
-                    own = torch.arange(frame.size)
-                    known = all(len(index) != len(own) or torch.equal(index, own.to(index)) for index in numbers)
-                else:  # each row has to have picked one element
-                    known = key in self.picked(there, plates) and len(numbers) == 1
-                if known:
-                    continue
+            picked = self.picked(there, plates)
+            if not all(self._is_known(key, frame.size, key in plates, key in picked) for key, frame in there.items()):
                 raise ValueError(
                     f"site {msg['name']!r} in plates {list(plates)} depends on the enumerated discrete site {latent!r} "
                     f"in plates {list(there)}: each row has to depend on one element of it. Put site {msg['name']!r} "
                     f"into these plates too, index {latent!r} by each row's number before anything else, "
                     f"{latent}[group], or sum it out in the model."
                 )
+
+    def _is_known(self, plate: str, size: int, is_shared: bool, is_picked: bool) -> bool:
+        """Whether it is known on which element of a plate a row depends that stands in it, or picks elements."""
+        numbers = self.numbers.get(plate, [])
+        if not is_shared:
+            return is_picked and len(numbers) == 1
+        # z[index] in the plate of z itself: test_group_classes.py::test_which_groups_cannot_be_summed_out.
+        own = torch.arange(size)
+        return all(len(index) != len(own) or torch.equal(index, own.to(index)) for index in numbers)
 
     # Sums of products.
 

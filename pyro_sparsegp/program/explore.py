@@ -366,10 +366,11 @@ def _summed(pairs: list[Pair], program: Program) -> tuple[Pair, ...]:
     ones = {name: torch.ones_like(value) for name, value in place.items()}
     sites = [site for kind, site in program.first if kind == TERM]
     slopes = program.slopes(place, ones, sites, entries)
-    chosen = []
-    for pair in pairs if len(slopes) == len(sites) * len(place) else ():
+
+    def is_sum(pair: Pair) -> bool:
         by_f, by_g = (torch.cat([slopes[name, site].flatten() for site in sites]) for name in pair)
         factor = (by_f * by_g).sum() / by_f.square().sum()
-        if ((by_g - factor * by_f).abs() < _AFFINE[by_f.dtype] * by_g.abs().amax()).all():
-            chosen.append(pair)
-    return tuple(chosen)
+        return bool(((by_g - factor * by_f).abs() < _AFFINE[by_f.dtype] * by_g.abs().amax()).all())
+
+    has_slopes = len(slopes) == len(sites) * len(place)
+    return tuple(filter(is_sum, pairs)) if has_slopes else ()

@@ -61,9 +61,9 @@ def moved_by_rows(
     # The dimensions of rows: of arguments by number, and of values by name.
     of_rows: dict[Any, list[int]] = {i: [0] for i, arg in enumerate(args) if not drawn and arg.shape[:1] == (num,)}
     of_rows |= {name: [0] for name in drawn}
-    for name, site in sample_sites(trace).items():
-        if is_free(site):
-            values[name], of_rows[name] = _as_one_row(site, name in processes, num)
+    latents = {n: _as_one_row(s, n in processes, num) for n, s in sample_sites(trace).items() if is_free(s)}
+    values |= {name: value for name, (value, _) in latents.items()}
+    of_rows |= {name: dims for name, (_, dims) in latents.items()}
 
     def shown(cuts: Mapping[Any, list[int]]) -> dict[tuple[str, str], Tensor]:
         def cut(key: object, value: Tensor) -> Tensor:

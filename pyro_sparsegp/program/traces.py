@@ -239,7 +239,7 @@ def filled(fn: TorchDistribution, value: Tensor, mask: Tensor) -> Any:
 
 def fill_masked(site: Any) -> None:
     """As :func:`filled`, of a sample site that is observed."""
-    if site["type"] == "sample" and site["is_observed"]:
+    if site["is_observed"]:
         site["value"] = filled(site["fn"], site["value"], site["mask"])
 
 
