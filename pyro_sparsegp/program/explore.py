@@ -372,5 +372,4 @@ def _summed(pairs: list[Pair], program: Program) -> tuple[Pair, ...]:
         factor = (by_f * by_g).sum() / by_f.square().sum()
         return bool(((by_g - factor * by_f).abs() < _AFFINE[by_f.dtype] * by_g.abs().amax()).all())
 
-    has_slopes = len(slopes) == len(sites) * len(place)
-    return tuple(filter(is_sum, pairs)) if has_slopes else ()
+    return tuple(filter(is_sum, pairs)) if len(slopes) == len(sites) * len(place) else ()
