@@ -150,7 +150,7 @@ def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
 
 
 def _made_of(sites: Any, name: str, key: str, link: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What a predictor is made of in a run, ``(N,)``, and by which function."""
+    """What a predictor is made of in a run, ``(N,)``, and the function of it."""
     fn = bare(sites[name]["fn"])
     if link == VALUE:
         return sites[key]["value"].reshape(-1), LINKS["identity"][0]
