@@ -243,13 +243,13 @@ class Compared:
             seen = [self._moments(each) for each in found]
             right, own = moments_of(seen, weights), self._of_q()
         lines = []
-        for name, (mean, sd) in right.items():
+        for name, (mean, sd) in without(right, late).items():
             at, wide = own[name]
             noise = 10 * torch.finfo(mean.dtype).eps * mean.abs()
             moves = (sd > noise) | (wide > noise)  # as the first entry of an LKJCholesky matrix does not
             ratios = (sd if name in self.apart else wide) / sd
             away, ratio, is_off = beside(((at - mean) / sd)[moves], ratios[moves])
-            if is_off and name not in late:
+            if is_off:
                 lines.append(f"{name!r}: {said(away, ratio)}, {self._cause(name, late, small)}")
         return lines
 
