@@ -86,13 +86,12 @@ class Step:
 
     def can_be_recorded(self) -> bool:
         """Whether steps on such data, under these handlers and in these modes, may be recorded."""
-        known, guide = self.elbo._known.get(self.guide), self.guide
-        relation = guide.relation(self.args, self.kwargs)
+        known, guide, data = self.elbo._known.get(self.guide), self.guide, self.guide.core.data
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
         # What other handlers do is not known; those of SVI.step note parameters.
         others = [each for each in _PYRO_STACK if not (isinstance(each, TraceMessenger) and each.param_only)]
         # What belongs to rows belongs to those of training: plain steps compare others with them.
-        is_known = relation.same and relation.call is guide.core.data
+        is_known = data is not None and not data.overwritten and guide.relation(self.args, self.kwargs).call is data
         is_met = known is not None and known.met and (is_known or not guide.is_about_rows)
         return is_met and torch.is_grad_enabled() and not (any(modes) or others or is_shared())
 
