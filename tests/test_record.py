@@ -528,11 +528,13 @@ def test_arguments_of_a_captured_step_are_not_written_to(cuda):
     assert all(torch.equal(a, b) for batch, before in zip(batches, kept) for a, b in zip(batch, before))
 
 
-@pytest.mark.slow  # inductor takes half a minute
-def test_a_compiled_step_is_that_of_plain_steps_up_to_rounding():
-    losses = []
+@pytest.mark.slow  # inductor takes half a minute each
+@pytest.mark.filterwarnings("ignore:inductor's code gives other numbers")  # of additive families' second inputs
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_compiled_step_is_that_of_plain_steps_up_to_rounding(name):
+    losses, args = [], data(poisson, num=60)
     for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10, compile=True)):
-        svi = stepper(elbo, counts, SVGP(6))
-        losses.append(torch.tensor([svi.step(*rows(24)) for _ in range(24)]))
-    assert replayed(elbo._recordings[svi.guide]) > 8
-    torch.testing.assert_close(*losses, rtol=1e-8, atol=0)
+        svi = stepper(elbo, poisson, FAMILIES[name])
+        losses.append(torch.tensor([svi.step(*args) for _ in range(16)]))
+    assert replayed(elbo._recordings[svi.guide]) > 2
+    torch.testing.assert_close(*losses, rtol=1e-7, atol=0)

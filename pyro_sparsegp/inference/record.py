@@ -8,6 +8,7 @@ would lead another way. Random numbers are operations: a replay draws from the s
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,8 +31,6 @@ from ..numerics.graphs import Graph, captured, compiled, is_capturable, quickene
 from ..numerics.linalg import flags_kept
 from ..program.traces import RandomState
 from .optimisers import FallingAdam, update_of
-
-_ROUGH = 0.01  # of a loss, by which float32 rounds at some hundred inducing points
 
 
 @dataclass(frozen=True)
@@ -233,9 +232,8 @@ def record(
     made = compiled(graph, inputs) if compile else None
     graph = quickened(graph, inputs)
     found.graph = found.exact = partial(taking, graph.forward)
-    if made is not None:
-        found.graph = partial(taking, made)
-        require_alike(found.exact, found.graph, inputs)
+    if made is not None and are_alike(found.exact, fast := partial(taking, made), inputs):
+        found.graph = fast
     elif is_capturable(graph, inputs):
         with suppress(RuntimeError):  # of an operation that no CUDA graph takes: replays go one by one
             found.graph = found.exact = captured(found.graph, inputs)
@@ -243,13 +241,18 @@ def record(
 
 
 @torch.no_grad()
-def require_alike(exact: Graph, fast: Graph, inputs: list[Tensor]) -> None:
-    """Raise if compiled code has another loss than the graph, beyond its rounding."""
+def are_alike(exact: Graph, fast: Graph, inputs: list[Tensor]) -> bool:
+    """Whether compiled code gives what the graph gives, up to rounding; a warning says if it does not."""
+    # inductor is wrong in a gradient of additive families: test_a_compiled_step_is_that_of_plain_steps_up_to_rounding
     state = RandomState(inputs[-1])
-    loss = float(exact(*inputs)[0][0])
+    found = [value.clone() for value in exact(*inputs)]
     state.restore()
-    if not abs((other := float(fast(*inputs)[0][0])) - loss) <= _ROUGH * (1 + abs(loss)):
-        raise ValueError(f"compiled code has the loss {other:.8g}, and the graph {loss:.8g}")
+    share = torch.finfo(inputs[-1].dtype).eps ** 0.25  # float32 rounds by 0.01 at some hundred inducing points
+    pairs = [(1.0 * (value - other), 1.0 * value) for value, other in zip(found, fast(*inputs))]
+    if alike := all(off.norm() <= share * (1 + value.norm()) for off, value in pairs):
+        return alike
+    warnings.warn("inductor's code gives other numbers than the graph. Steps are replayed without it.", stacklevel=2)
+    return alike
 
 
 def _stand_in(site: dict[str, Any], leaf: Tensor) -> Any:

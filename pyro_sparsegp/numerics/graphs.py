@@ -1,5 +1,6 @@
 """Graphs of tensor operations, as torch.fx records them: simplified, compiled, or captured as one launch of a GPU."""
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -104,8 +105,12 @@ def _pure(nodes: Iterable[Node]) -> list[Node]:
         if node.op == "call_function"
         and not {roots[node]} & given
         and written.isdisjoint(roots[each] for each in [node, *node.all_input_nodes])
-        and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+        and not _is_draw(node)
     ]
+
+
+def _is_draw(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _written(node: Node) -> list[Any]:
@@ -206,9 +211,24 @@ def compiled(graph: Any, inputs: list[Tensor]) -> Graph:
     """A graph that PyTorch's inductor has compiled; it draws from the same generators."""
     import torch._inductor  # which takes long
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about its own code
-        return torch._inductor.compile(graph, [value.detach() for value in inputs], {"fallback_random": True})
+    # On a CPU kernels are called from C++: calls from Python take a fifth of a step.
+    options = {"fallback_random": True, "cpp_wrapper": not any(value.is_cuda for value in inputs)}
+    log = logging.getLogger("torch._inductor.ir")  # which tells of each operation that C++ calls by its name
+    (*nodes, end), level = graph.graph.nodes, log.level
+    (found,) = end.args
+    # Inductor would leave out a draw that nothing reads, and the draws after it would be others.
+    end.args = ([*found, *(node for node in nodes if _is_draw(node) and not node.users)],)
+    graph.recompile()
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about its own code
+            run = torch._inductor.compile(graph, [value.detach() for value in inputs], options)
+    finally:
+        log.setLevel(level)
+        end.args = (found,)
+        graph.recompile()
+    return lambda *now: run(*now)[: len(found)]
 
 
 def is_capturable(graph: Any, inputs: list[Tensor]) -> bool:
