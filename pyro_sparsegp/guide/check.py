@@ -274,7 +274,11 @@ class Compared:
             (of_argument("independent", guide.independent, its, "independent"), beside_alone),
             (f"the basis of {of_small} is too small. Give its family more inducing points.", small),
             (f"the guide treats {of_apart}, which meet in densities, as independent. Compare with NUTS.", are_apart),
-            (f"training has not brought {of_late} to the optimum. {_LONGER}", late),
+            (
+                f"training may not have brought {of_late} to the optimum. {_LONGER} If this line stays, call "
+                "guide.integrate, or compare with NUTS.",
+                late,
+            ),
             (f"{family} restricts the covariance of f. Take SVGP(64).", family not in _FULL),
             ("the noise is not far above the jitter. Take float64 and GaussianProcess(..., jitter=1e-12).", is_exact),
             (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
@@ -377,7 +381,10 @@ class Compared:
             ]
         lower, beyond = max(-higher, 0.0), self._beyond(there, here)
         names = ", ".join(repr(name) for name, rows in self.hyper.rows.items() if beyond[rows].max() > _BEYOND)
-        return [f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals of {names} leave it out."]
+        return [
+            f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals of {names} leave it out. Compare "
+            "with NUTS."
+        ]
 
     def _beyond(self, there: Optimum, here: Optimum) -> Tensor:
         """The variance of each θ between two modes, in those about one of them."""

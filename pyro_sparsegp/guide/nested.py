@@ -16,6 +16,7 @@ of q(x | θ) and W = −E[∇²ℓ].
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Optional, Union
 
@@ -44,6 +45,7 @@ _EVALUATIONS = 60  # of F, at most
 _GAIN = {torch.float64: 1e-5, torch.float32: 1e-3}
 _DIFFERENCE = {torch.float64: 0.005, torch.float32: 0.06}
 _FAR = 0.3  # a difference on both sides, at most
+_NEARER = 1.0, 0.5, 0.25, 0.125
 _PLATEAU = 3.0  # functions that data inform, below which other starts are tried
 _FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of these hyperparameters
 _ACROSS = [(k + 0.5) / 24 for k in range(24)]  # of an interval
@@ -337,10 +339,10 @@ class Nested:
     def covariance(self, mode: Optimum) -> Tensor:
         """H⁻¹ at the mode, by differences of gradients."""
         units, least = self.hyper.units, _DIFFERENCE[mode.theta.dtype]
-        precision = self._curvature(mode, least * torch.ones_like(units), lambda theta: mode)
+        precision = self._curvature(mode, least * torch.ones_like(units), lambda move: mode)
         if units.dtype == torch.float32:  # which rounds gradients: where θ is wide, steps are, and on both sides
             far = precision.diagonal().clamp(min=1.0).rsqrt().clamp(least, _FAR)
-            precision = self._curvature(mode, far, self.at)
+            precision = self._curvature(mode, far, partial(self._beside, mode.theta))
         # Where F is flat, or bends upwards, as it may beside a mode or by rounding, θ is not much wider than its prior.
         widths = self.hyper.widths / units
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT) * torch.outer(widths, widths))
@@ -351,10 +353,17 @@ class Nested:
         """−∇²F in the units of θ, by F ahead of the mode and at what is ``behind`` it."""
         precision, units = far.new_zeros(len(far), len(far)), self.hyper.units
         for row, move in zip(precision, (far * units).diag()):
-            before, after = behind(mode.theta - move), self.at(mode.theta + move)
+            before, after = behind(-move), self._beside(mode.theta, move)
             # by what θ moved between both
             row += (before.slope - after.slope) * units / ((after.theta - before.theta) / units).sum()
         return precision
+
+    def _beside(self, theta: Tensor, move: Tensor) -> Optimum:
+        """F at θ + move, or nearer to θ, where the program has no density there."""
+        for part in _NEARER:
+            if (found := self.tried(theta + part * move)).value.isfinite():
+                return found
+        raise Unsupported("its density has no slope beside the mode")
 
 
 def by_values(

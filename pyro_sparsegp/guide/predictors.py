@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import combinations_with_replacement, cycle, product
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Union
 
 import torch
 from pyro import poutine
@@ -71,7 +71,7 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         its = Predictors(here, {name: of_site}, x, layout, lambda given: run(x, given).nodes).detached()
         its.sites, its.again = start, lambda given: run(base, given).nodes
         its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
-        sure = _are_sure(here, name, of_site) & _are_sure(start, name, of_site)  # slopes are of here
+        sure = _are_sure(here, name, of_site)  # slopes are of here
         tells = [its.tells(name, sites, its.moved(place - base), sure) for place, sites in zip(places, ends)]
         return _untold(members, tells), of_site
 
@@ -271,18 +271,18 @@ class Predictors:
         return {place: self.eta[place] + row @ x + self.residuals[place] @ t for place, row in self.rows.items()}
 
     def tells(
-        self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor], sure: Optional[Tensor] = None
+        self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor], sure: Union[Tensor, bool] = True
     ) -> bool:
-        """Whether a site's densities in another run of its program follow from predictors.
-
-        :param sure: whether each datum's predictors are known, ``(N,)``. Others are left out, if a tenth remains.
+        """Whether a site's densities in another run of its program follow from predictors. Data whose predictors
+        rounding moves are left out, if a tenth remains, and those that are not ``sure``, ``(N,)``.
         """
         site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
         one, other = _density_of(site), self.log_prob(name, eta)
-        if sure is not None:
-            known = (sure & _are_sure(sites, name, self.links[name])).view(one.shape)
-            if 10 * known.sum() > known.numel():
-                one, other = one[known], other.expand(known.shape)[known]
+        for run in (self.sites, sites):
+            sure = sure & _are_sure(run, name, self.links[name])
+        known = sure.view(one.shape)  # type: ignore[union-attr]
+        if 10 * known.sum() > known.numel():
+            one, other = one[known], other.expand(known.shape)[known]
         pairs = [(one, other)] + [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]
         return all(torch.allclose(a * 1.0, b * 1.0, rounding, rounding, equal_nan=True) for a, b in pairs)
 

@@ -45,6 +45,7 @@ class Search:
     :param fixed: latents that stay where they are in that run, unless they are normal.
     :param tell: called at each run.
     :param handler: what makes members of x.
+    :param as_they_are: whether no density is asked for its linear predictors.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Search:
         fixed: Collection[str],
         tell: Callable[[], Any],
         handler: Any = Standardised,
+        as_they_are: bool = False,
     ) -> None:
         self.guide, self.whole, self.gps, self.fixed, self.tell = guide, whole, guide.facts.gps, fixed, tell
-        self.handler = handler
+        self.handler, self.as_they_are = handler, as_they_are
         self.sites = sites = dict(all_sites(first.trace))
         self.inputs = {name: process.x for name, process in first.processes.items()}
         rows = next(iter(first.processes.values())).event_shape[0]
@@ -192,7 +194,9 @@ class Search:
         """How densities depend on the field: as the guide knows it, of the same members, or found at random points."""
         joint = self.guide.joint
         if joint.field.keys() != layout.field.keys():
-            return find_links(at, layout, self.guide.like)
+            linked = find_links(at, layout, self.guide.like)
+            bent = {name: linked.bent.get(name, []) for name in {**linked.links, **linked.bent}}
+            return Linked({}, bent, linked.flat, linked.jumps) if self.as_they_are else linked
         # Random points may be where densities are flat: test_a_saturated_probability_is_as_the_guide_knows_it.
         links = {name: dict(of_site) for name, of_site in joint.links.items()}
         return Linked(links, {name: [] for name in joint.drawn}, [], [])

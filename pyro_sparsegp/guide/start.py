@@ -93,8 +93,10 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     if why := obstacle(guide):
         return why
     bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
-    with attempt() as sought, torch.enable_grad(), whole_plates(), bar:
-        return _find(Search(guide, run, (args, kwargs), [], bar.update))
+    with torch.enable_grad(), whole_plates(), bar:
+        for as_they_are in (False, True):  # densities, where their predictors lead to no mode
+            with attempt() as sought:
+                return _find(Search(guide, run, (args, kwargs), [], bar.update, as_they_are=as_they_are))
     names = list(facts.latents) or sorted({name for pair in facts.meeting for name in pair})
     why = str(sought.error).splitlines()[0].rstrip(".")
     if names and not guide.joint.row_effects:
