@@ -45,7 +45,7 @@ class Search:
     :param fixed: latents that stay where they are in that run, unless they are normal.
     :param tell: called at each run.
     :param handler: what makes members of x.
-    :param as_they_are: whether no density is asked for its linear predictors.
+    :param as_they_are: whether densities are taken without their linear predictors.
     """
 
     def __init__(

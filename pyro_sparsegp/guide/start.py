@@ -321,10 +321,11 @@ class _Mode:
 
     @property
     def _is_classes(self) -> bool:
-        """Whether outputs meet in a density without a linear predictor, as logits of classes do: joint posteriors are
-        integrated over points there, and updates of sites go astray.
+        """Whether outputs meet in a density without a linear predictor, as logits of classes do, that is not normal:
+        joint posteriors are integrated over points there, and updates of sites go astray.
         """
-        return bool(self.nested.drawn) and self.facts.has_outputs_that_meet
+        are_quadratic = all(gp.is_quadratic for gp in self.facts.gps.values())
+        return bool(self.nested.drawn) and self.facts.has_outputs_that_meet and not are_quadratic
 
     def _intercepts(self) -> dict[str, Tensor]:
         """By hyperparameters that q(x | θ) is to follow beside what its sites are about, such as an intercept, the

@@ -89,7 +89,10 @@ class TensorBatches:
     def __post_init__(self) -> None:
         rows, size = _rows(self.args, self.kwargs), self.batch_size
         if not rows:
-            raise ValueError("data has no tensor or array with rows; torch.as_tensor(table.to_numpy()) makes one")
+            raise ValueError(
+                "data has no tensor or array with rows. torch.as_tensor(table.to_numpy()) makes one of a table; a "
+                "model that holds its data itself is trained by svi.step()"
+            )
         if size is not None and (min(rows) < max(rows) or size > rows[0]):
             raise ValueError(
                 f"batch_size={size} needs tensors with one row per datum, and {size} rows or more; data's have {rows}. "
