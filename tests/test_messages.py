@@ -111,7 +111,7 @@ def test_a_prediction_at_other_rows_than_a_plate_has():
 
 def test_data_of_a_fit_without_rows():
     x, y = data()
-    with pytest.raises(ValueError, match="data has no tensor or array with rows; torch"):
+    with pytest.raises(ValueError, match=r"data has no tensor or array with rows\. torch"):
         fit(model, AutoSparseGP(model, SVGP(5)), (x.tolist(), y.tolist()), steps=1)
 
 

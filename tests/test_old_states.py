@@ -33,8 +33,10 @@ def test_a_state_loads_and_gives_the_posterior_it_had(file, name):
     if guide.q.is_of_rows:  # of a release whose states held no data
         guide(*data())
     posterior = guide.posterior(at())["f"]
-    torch.testing.assert_close(posterior.mean, mean, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(posterior.variance, variance, rtol=1e-6, atol=1e-8)
+    # Sites over points have a ridge now, by which they follow a length: test_a_product_of_processes_does_not_diverge.
+    close = {"rtol": 1e-3, "atol": 1e-4} if guide.joint.drawn else {"rtol": 1e-6, "atol": 1e-8}
+    torch.testing.assert_close(posterior.mean, mean, **close)
+    torch.testing.assert_close(posterior.variance, variance, **close)
 
 
 @pytest.mark.parametrize("file", FIRST)

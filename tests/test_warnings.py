@@ -12,6 +12,7 @@ WARNINGS = {
     "This is few, and intervals of the hyperparameters": "integrate is for up to some 8.",
     "depends on which other rows": "instead of BatchNorm take LayerNorm, or call network.eval().",
     "All further steps are plain ones": "All further steps are plain ones.",
+    "inductor's code gives other numbers": "Steps are replayed without it.",
     "changes by": "or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
     "did not settle": "take a family with a free posterior, such as SVGP.",
     "did not converge": "Absorb fewer rows at a time.",

@@ -51,7 +51,8 @@ pyro.set_rng_seed(0)
 # %% [markdown]
 # ## The data
 #
-# The columns are a count (`mdvis`), two numbers, two factors and two indicators. The factors are columns of codes:
+# The columns are a count (`mdvis`), two numbers (the participation incentive and the number of chronic diseases), two
+# factors and two indicators. The factors are columns of codes:
 # the coinsurance rate (five values from 0 to 95 per cent) and self-rated health. Numbers are scaled to [0, 1]. A
 # fifth of the rows is held out.
 

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Computation-aware Gaussian processes
 #
-# *How uncertain is a posterior because too little was computed?*
+# *How much of a posterior's uncertainty comes from too little computation?*
 #
 # An approximate posterior is uncertain for two reasons: there are few data (*mathematical* uncertainty), and there
 # was little computation (*computational* uncertainty). `ComputationAware` (Wenger et al., 2024) counts both. It

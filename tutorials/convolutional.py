@@ -59,7 +59,7 @@ new, truth = (part[500 : 500 + options.images] for part in (images, labels))
 SHAPE, PATCH = (8, 8), (3, 3)
 
 # %% [markdown]
-# ## One program, three kernels
+# ## One program, four kernels
 #
 # Each program has ten outputs, one for each class, and the robust-max likelihood: the class of an image is that of
 # the largest output, except with probability ε. Images are rows, `(N, 64)`, and `image_shape` gives their height and
@@ -118,7 +118,7 @@ def train(model, families, **settings):
         rows = torch.randperm(len(x), device=x.device)[:100]
         svi.step(x[rows], y[rows], size=len(x))
     spent = time.process_time() - start
-    # Function values of an image need no others: they are drawn image by image.
+    # The values of one image do not depend on other images, so they are drawn image by image.
     f = predict(model, guide, new, num_samples=20, joint=False)["f"]  # (20, 10, N)
     probabilities = RobustMax(f.mT).probs.mean(0)
     hits = (probabilities.argmax(-1) == truth).double().mean().item()

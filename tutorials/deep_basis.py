@@ -15,8 +15,8 @@
 # Such a kernel has rank r, so the GP is Bayesian linear regression on the features. `ExactWeightSpace` computes its
 # posterior in time linear in the number of rows. `WeightSpace` trains it by mini-batches under any likelihood.
 # Without a correction, the network memorises the data in one feature, and the uncertainty vanishes. The variance
-# correction adds c(x) = max k − k(x, x) to the diagonal, so that the prior variance is the same everywhere. This
-# prevents it.
+# correction adds c(x) = max k − k(x, x) to the diagonal, so that the prior variance is the same everywhere, and
+# uncertainty stays.
 #
 # On the command line: `python tutorials/deep_basis.py [--device cuda] [--steps 2000] [--out DIR]`.
 
@@ -273,7 +273,7 @@ svi.step(x[:256], y[:256], size=len(x))
 # For a Gaussian likelihood q(w) has a closed form. Under the network that the mini-batches trained, one pass over the
 # rows gives it. Beyond 32,768 rows the pass goes block by block, so memory stays small. If you train this guide, each
 # step is such a pass. In predictions the correction counts as noise of the training data, too. Under other
-# likelihoods, such as a Bernoulli, the first prediction integrates it out of each datum's density.
+# likelihoods, such as a Bernoulli, it is integrated out of each datum's density, once, at the first prediction.
 
 # %%
 model.load_state_dict(best[1]["model"])

@@ -168,7 +168,7 @@ for title, model, top, families in [
 # starts two layers have a higher bound than this optimum. From the other the upper layer uses x alone.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that the upper layer can have a longer
-# length scale. The picture on the right shows it, beside the line x where it would be without data.
+# length scale. The picture on the right shows the inner layer, beside its prior mean, the line h = x.
 
 # %%
 with torch.no_grad():

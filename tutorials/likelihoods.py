@@ -186,8 +186,8 @@ print(f"The picture is in {options.out}")
 # %% [markdown]
 # Points are the observations, the line with its band is the posterior of f, and dashes are the truth. Where
 # measurements are cut off, the posterior of f rises above the highest reading, and its band is wider there. The
-# printed share of the truth within 90 % intervals is of one smooth curve. Its values err together, so the share can be
-# far from 0.90, although over many curves intervals are right on average.
+# printed share of true values within 90 % intervals comes from one smooth curve, whose errors go together. So it can
+# be far from 0.90, although over many curves intervals are right on average.
 
 # %% [markdown]
 # ## The claims, as assertions

@@ -86,7 +86,7 @@ def model(level, plan, visits=None, size=None):
 # ## The data
 #
 # 400 people are for training, and 1,000 are held out. The last section takes all 20,190. Plans are numbered by the
-# share of the bill that the patient pays: 0, 25, 50, 95 and (for one group) up to 100 per cent.
+# share of the bill that the patient pays: 0, 25, 50 or 95 per cent, and for one group between these.
 
 # %%
 frame = sm.datasets.randhie.load_pandas().data
@@ -205,9 +205,9 @@ for name, guide in guides.items():
 # %% [markdown]
 # ## What NUTS cannot do: 20,000 rows with inputs of their own
 #
-# Here each row has an input of its own, so f has 20,000 values, and each gradient of NUTS would factorise a matrix of
-# 3 GB. A guide trains on mini-batches instead. `fit` passes the number of all rows as `size`. The reference is a
-# guide with four times as many inducing points that takes all rows in each step.
+# These rows are simulated. Each has an input of its own, so f has 20,000 values, and each gradient of NUTS would
+# factorise a matrix of 3 GB. A guide trains on mini-batches instead. `fit` passes the number of all rows as `size`.
+# The reference is a guide with four times as many inducing points that takes all rows in each step.
 
 
 # %%

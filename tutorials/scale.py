@@ -331,8 +331,8 @@ if options.full:
     for score, coverage in scores.values():
         assert best - 0.05 < score  # both ways find the function,
         assert coverage > 0.85
-    assert device != "cpu" or same  # a resumption is no other fit,
-    assert apart < 1e-8  # and so are two processes.
+    assert device != "cpu" or same  # a resumed fit is the same fit,
+    assert apart < 1e-8  # and so is a fit by two processes.
 
 # %% [markdown]
 # ## What to try next

@@ -188,8 +188,8 @@ print(f"{'':9} dense {exact:8.2f} for the last")
 #
 # Any distribution can be a likelihood, and quadrature computes its expectation. For a Poisson whose log rate is θ ~
 # N(m, v) the expectation is known: E[log p(y | θ)] = ym − exp(m + v/2) − log y!. A distribution provides it by two
-# attributes: `normal_parameter`, the name of θ, and the method `expected_log_prob`. Pyro needs the other methods of
-# any distribution.
+# attributes: `normal_parameter`, the name of θ, and the method `expected_log_prob`. The other methods are those
+# that Pyro needs in any distribution.
 
 
 # %%

@@ -363,10 +363,12 @@ class Compared:
         ends = [end for end in ends if end is not nested.none and self._far(end.theta, self.loc) > _APART]
         if not ends or (here := nested.mode([nested.tried(self.loc)])) is nested.none:
             return []
-        others = [end for end in ends if self._far(end.theta, here.theta) > _APART]
+        # by F's widths, where q's are too narrow to tell modes apart
+        width = torch.maximum(self.width, nested.covariance(here).diagonal().sqrt())
+        others = [end for end in ends if ((end.theta - here.theta) / width).norm() > _APART]
         told = [end for end in others if end.value >= here.value + (0.1 if whole else _NATS)]
         if whole:  # lower ones, too, that widen an interval
-            told += [end for end in others if self._beyond(end, here).max() >= _BEYOND]
+            told += [end for end in others if _beyond(end, here, width).max() >= _BEYOND]
         if not told:
             return []
         there = max(told, key=attrgetter("value"))
@@ -379,19 +381,20 @@ class Compared:
                 f"a second start found a mode that is {higher:.1f} nats higher, at {place}. Make a new guide with "
                 "init_loc_fn=init_to_value(values={...}) of these."
             ]
-        lower, beyond = max(-higher, 0.0), self._beyond(there, here)
+        lower, beyond = max(-higher, 0.0), _beyond(there, here, width)
         names = ", ".join(repr(name) for name, rows in self.hyper.rows.items() if beyond[rows].max() > _BEYOND)
         return [
             f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals of {names} leave it out. Compare "
             "with NUTS."
         ]
 
-    def _beyond(self, there: Optimum, here: Optimum) -> Tensor:
-        """The variance of each θ between two modes, in those about one of them."""
-        # p(1 − p)Δ² of modes with the shares p and 1 − p
-        share = torch.sigmoid(there.value - here.value)
-        return share * (1 - share) * ((there.theta - here.theta) / self.width).square()
-
     def _far(self, theta: Tensor, here: Tensor) -> float:
         """|R⁻¹(θ − here)|."""
         return float(torch.linalg.solve_triangular(self.root, (theta - here)[:, None], upper=False).norm())
+
+
+def _beyond(there: Optimum, here: Optimum, width: Tensor) -> Tensor:
+    """The variance of each θ between two modes, in those about one of them."""
+    # p(1 − p)Δ² of modes with the shares p and 1 − p
+    share = torch.sigmoid(there.value - here.value)
+    return share * (1 - share) * ((there.theta - here.theta) / width).square()

@@ -280,9 +280,8 @@ class Predictors:
         one, other = _density_of(site), self.log_prob(name, eta)
         for run in (self.sites, sites):
             sure = sure & _are_sure(run, name, self.links[name])
-        known = sure.view(one.shape)  # type: ignore[union-attr]
-        if 10 * known.sum() > known.numel():
-            one, other = one[known], other.expand(known.shape)[known]
+        known: Any = sure.view(one.shape)  # type: ignore[union-attr]
+        one = torch.where(known | (10 * known.sum() <= known.numel()), one, other)
         pairs = [(one, other)] + [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]
         return all(torch.allclose(a * 1.0, b * 1.0, rounding, rounding, equal_nan=True) for a, b in pairs)
 

@@ -37,7 +37,7 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
     >>> svi = SVI(model, guide, optim, JitTraceQuadrature_ELBO())  # doctest: +SKIP
 
     The third step of a kind is recorded: the loss, its gradients and the natural steps, without the program's Python.
-    Replays have the losses of plain steps, to the last bit, in about two thirds of the time. Each combination of
+    Replays have the losses of plain steps, to the last bit, in about half of the time. Each combination of
     shapes, dtypes, devices, modes of training and arguments that are no tensors is a recording; there are at most
     eight. Where a factorisation fails or the loss is not finite, the plain step is taken.
 
@@ -48,7 +48,8 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
     :param num_nodes: K, the number of quadrature nodes per axis.
     :param num_particles: the number of draws of other latents to average over.
     :param compile: whether graphs are compiled by PyTorch's inductor. On a CPU this takes a C++ compiler, and ten to
-        thirty seconds. Losses are then equal up to rounding.
+        thirty seconds. Losses are then equal up to rounding. If a compiled step gives other numbers than the graph, a
+        warning says so, and the graph is replayed.
     """
 
     def __init__(self, num_nodes: int = 20, num_particles: int = 1, *, compile: bool = False, **kwargs: object) -> None:

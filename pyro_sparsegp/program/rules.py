@@ -60,7 +60,7 @@ def plates_are_as_large_as_their_data(name: str, site: dict[str, Any]) -> str:
     return ""
 
 
-def latents_are_not_left_by_obs_mask(name: str, prior: Any, trace: poutine.Trace) -> str:
+def no_latent_comes_from_obs_mask(name: str, prior: Any, trace: poutine.Trace) -> str:
     """Pyro's obs_mask= makes latents of missing data. Put poutine.mask(mask=...) around the observed site instead."""
     twin = trace.nodes.get(name.removesuffix("_unobserved") + "_observed", {})
     if name.endswith("_unobserved") and twin.get("is_observed"):
@@ -95,7 +95,7 @@ def batches_have_row_numbers(name: str, prior: Any, trace: poutine.Trace) -> str
 
 
 def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, module: Module, *_: object) -> str:
-    """Products of two dtypes or devices have no value."""
+    """Tensors of two dtypes, or on two devices, cannot be multiplied."""
     x, kept = process.x, chain(module.parameters(), module.buffers())
     own = next(filter(Tensor.is_floating_point, kept), x)
     if (own.dtype, own.device) != (x.dtype, x.device):
@@ -109,7 +109,7 @@ def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, mod
 def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> str:
-    """A value may read several inputs, such as all patches of an image. Each call must bring equally many."""
+    """A value may read several inputs, such as all patches of an image. Each call must bring as many as the first."""
     groups = {below: gp.group for below, gp in facts.gps.items() if below in met and gp.group}
     for below, group in groups.items():
         size = group.size
@@ -156,7 +156,7 @@ def the_first_call_has_data(trace: poutine.Trace, gps: Collection[str]) -> str:
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "first call": (there_is_a_gp_site, the_first_call_has_data),
-    "latent": (latents_are_not_left_by_obs_mask, latents_are_continuous, batches_have_row_numbers),
+    "latent": (no_latent_comes_from_obs_mask, latents_are_continuous, batches_have_row_numbers),
     "GP site": (inputs_have_the_dtype_of_parameters, groups_of_inputs_stay, columns_and_outputs_stay),
     "site": (data_have_the_shape_of_their_distribution, masks_are_around_data, plates_are_as_large_as_their_data),
 }
