@@ -374,7 +374,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "own")) for kind in KEPT])
 def test_a_family_keeps_its_own_posterior_beside_an_intercept(kind):
     """The bound is the evidence less the divergence of the best q(w) of its kind, w's marginal being known."""
     x, kernel = torch.rand(N, 2, generator=torch.Generator().manual_seed(0)), KERNEL[0] + KERNEL[1]

@@ -168,7 +168,7 @@ def _trained(model, data, steps=4):
     return guide, [svi.step(*data) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("model", [_counts, _scales])
+@pytest.mark.parametrize("model", [_counts, pytest.param(_scales, marks=pytest.mark.slow)])
 def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
     data = _data(model is _counts)
     whole, losses = _trained(model, data)
@@ -235,7 +235,7 @@ def _effects(apart):
     return model
 
 
-@pytest.mark.parametrize("least", [10, 1000])
+@pytest.mark.parametrize("least", [pytest.param(10, marks=pytest.mark.slow), 1000])
 def test_effects_of_single_rows_join_the_field_as_those_of_a_plate_of_their_own(least, monkeypatch):
     monkeypatch.setattr(search, "_ELIMINATED", least)
     data = _data(True)

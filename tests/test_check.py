@@ -53,6 +53,7 @@ def _rows(x, y=None):
         pyro.sample("y", dist.Normal(effect + f, 0.3), obs=y)
 
 
+@pytest.mark.slow  # quick: test_integrate.py::test_points_are_those_of_a_dense_grid
 def test_weighted_points_mend_what_is_far_from_normal():
     """Data without effects of rows leave the logarithm of their scale a long tail, which no normal has."""
     guide = _trained(_rows, families.SVGP(12), *_data(), steps=60)
@@ -217,6 +218,7 @@ def test_the_best_of_many_modes_is_the_start():
     assert guide.median()["tau"].item() == pytest.approx(2.75, abs=0.6)
 
 
+@pytest.mark.slow  # quick: test_float32.py::test_a_probability_that_saturates_hides_no_predictor
 def test_a_saturated_probability_is_as_the_guide_knows_it():
     """Of survival times that are censored: far from the data 1 - cdf is 0, where a latent has no slope."""
     pyro.set_rng_seed(7)

@@ -149,7 +149,7 @@ def with_a_field(x, y=None):
     return observed(dist.Poisson(rate), None if y is None else (y > 0.5).to(y))
 
 
-@pytest.mark.parametrize("family", [families.SVGP(5), families.SparseEP(5)])
+@pytest.mark.parametrize("family", [families.SVGP(5), pytest.param(families.SparseEP(5), marks=pytest.mark.slow)])
 def test_priors_of_numbers_are_on_the_host(family):
     def model(x, y=None):
         mu, scale = pyro.sample("mu", dist.Normal(0.0, 1.0)), pyro.sample("scale", dist.LogNormal(0.0, 1.0))

@@ -315,6 +315,7 @@ def test_bad_precision_arguments():
     refused("rank must be", CoupledPrecision, 4, rank=0)
 
 
+@pytest.mark.slow  # quick: test_contract
 def test_matern_1024_in_float32_trains():
     """A 1024-point Matern-3/2 basis in float32 on 8-dimensional uniform inputs."""
     torch.set_default_dtype(torch.float32)

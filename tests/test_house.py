@@ -116,7 +116,7 @@ ROOM_BRANCHES = {"guide": 191.3, "inference": 196.5, "program": 188.1}
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
-TEST_LINES = 27526
+TEST_LINES = 27553
 
 
 @functools.cache

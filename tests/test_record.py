@@ -99,7 +99,7 @@ def test_a_graph_has_no_copies_and_tensors_for_numbers():
 
 # Of the operations of OrthogonalInducing3, CoupledPrecision, MeanFieldAdditive, SGPR and OrthogonallyDecoupled.
 ALIKE = {"OrthogonalInducing", "CoupledCovariance", "CoupledPrecisionGradients", "CoupledPrecisionIdentity"}
-ALIKE |= {"AdditiveSGPR", "CollapsedOrthogonal", "DecoupledColumns"}
+ALIKE |= {"AdditiveSGPR", "CollapsedOrthogonal", "DecoupledColumns", "ConditionalSGPR", "ComputationAwareCG"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in FAMILIES])
@@ -333,6 +333,7 @@ def wins(x, y=None):
     return observed(dist.Bernoulli(p.clamp(1e-6, 1 - 1e-6)), y)
 
 
+@pytest.mark.slow  # quick: test_a_joint_posterior_is_recorded
 def test_a_joint_posterior_over_points_is_recorded():
     """Looks at whether the program is still what it was, steps 4 and 16, leave the gradient as it is."""
     x, y = rows(24)
@@ -502,7 +503,9 @@ def cuda(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("name", ["SVGP", pytest.param("CoupledPrecision", marks=pytest.mark.slow), "SGPR"])
+@pytest.mark.parametrize(
+    "name", ["SVGP", *(pytest.param(n, marks=pytest.mark.slow) for n in ("CoupledPrecision", "SGPR"))]
+)
 def test_one_graph_of_a_gpu_is_the_step(name, cuda):
     assert_recorded(poisson, FAMILIES[name], 18 * [(data(poisson, num=60), {})])
     assert len(cuda) == 1

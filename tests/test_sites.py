@@ -587,7 +587,7 @@ class Kinked(dist.Laplace):
 
 
 @pytest.mark.filterwarnings("ignore:the bound changes by")
-@pytest.mark.parametrize("scale", [0.3, 0.02, 0.01])
+@pytest.mark.parametrize("scale", [pytest.param(0.3, marks=pytest.mark.slow), 0.02, 0.01])
 def test_kinks(scale):
     """Median regression, against the dense bound with E|y − f| = d(2Φ(d/s) − 1) + 2sφ(d/s), d = y − m, in closed form.
 

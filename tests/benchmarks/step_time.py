@@ -1,6 +1,7 @@
 """One training step of README's model against GPyTorch, pyro.contrib.gp, Pyro's floor and plain torch, in one run.
 
-python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--launches] [--first] [--out PAGE]
+python tests/benchmarks/step_time.py [--device cuda] [--rounds 11] [--sizes 16,500] [--launches] [--first] [--plain]
+    [--out PAGE]
 
 The step is that of README as a user writes it: priors on the kernel's variance and length, Pyro's Adam, the default
 TraceQuadrature_ELBO; all rows, all of float32. "natural" is the default, "Adam" has ``natural=False``. "recorded" and
@@ -12,9 +13,10 @@ torch's learn kernels' parameters as numbers. "Pyro's floor" is a step of AutoNo
 with a plain normal for f: what Pyro's handlers, priors and optimisers take without any GP. Times, of this process's CPU
 (on a GPU by the clock), are medians over rounds that take turns, ratios medians of each round's ratio. "floor + plain"
 is the sum of two columns: handlers without a GP, and a GP without handlers. GPflow does not install here.
-``--first`` tells README's first step beside later ones, and what the import of this package adds to Pyro's, in fresh
-processes. ``--launches`` counts the kernels that a GPU launches a step; on a
-CPU all operations but views, which are more where an optimiser has one kernel for all.
+``--plain`` compiles nothing, for a quick trial: its compiled steps are recorded ones. ``--first`` tells README's first
+step beside later ones, and what the import of this package adds to Pyro's, in fresh processes. ``--launches`` counts
+the kernels that a GPU launches a step; on a CPU all operations but views, which are more where an optimiser has one
+kernel for all.
 """
 
 import importlib
@@ -236,7 +238,8 @@ def measure(size, name, dtype, options):
     bench.seeded()
     x = torch.rand(num, 1, dtype=getattr(torch, dtype), device=options.device)
     y, z = LIKELIHOODS[name](1 + torch.sin(8 * x[:, 0])).sample(), x[:m].clone()
-    steps = {key: apart(partial(make, name, x, y, z.clone())) for key, make in MAKERS.items()}
+    makers = MAKERS | ({"compiled": MAKERS["recorded"], "fit, compiled": fits} if options.plain else {})
+    steps = {key: apart(partial(make, name, x, y, z.clone())) for key, make in makers.items()}
     if options.launches:
         return [f"{m}, {num}", name, dtype, *map(partial(launched, options.device), steps.values())]
     began = {key: timed(steps[key], options.device) for key in ("natural", "compiled")}
@@ -289,6 +292,7 @@ def main():
         dtypes=["float32"],
         first=False,
         launches=False,
+        plain=False,
         likelihoods=list(LIKELIHOODS),
         out=None,
     )
