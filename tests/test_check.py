@@ -11,9 +11,12 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, fit, kernels
 from pyro_sparsegp.guide.adaptive import drawn, weighted
 from pyro_sparsegp.guide.check import Compared
+from pyro_sparsegp.guide.field import run_standardised
+from pyro_sparsegp.guide.latents import Hyperparameters
+from pyro_sparsegp.guide.nested import by_values
 from pyro_sparsegp.guide.runs import Priors
 from pyro_sparsegp.guide.search import Search
-from pyro_sparsegp.program.traces import whole_plates
+from pyro_sparsegp.program.traces import all_sites, whole_plates
 
 from .models import observed
 
@@ -120,6 +123,26 @@ def test_a_program_of_any_form_is_checked(model, names):
     for name in names.split():
         assert any(line.startswith(f"'{name}': ") and "times too narrow" in line for line in lines)
     assert not any("Train longer" in line for line in lines)
+
+
+def test_values_of_a_product_start_near_where_it_stands_still():
+    """From far b went to -12.9, where f has the sign that data do not have."""
+    x = torch.linspace(0, 1, 20)[:, None]
+    f = 1 + torch.sin(6 * x[:, 0])
+    data = x, f + 0.3 * torch.randn(20), 1.5 * f + 0.3 * torch.randn(20)
+
+    def model(x, y=None, t=None):
+        b, f = pyro.sample("b", dist.Normal(0.0, 2.0)), pyro.sample("f", GaussianProcess(kernels.Matern32(0.3), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+            pyro.sample("t", dist.Normal(b * f, 0.3), obs=t)
+
+    guide = AutoSparseGP(model, families.SVGP(4), independent=True, start=None)
+    guide.prepare(*data)
+    sites = dict(all_sites(Priors(guide, at_medians=True).perform(data, {}).trace))
+    nothing = Hyperparameters({}, {}, guide.like)
+    nested = by_values(guide, sites, ["b"], nothing, lambda *held: run_standardised(guide, data, {}, *held))
+    assert 2 * nested.at(nothing.of({})).x[0] == pytest.approx(1.5, abs=0.2)
 
 
 def test_independent_normal_latents_are_compared():

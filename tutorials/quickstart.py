@@ -86,7 +86,7 @@ def model(level, plan, visits=None, size=None):
 # ## The data
 #
 # 400 people are for training, and 1,000 are held out. The last section takes all 20,190. Plans are numbered by the
-# share of the bill that the patient pays: 0, 25, 50 or 95 per cent, and for one group between these.
+# share of the bill that the patient pays: 0, 25, 50 or 95 per cent. In one plan the share lies between these.
 
 # %%
 frame = sm.datasets.randhie.load_pandas().data
@@ -189,8 +189,8 @@ for name, (bound, score, khat, seconds) in rows.items():
 
 # %% [markdown]
 # The bound is in nats, and the score is the mean log density of a held-out person, in nats. For both, higher is
-# better. k-hat measures how far the guide is from its target. **For 1,000 draws a k-hat below 0.67 is good**:
-# importance weights can then correct the draws.
+# better. k-hat measures how far the guide is from its target, the best that its own inducing points allow. **For 1,000
+# draws a k-hat below 0.67 is good**: importance weights can then correct the draws.
 #
 # ## The table of latents
 #

@@ -376,4 +376,7 @@ def by_values(
     if layout.num > _LARGEST:
         raise Unsupported(f"{layout.num} values are too many for a dense matrix")
     drawn = [name for name in sites if name in {*facts.data, *facts.downstream} - {*members}]
-    return Nested(guide, layout, {}, hyper, run, AtValues, drawn)
+    nested = Nested(guide, layout, {}, hyper, run, AtValues, drawn)
+    # At 0 a product stands still, and far from it its factors may have other signs than data say.
+    nested.start = nested.last = 0.1 * nested.start[0], nested.start[1]
+    return nested

@@ -37,7 +37,7 @@ def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -
 
 
 def masks_are_around_data(name: str, site: dict[str, Any]) -> str:
-    """The divergence of a latent under a mask of rows would be counted once for each row."""
+    """The KL divergence of a latent under a mask of rows would be counted once for each row."""
     shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
     if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
         return (
@@ -122,7 +122,7 @@ def groups_of_inputs_stay(
 
 
 def columns_and_outputs_stay(name: str, process: GaussianProcess, module: Any, facts: Structure, *_: object) -> str:
-    """The posterior is of the first call's columns and outputs. Later calls need as many of both."""
+    """The posterior is built for the columns and outputs of the first call. Later calls need as many."""
     x = process.x
     columns = (facts.gps[name].columns if name in facts.gps else None) or x.shape[-1]
     if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
