@@ -539,5 +539,5 @@ def test_a_compiled_step_is_that_of_plain_steps_up_to_rounding(name):
     for elbo in (TraceQuadrature_ELBO(10), JitTraceQuadrature_ELBO(10, compile=True)):
         svi = stepper(elbo, poisson, FAMILIES[name])
         losses.append(torch.tensor([svi.step(*args) for _ in range(16)]))
-    assert replayed(elbo._recordings[svi.guide]) > 2
+    assert replayed(elbo._recordings[svi.guide]) >= 2
     torch.testing.assert_close(*losses, rtol=1e-7, atol=0)
