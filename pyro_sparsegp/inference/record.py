@@ -248,20 +248,19 @@ def are_alike(exact: Graph, fast: Graph, inputs: list[Tensor]) -> bool:
     # inductor is wrong in a gradient of additive families: test_a_compiled_step_is_that_of_plain_steps_up_to_rounding
     state, eps = RandomState(inputs[-1]), torch.finfo(inputs[-1].dtype).eps
 
-    def run(graph: Graph, given: list[Tensor]) -> list[Tensor]:
+    def run(graph: Graph, at: list[Tensor]) -> list[Tensor]:
         state.restore()
-        return [1.0 * value for value in graph(*given)]
+        return [1.0 * value for value in graph(*at)]
 
     # What rounding does: every other number moves by some of its last digits.
-    moved = [
-        x * (1 + 4 * eps * (torch.arange(x.numel(), device=x.device) % 2).view(x.shape)).to(x.dtype) for x in inputs
-    ]
-    found, rounded, compiled = run(exact, inputs), run(exact, moved), run(fast, inputs)
+    odd = [torch.arange(x.numel(), device=x.device).view(x.shape) % 2 for x in inputs]
+    moved = [x * (1 + 4 * eps * each).to(x.dtype) for x, each in zip(inputs, odd)]
+    found, rounded, given = run(exact, inputs), run(exact, moved), run(fast, inputs)
     bounds = [_ROUGH * (near - value).norm() + eps**0.5 * (1 + value.norm()) for value, near in zip(found, rounded)]
-    if alike := all((value - other).norm() <= most for value, other, most in zip(found, compiled, bounds)):
-        return alike
+    if all((value - other).norm() <= most for value, other, most in zip(found, given, bounds)):
+        return True
     warnings.warn("inductor's code gives other numbers than the graph. Steps are replayed without it.", stacklevel=2)
-    return alike
+    return False
 
 
 def _stand_in(site: dict[str, Any], leaf: Tensor) -> Any:
