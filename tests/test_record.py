@@ -2,8 +2,10 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -266,33 +268,82 @@ def test_a_loss_that_is_not_finite_is_the_plain_error():
     assert replayed(elbo._recordings[svi.guide]) > 3
 
 
-def test_a_program_that_changes_ends_the_recording():
-    batch = rows(24)
+def told_of(elbo, change, num, between=lambda step: None):
+    """The losses of steps of a changing program, and what is said of recordings."""
+    svi, losses = stepper(elbo, changing(change), SVGP(6)), []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(num):
+            between(step)
+            losses.append(svi.step(*rows(24)))
+    return losses, [str(one.message) for one in told if "JitTrace" in str(one.message)]
 
+
+def test_what_a_program_names_is_guarded():
     def steps(elbo):
-        now = 0
-        svi, losses = stepper(elbo, changing(lambda f: 0.3 * (now > 10)), SVGP(6)), []
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for now in range(24):  # noqa: B007
-                losses.append(svi.step(*batch))
-        return svi.guide, losses, [str(one.message) for one in told if "JitTrace" in str(one.message)]
+        by = [0.0]
 
-    _, plain, none = steps(TraceQuadrature_ELBO(10))
-    guide, losses, told = steps(elbo := JitTraceQuadrature_ELBO(10))
+        def between(step):
+            by[0] = 0.3 * (step > 10)
+
+        return told_of(elbo, lambda f: by[0], 22, between)
+
+    plain, jit = steps(TraceQuadrature_ELBO(10)), steps(elbo := JitTraceQuadrature_ELBO(10))
+    assert jit == plain
+    assert len(next(iter(elbo._recordings.values())).found) == 2
+
+
+def test_a_program_that_counts_its_calls_is_not_recorded():
+    def steps(elbo):
+        calls = {"count": 0}
+
+        def change(f):
+            calls["count"] += 1
+            return 0.3 * (calls["count"] > 30)
+
+        return told_of(elbo, change, 40)
+
+    (plain, none), (jit, told) = steps(TraceQuadrature_ELBO(10)), steps(JitTraceQuadrature_ELBO(10))
+    assert jit == plain
+    assert not none
+    assert len(told) == 1
+    assert "the model changes calls['count'] when it is called" in told[0]
+
+
+def test_a_program_that_changes_unseen_ends_the_recording():
+    def steps(elbo):
+        now = SimpleNamespace(step=0)  # asked for by a name that code does not show
+        between = partial(setattr, now, "step")
+        return told_of(elbo, lambda f: 0.3 * (getattr(now, "st" + "ep") > 10), 24, between)
+
+    (plain, none), (jit, told) = steps(TraceQuadrature_ELBO(10)), steps(elbo := JitTraceQuadrature_ELBO(10))
     assert not none
     assert len(told) == 1
     assert "Python has changed" in told[0]
-    assert losses[:11] == plain[:11]
-    assert losses[11:] != plain[11:]  # up to the next comparison
-    assert not elbo._recordings[guide].found
+    assert jit[:11] == plain[:11]
+    assert jit[11:] != plain[11:]  # up to the next comparison
+    assert not next(iter(elbo._recordings.values())).found
+
+
+def test_the_last_step_of_a_fit_is_compared():
+    now = SimpleNamespace(step=0)
+    model = changing(lambda f: 0.3 * (getattr(now, "st" + "ep") > 10))
+
+    def stopping(losses):
+        now.step = len(losses)
+        return False
+
+    pyro.clear_param_store()
+    with pytest.warns(UserWarning, match="Python has changed"):
+        fit(model, AutoSparseGP(model, SVGP(6)), rows(24), steps=14, stopping=stopping, jit=True, progress=False)
 
 
 def test_a_program_that_reads_a_number_is_told_where():
     def change(f):
         return 0.1 if f.max() > 100 else 0.0  # here
 
-    with pytest.warns(UserWarning, match=r"test_record.py:\d+: return 0.1 if f.max\(\) > 100"):
+    said = r"the model reads a tensor's number, in .*test_record.py:\d+: return 0.1 if f.max\(\) > 100"
+    with pytest.warns(UserWarning, match=said):
         plain, jit, recordings = both(changing(change), SVGP(6), 8 * [(rows(24), {})])
     assert jit == plain
     assert recordings.why
@@ -443,9 +494,15 @@ def test_a_program_that_writes_in_place_is_told_of():
         return observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(1.0), net(x))), 0.3), y)
 
     svi = stepper(elbo := JitTraceQuadrature_ELBO(10), model, SVGP(6))
-    with pytest.warns(UserWarning, match="writes to a tensor in place, as BatchNorm does"):
-        _ = [svi.step(*rows(30)) for _ in range(6)]
+
+    def step():
+        svi.step(*rows(30))
+        return int(net[1].num_batches_tracked)
+
+    with pytest.warns(UserWarning, match=r"writes to a tensor in place, as BatchNorm does\."):  # no line of ours
+        seen = [step() for _ in range(6)]
     assert not elbo._recordings[svi.guide].found
+    assert [*np.diff(seen[1:])] == 4 * [1]  # the recording's own run is undone
 
 
 def test_a_step_that_loses_a_nat_a_datum_is_plain():

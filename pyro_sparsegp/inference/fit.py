@@ -353,6 +353,8 @@ class _Loop:
             self.epoch, self.place = self.epoch + 1, 0
 
     def _set_rates(self) -> None:
+        if isinstance(loss := getattr(self.method, "loss", None), JitTraceQuadrature_ELBO):
+            loss.compares = len(self.losses) + 1 == self.total
         if isinstance(self.optim, FallingAdam):
             self.optim.at(len(self.losses), self.total)
             # At a rate ρ, q's mean is √(N/B · ρ/2) of its deviations beside the optimum

@@ -5,10 +5,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Optional
 from weakref import WeakKeyDictionary
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.runtime import _PYRO_STACK
@@ -19,6 +21,7 @@ from ..guide import AutoSparseGP
 from ..numerics.decisions import Decisions, deciding
 from ..numerics.processes import is_shared
 from ..program.data import walk
+from ..program.names import Named, Same, known
 from ..program.traces import RandomState
 from .optimisers import FallingAdam
 from .quadrature import TraceQuadrature_ELBO, own_guide
@@ -28,7 +31,8 @@ _AFTER = 3  # steps of one kind, of which the last is recorded
 _MOST = 8  # recordings of a guide, those that were given up among them
 _REMEMBERED = 64  # kinds of steps
 _PATIENCE = 8  # replays that end as plain steps, and are more than half of all, before a recording is given up
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+# Of frames in these files a message names none.
+_LIBRARIES = (*torch.__path__, *pyro.__path__, str(Path(__file__).parents[1]))
 
 
 class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
@@ -38,12 +42,14 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
 
     The third step of a kind is recorded: the loss, its gradients and the natural steps, without the program's Python.
     Replays have the losses of plain steps, to the last bit, in about half of the time. Each combination of
-    shapes, dtypes, devices, modes of training and arguments that are no tensors is a recording; there are at most
-    eight. Where a factorisation fails or the loss is not finite, the plain step is taken.
+    shapes, dtypes, devices, modes of training, arguments that are no tensors, and of what the program's functions name
+    (numbers, strings and objects in closures, globals and attributes) is a recording; there are at most eight. Where a
+    factorisation fails or the loss is not finite, the plain step is taken.
 
-    Steps 1, 2, 4, 8, … after a recording are taken plainly, too, and compared. If the program has changed, as by a
-    counter in its Python, all further steps are plain, and a warning says so. A program that reads a tensor's
-    numbers, by ``if f.max() > 1`` or ``x.item()``, cannot be recorded: a warning names the line, and steps are plain.
+    A program that changes what it names, such as a count of its calls, is not recorded, nor is one that reads a
+    tensor's numbers, by ``if f.max() > 1`` or ``x.item()``: a warning says where, and steps are plain. For what names
+    do not show, steps 1, 2, 4, 8, … after a recording, and the last one of ``fit``, are taken plainly, too, and
+    compared. If the program has changed, all further steps are plain, and a warning says so.
 
     :param num_nodes: K, the number of quadrature nodes per axis.
     :param num_particles: the number of draws of other latents to average over.
@@ -56,6 +62,7 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
         super().__init__(num_nodes, num_particles, **kwargs)
         self.compile = compile
         self.optim: Optional[FallingAdam] = None  # whose steps are recorded, too: fit's
+        self.compares = False  # whether the next step is compared, as fit's last
         self._recordings: WeakKeyDictionary[AutoSparseGP, Recordings] = WeakKeyDictionary()
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: object, **kwargs: object) -> float:
@@ -96,22 +103,21 @@ class Step:
         is_met = known is not None and known.met and (is_known or not guide.is_about_rows)
         return is_met and torch.is_grad_enabled() and not (any(modes) or others or is_shared())
 
-    def key(self) -> Any:
-        """What the graph depends on but numbers."""
+    def key(self, named: Named) -> Any:
+        """What the graph depends on but tensors' numbers."""
         places: dict[int, int] = {}  # a tensor may stand at several
 
         def kind(leaf: object) -> Any:
             if isinstance(leaf, Tensor):
                 place = places.setdefault(id(leaf), len(places))
                 return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, place
-            return type(leaf), leaf if isinstance(leaf, _PLAIN) else id(leaf)
+            return known(leaf)
 
         core, model = self.guide.core, self.guide.model
         modules = model.modules() if isinstance(model, nn.Module) else ()
         modes = self.guide.training, tuple(module.training for module in modules), torch.get_default_dtype()
-        ids = id(self.wrapped), id(core), id(core.plan)
         parts = tuple((path, kind(leaf)) for path, leaf in walk((self.args, self.kwargs)))
-        return parts, modes, ids, getattr(core.plan, "way", None)
+        return parts, modes, Same(self.wrapped), Same(core), Same(core.plan), named.key, getattr(core.plan, "way", None)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -125,13 +131,16 @@ class Recordings:
     compile: bool
     found: dict[Any, Recording] = field(default_factory=dict)
     seen: dict[Any, int] = field(default_factory=dict)
-    held: list[Any] = field(default_factory=list)  # of each recording what its key knows by its identity
+    made: int = 0  # how many recordings there were
+    named: Any = None  # what the program named before this step
     way: tuple[bool, ...] = ()  # of the last plain step
     why: str = ""  # steps are plain from now on
 
     def step(self, step: Step) -> float:
         """Take a step: the loss."""
-        key = step.key(), self.way
+        if self.named is None or not self.named.hold():
+            self.named = Named(step.guide.model)
+        key = step.key(self.named), self.way
         recording = self.found.get(key)
         if recording is None or not recording.fits():
             self.found.pop(key, None)
@@ -139,7 +148,7 @@ class Recordings:
         state = RandomState(step.guide.like)
         # Looks at numbers that steps only use are at powers of two, too.
         looks = range(step.guide.core.looks + 1, step.guide.core.looks + 1 + recording.looks)
-        is_due = any(number & (number - 1) == 0 for number in (recording.steps + 1, *looks))
+        is_due = step.elbo.compares or any(number & (number - 1) == 0 for number in (recording.steps + 1, *looks))
         limit = step.elbo._known[step.guide].most if recording.share > 0.999 else math.inf
         replay = recording.run(step.tensors, limit, not is_due)
         if is_due:
@@ -176,15 +185,19 @@ class Recordings:
             self.seen.clear()
         self.seen[key] = self.seen.get(key, 0) + 1
         loss, sites = self._plain(step)
-        if self.seen[key] < _AFTER or len(self.held) >= _MOST or self.way != key[1]:
+        # A program that counts is another kind in each step.
+        if max(len(self.seen), self.seen[key]) >= _AFTER and self._has_changed(step):
             return loss
-        state = RandomState(step.guide.like)
+        if self.seen[key] < _AFTER or self.made >= _MOST or self.way != key[1]:
+            return loss
+        state, held = RandomState(step.guide.like), [(each, each.clone()) for each in self.named.buffers]
         try:
             how = self.compile, step.elbo.optim
             self.found[key] = record(step.loss, step.guide, sites, step.tensors, *how)
-            others = [leaf for _, leaf in walk((step.args, step.kwargs)) if not isinstance(leaf, Tensor)]
-            self.held.append((step.wrapped, step.guide.core, step.guide.core.plan, others))
+            self.made += 1
         except Exception as error:  # of whatever the program does
+            with torch.no_grad():
+                _ = [each.copy_(before) for each, before in held]
             self._end(f"a step cannot be recorded: {_place_of(error)}")
         finally:
             state.restore()
@@ -196,7 +209,7 @@ class Recordings:
         state.restore()
         before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
         loss, _ = self._plain(step)
-        if replay.failed:
+        if self._has_changed(step) or replay.failed:
             return loss
         pairs = list(zip(replay.state, (slot.value for slot in recording.moving)))
         pairs += [(new if old is None else old + new, p.grad) for new, old, p in zip(replay.grads, before, leaves)]
@@ -209,6 +222,14 @@ class Recordings:
                 "random numbers differ: the model's Python has changed since it was recorded"
             )
         return loss
+
+    def _has_changed(self, step: Step) -> bool:
+        """Whether the program changes what it names, which a replay would not do: recording ends."""
+        if self.named.hold():
+            return False
+        places = [place.rpartition(" ")[-1] for place in Named(step.guide.model).changed(self.named)]
+        self._end(f"a step cannot be recorded: the model changes {', '.join(places[:3])} when it is called")
+        return True
 
     def _end(self, why: str) -> None:
         self.why = why
@@ -224,7 +245,9 @@ def _alike(one: Tensor, other: Any, share: float) -> bool:
 
 
 def _place_of(error: BaseException) -> str:
-    """Why a program could not be recorded, and where."""
-    *_, frame = [frame for frame in extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    """Why a program could not be recorded, and the line of it if one is known."""
     what = str(error).partition(" - erroring")[0].partition("\n")[0]
-    return f"{what} ({frame.filename}:{frame.lineno}: {frame.line})"
+    if "aten._local_scalar_dense" in what:
+        what = "the model reads a tensor's number"
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    return what + "".join(f", in {frame.filename}:{frame.lineno}: {frame.line}" for frame in frames[-1:])

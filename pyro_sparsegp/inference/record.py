@@ -179,7 +179,7 @@ def record(
     tapes = {module: Tape(zero.clone()) for module in steppers(guide)}
     known = {name: _stand_in(site, leaf) for (name, site), leaf in zip(sites.items(), params)}
     found = Recording(guide, known, params, slots_of(guide), tapes, zero.clone())
-    before, looks = [slot.value for slot in found.slots], guide.core.looks
+    before, looks, way = [slot.value for slot in found.slots], guide.core.looks, guide.core.plan.way
     counts = {module: (module.steps, module.last_rate) for module in tapes}
 
     def step(*_: Tensor) -> list[Tensor]:
@@ -216,6 +216,7 @@ def record(
         for slot, value in zip(found.slots, before):
             slot.owner.__dict__[slot.kind][slot.name] = value
         found.looks, guide.core.looks = guide.core.looks - looks, looks
+        guide.core.plan.way = way  # of a program that cannot be recorded no mapped run succeeds: plain steps have one
     found.share = guide.row_share
     read = [*inputs, *(getattr(graph, n.target) for n in graph.graph.nodes if n.op == "get_attr")]
     versions = [value._version for value in read]
