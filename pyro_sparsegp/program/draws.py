@@ -4,6 +4,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any, Union
 
 import pyro
@@ -61,8 +62,8 @@ def mapped(
     """
     with attempt():
         return vmapped(function, stack, randomness="same")
-    each = stack if isinstance(stack, Tensor) else [dict(zip(stack, item)) for item in zip(*stack.values())]
-    return tuple(map(torch.stack, zip(*map(function, each))))
+    each = [function(map_tensors(itemgetter(i), stack)) for i in range(len(tensors(stack)[0]))]
+    return tuple(map(torch.stack, zip(*each)))
 
 
 def in_blocks(

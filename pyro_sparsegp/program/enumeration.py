@@ -173,12 +173,12 @@ class Enumeration(Messenger):
         ]
         return dict(reversed(pairs))  # the first of each
 
-    def contract(self, factors: Sequence[Factor], totals: Optional[dict[int, Factor]] = None) -> list[Factor]:
+    def contract(self, factors: Sequence[Factor]) -> tuple[list[Factor], dict[int, Factor]]:
         """The factors that are left when all latents are summed out, from the innermost plates outwards (Obermeyer et
-        al., 2019, algorithm 1); raise if there is no order of summing. ``totals`` get, by its dimension and in this
-        order, the product that each latent was summed out of.
+        al., 2019, algorithm 1); raise if there is no order of summing. And, by its dimension and in this order, the
+        product that each latent was summed out of.
         """
-        left, names, totals = list(factors), list[str](), {} if totals is None else totals
+        left, names, totals = list(factors), list[str](), dict[int, Factor]()
         while dims := frozenset().union(*(factor.latents for factor in left)):
             names = names or [self.latents[dim].name for dim in sorted(dims)]
             free = (dim for dim in dims if all(self._can_be_reduced(f, dim) for f in left if dim in f.latents))
@@ -194,12 +194,11 @@ class Enumeration(Messenger):
             # log Σ_z exp Σᵢ log φᵢ(z), in one logsumexp of the sum: test_group_classes.py::test_groups.
             summed = total._replace(latents=total.latents - {dim}, value=total.value.logsumexp(-dim, keepdim=True))
             left = [*(factor for factor in left if dim not in factor.latents), summed]
-        return left
+        return left, totals
 
     def draw(self, terms: Sequence[SummedOut]) -> dict[int, Tensor]:
         """A draw of the latents of some terms given these, by dimension: the numbers of their values."""
-        totals, drawn = dict[int, Factor](), dict[int, Tensor]()
-        self.contract([term.factor(True) for term in terms], totals)
+        totals, drawn = self.contract([term.factor(True, term.value) for term in terms])[1], dict[int, Tensor]()
         # p(z₁, z₂, ...) = p(z₁) p(z₂ | z₁) ..., with z₁ the last that was summed out: of a latent's product the latents
         # that were summed out later are left.
         for dim, total in reversed(totals.items()):
@@ -219,7 +218,7 @@ class Enumeration(Messenger):
         """A draw of some sites given all that the run met."""
         drawn = self.draw(self.terms) if names else {}
         latents = [(latent, drawn[dim]) for dim, latent in self.latents.items() if latent.name in names]
-        return {name: support[n.reshape(sizes(plates, trim=True))] for (name, plates, support, _), n in latents}
+        return {name: support[n.reshape(own_sizes(plates))] for (name, plates, support, _), n in latents}
 
     def _can_be_reduced(self, factor: Factor, dim: int) -> bool:
         """Whether a factor's product over all plates but a latent's own is of latents that stand outside of these."""
@@ -256,10 +255,15 @@ class Enumeration(Messenger):
         return value[..., self._elements(plates, rows, value)].unflatten(-1, sizes(rows))
 
 
-def sizes(plates: Plates, trim: bool = False) -> list[int]:
-    """Of the dimensions that are left to plates; or of those that plates take."""
+def sizes(plates: Plates, num: int = PLATES) -> list[int]:
+    """Of the dimensions that are left to plates."""
     by_dim = {frame.dim: frame.size for frame in plates.values()}
-    return [by_dim.get(dim, 1) for dim in range(min(by_dim, default=0) if trim else -PLATES, 0)]
+    return [by_dim.get(dim, 1) for dim in range(-num, 0)]
+
+
+def own_sizes(plates: Plates) -> list[int]:
+    """Of the dimensions that plates take."""
+    return sizes(plates, -min((frame.dim for frame in plates.values()), default=0))
 
 
 class Values(Tensor):
@@ -322,7 +326,7 @@ class SummedOut(TorchDistribution):
         self.site, self.given_discrete, self.site_mask = site, site["fn"], site["mask"]
         self.latents, self.plates, self.run, self.before = latents, plates, run, run.meeting(latents)
         shape, event_shape = self.given_discrete.batch_shape, self.given_discrete.event_shape
-        super().__init__(shape[len(shape) - len(sizes(plates, trim=True)) :], event_shape, validate_args=False)
+        super().__init__(shape[len(shape) - len(own_sizes(plates)) :], event_shape, validate_args=False)
 
     @property
     def support(self) -> Any:
@@ -335,24 +339,33 @@ class SummedOut(TorchDistribution):
         found.masked = False
         return found
 
-    def factor(self, masked: bool, value: Any = None) -> Factor:
-        """log p(y | z), by default of the site's value, whose masked numbers may be NaN."""
-        fn, mask = self.given_discrete, self.site_mask
-        value = filled(fn, self.site["value"] if value is None else value, mask)
+    @property
+    def value(self) -> Any:
+        """The site's, once the run has met it."""
+        return self.site["value"]
+
+    def _seen(self, masked: bool, value: Any) -> Optional[Tensor]:
+        """Which rows no mask leaves out; ``None`` if that is all."""
+        return unmasked_rows(self.given_discrete, value, self.site_mask) if masked else None
+
+    def factor(self, masked: bool, value: Any) -> Factor:
+        """log p(y | z) of a value, whose masked numbers may be NaN."""
+        fn = self.given_discrete
+        value = filled(fn, value, self.site_mask)
         density = rewrapped(fn, bare(fn).log_prob(value), masked)
-        density = torch.as_tensor(scale_and_mask(density, mask=unmasked_rows(fn, value, mask) if masked else None))
+        density = torch.as_tensor(scale_and_mask(density, mask=self._seen(masked, value)))
         return Factor(self.latents, self.plates, density[(None,) * (PLATES - density.dim())])
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log p(y | what came before); of rows that share a z, each one's share."""
-        run, before = self.run, [term.factor(self.masked) for term in self.before]
+        run, before = self.run, [term.factor(self.masked, term.value) for term in self.before]
         # A site joins all that it depends on, so that one factor is left, in the plates whose elements have a density.
-        (left,) = run.contract([*before, self.factor(self.masked, value)])
+        (left,), _ = run.contract([*before, self.factor(self.masked, value)])
         # log p(yᵢ | y₁, ..., yᵢ₋₁) = log p(y₁, ..., yᵢ) − log p(y₁, ..., yᵢ₋₁): test_enumeration.py::test_mixtures.
-        total = left.value - run.product(run.contract(before), left.plates).value
+        total = left.value - run.product(run.contract(before)[0], left.plates).value
         if left.plates.keys() != self.plates.keys():
             # What elements have, in equal parts at each row that is not masked.
-            rows = unmasked_rows(self.given_discrete, value, self.site_mask) if self.masked else None
+            rows = self._seen(self.masked, value)
             seen = total.new_ones(()) if rows is None else rows.to(total.dtype)
             seen = seen.expand(sizes(self.plates))
             share = total / run.product([Factor(frozenset(), self.plates, seen)], left.plates).value.clamp(min=1)
@@ -367,7 +380,7 @@ class SummedOut(TorchDistribution):
         run, fn = self.run, self.given_discrete
         alone = all(run.latents[dim].plates.keys() == self.plates.keys() for dim in self.latents)
         known = self.before if alone else run.meeting(self.latents)
-        drawn = run.draw([term for term in known if term.site["value"] is not None])
+        drawn = run.draw([term for term in known if term.value is not None])
         values = fn.expand((*fn.batch_shape[:-PLATES], *sizes(self.plates))).sample()
         values = values.reshape(*values.shape[: len(fn.batch_shape)], -1).movedim(-1, 0)
         return run.chosen(values, self.latents, drawn, self.plates).movedim(0, -1).reshape(self.shape())

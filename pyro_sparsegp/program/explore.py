@@ -14,7 +14,6 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..numerics.functions import if_known
 from ..process import GaussianProcess
 from .asking import asks_program, attempt
 from .enumeration import Enumeration
@@ -109,16 +108,15 @@ class ClosedForms:
 def _met(run: Met, shapes: Mapping[str, Sequence[int]]) -> Structure:
     """The sites of a run, without how densities depend on GP sites' values."""
     sites = {n: site for n, site in sample_sites(run.trace).items() if n not in run.processes}
-    role_of, latents = roles_beside(run.trace), dict[str, Latent]()
-    summed_out = run.enumeration.latents.values() if run.enumeration else ()
-    for name, site in sites.items():
-        if is_free(site):
-            plates, shape = plate_sizes(site), shapes.get(name)
-            event_dim = 0 if shape is None else biject_to(site["infer"]["prior"].support).domain.event_dim
-            latents[name] = Latent(role_of(plates), plates, if_known(tuple, shape), event_dim)
+    role_of, summed_out = roles_beside(run.trace), run.enumeration.latents.values() if run.enumeration else ()
+
+    def latent(plates: Mapping[str, int], site: Any, shape: Optional[Sequence[int]]) -> Latent:
+        known = () if shape is None else (tuple(shape), biject_to(site["infer"]["prior"].support).domain.event_dim)
+        return Latent(role_of(plates), plates, *known)
+
     return Structure(
         {name: GPSite(tuple(process.batch_shape), process.x.shape[-1]) for name, process in run.processes.items()},
-        latents,
+        {n: latent(plate_sizes(site), site, shapes.get(n)) for n, site in sites.items() if is_free(site)},
         {name: Density(type(bare(site["fn"])).__name__) for name, site in sites.items() if is_observation(site)},
         {latent.name: role_of(latent.plates) for latent in summed_out},
     )

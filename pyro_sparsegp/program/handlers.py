@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .asking import asks_program
 from .checks import require_known_indices
-from .enumeration import PLATES, Enumeration, Factor, sizes
+from .enumeration import PLATES, Enumeration, Factor, own_sizes, sizes
 from .owners import kept_buffers
 from .traces import (
     all_sites,
@@ -151,7 +151,7 @@ def class_probabilities(
                 f"class_probabilities: site {name!r} has {what}: give one draw of each latent that is not enumerated, "
                 "at these rows, such as guide(x, y) after guide.eval()."
             )
-    factors, moves = [term.factor(True) for term in enumeration.terms], list[Tensor]()
+    factors, moves = [term.factor(True, term.value) for term in enumeration.terms], list[Tensor]()
     for dim, latent in enumeration.latents.items():
         # A factor of 1 for each value and element: its gradient is that of p(z).
         shape = len(latent.support), *[1] * (dim - 1 - PLATES), *sizes(latent.plates)
@@ -160,9 +160,9 @@ def class_probabilities(
     if not moves:
         return {}
     with torch.enable_grad():
-        total = torch.stack([factor.value.sum() for factor in enumeration.contract(factors)]).sum()
+        total = torch.stack([factor.value.sum() for factor in enumeration.contract(factors)[0]]).sum()
     return {
-        name: share.reshape(len(share), *sizes(plates, trim=True)).movedim(0, -1)
+        name: share.reshape(len(share), *own_sizes(plates)).movedim(0, -1)
         for (name, plates, *_), share in zip(enumeration.latents.values(), torch.autograd.grad(total, moves))
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions.util import sum_rightmost
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
@@ -114,9 +115,10 @@ def _chosen(num: int, given: Collection[Tensor], like: Tensor) -> Tensor:
 
 def _as_one_row(site: dict[str, Any], is_gp: bool, num: int) -> tuple[Tensor, list[int]]:
     """A latent's value, the same in all rows, and its dimensions of rows."""
-    value = site["value"] if is_gp else _moved(site)
-    frames = [frame.dim - site["fn"].event_dim for frame in site["cond_indep_stack"]]
-    of_rows = [dim for dim in ([-1] if is_gp else frames) if value.shape[dim] == num]
+    value, dims = site["value"], [-1]
+    if not is_gp:
+        value, dims = _moved(site), [frame.dim - site["fn"].event_dim for frame in site["cond_indep_stack"]]
+    of_rows = [dim for dim in dims if value.shape[dim] == num]
     for dim in of_rows:  # so that what takes another row's, as g.flip(0), shows nothing
         value = value.narrow(dim, -1, 1).expand_as(value)
     return value, of_rows
@@ -161,16 +163,13 @@ def _density(site: dict[str, Any]) -> Tensor:
     fn, value = site["fn"], site["value"]
     found = torch.as_tensor(rewrapped(fn, bare(fn).log_prob(value), masked=False))
     seen = unmasked(fn, value, site["mask"])
-    if seen is None:
-        return found
-    return torch.where(seen.flatten(-fn.event_dim).all(-1) if fn.event_dim else seen, found, torch.nan)
+    return found if seen is None else torch.where(sum_rightmost(~seen, fn.event_dim) > 0, torch.nan, found)
 
 
 def _differ(here: Tensor, there: Tensor, num: int, chosen: Tensor) -> bool:
     """Whether the rows chosen of so many are others where they are alone; what has none of these is not compared."""
     dims = [dim for dim, sizes in enumerate(zip(here.shape, there.shape)) if sizes == (num, _PART)]
-    here = here.index_select(dims[0], chosen.to(here.device)) if dims else here
-    if not dims or here.shape != there.shape:
+    if not dims or (here := here.index_select(dims[0], chosen.to(here.device))).shape != there.shape:
         return False
     size = here.abs() + here.abs().nanmean()
     return bool(((here - there).abs() > _TOLERANCE[here.dtype] * size).any())

@@ -40,7 +40,7 @@ class Terms:
     ) -> None:
         self.run, self.means = run, {name: process.mean.detach() for name, process in processes.items()}
         trace: Any = run(self.means)
-        parts = log_densities(trace, found.gps, by_entry=True)
+        parts = log_densities(trace, found.gps)
         shapes = {name: part.shape for name, part in parts.items() if name in found.downstream}
         # What plates leave of a site's terms because they hold some of their rows.
         self.shares = {name: share_of(trace.nodes[name]) for name in shapes}
@@ -86,7 +86,7 @@ class Terms:
 
         def at(f: Tensor) -> tuple[Tensor, ...]:
             trace = self.run({**self.means, name: f})
-            parts = log_densities(trace, trace.nodes.keys() - owners.keys(), by_entry=True)
+            parts = log_densities(trace, trace.nodes.keys() - owners.keys())
             # A plate's scale says how many data each stands for; a site is that of one.
             return tuple(parts[site] * self.shares[site] for site in owners)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..distributions import ExpectedLogProb
-from ..numerics.functions import broadcast_shapes
+from ..numerics.functions import broadcast_shapes, if_known
 from ..numerics.linalg import solve_lower
 from ..process import GaussianProcess
 from .asking import asks_program
@@ -91,15 +91,14 @@ def piecewise_constant(trace: poutine.Trace) -> list[str]:
     ]
 
 
-def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bool = False) -> dict[str, Tensor]:
-    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and sites masked as a whole; of a
-    guide's latents their priors' densities. ``by_entry`` takes apart dimensions that ``.to_event`` has added up.
+def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
+    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and sites masked as a whole, of each
+    entry that ``.to_event`` adds up; of a guide's latents their priors' densities.
     """
     found = {}
     for name, site in sample_sites(trace).items():
         if name not in skip and site["mask"] is not False:
-            fn = site["infer"].get("prior", site["fn"])
-            fn, event_dim = without_event(fn) if by_entry else (fn, 0)
+            fn, event_dim = without_event(site["infer"].get("prior", site["fn"]))
             # They are of rows: ones more behind for the dimensions that .to_event has added.
             scale, mask = (
                 part.reshape(part.shape + (1,) * event_dim) if isinstance(part, Tensor) else part
@@ -158,7 +157,7 @@ def whole_plates() -> Iterator[None]:
 
     @functools.wraps(original)
     def whole(self: Any, name: str, size: Any = None, subsample_size: Any = None, subsample: Any = None, *a, **k):  # type: ignore[no-untyped-def]
-        original(self, name, size, subsample_size if subsample is not None else None, subsample, *a, **k)
+        original(self, name, size, None, subsample, *a, **k)
 
     SubsampleMessenger.__init__ = whole  # type: ignore[method-assign]
     try:
@@ -188,11 +187,18 @@ def without_event(fn: object) -> tuple[Any, int]:
     return fn, event_dim
 
 
+def _layers(fn: Any) -> Iterator[Any]:
+    """A distribution, and what stands under ``.to_event``, ``.mask`` and ``.expand``, one after the other."""
+    while isinstance(fn, WRAPPERS):
+        yield fn
+        fn = fn.base_dist
+    yield fn
+
+
 def bare(fn: TorchDistribution) -> Any:
     """The distribution under ``.to_event``, ``.mask`` and ``.expand``; without masks, where latents are summed out."""
-    while isinstance(fn, WRAPPERS):
-        fn = fn.base_dist
-    return fn.without_masks() if hasattr(fn, "without_masks") else fn
+    *_, inner = _layers(fn)
+    return inner.without_masks() if hasattr(inner, "without_masks") else inner
 
 
 def unmasked(fn: Any, value: Tensor, mask: object) -> Optional[Tensor]:
@@ -202,10 +208,7 @@ def unmasked(fn: Any, value: Tensor, mask: object) -> Optional[Tensor]:
     values; where discrete latents are summed out, of the distribution given these.
     """
     fn = getattr(fn, "given_discrete", fn)
-    masks = [(mask, fn.event_shape)]
-    while isinstance(fn, WRAPPERS):
-        masks.append((getattr(fn, "_mask", None), fn.event_shape))
-        fn = fn.base_dist
+    masks = [(mask, fn.event_shape), *((getattr(layer, "_mask", None), layer.event_shape) for layer in _layers(fn))]
     given = [(torch.as_tensor(part, device=value.device), event) for part, event in masks if part is not None]
     if not given:
         return None
@@ -217,8 +220,7 @@ def unmasked(fn: Any, value: Tensor, mask: object) -> Optional[Tensor]:
 
 def unmasked_rows(fn: TorchDistribution, value: Tensor, mask: Tensor) -> Optional[Tensor]:
     """Which of an observed site's log densities have such a value, in their shape; ``None`` if it has no mask."""
-    seen = unmasked(fn, value, mask)
-    return seen.flatten(-fn.event_dim).any(-1) if seen is not None and fn.event_dim else seen
+    return if_known(lambda seen: sum_rightmost(seen, fn.event_dim) > 0, unmasked(fn, value, mask))
 
 
 def filled(fn: TorchDistribution, value: Tensor, mask: Tensor) -> Any:
@@ -355,11 +357,10 @@ def candidates(fn: TorchDistribution, parameter: str) -> list[str]:
 def parameters(fn: TorchDistribution) -> dict[str, Tensor]:
     """The tensors that a distribution of single numbers is made of, by the names that its constructor has for them."""
     fn = bare(fn)
-    names = list(getattr(fn, "arg_constraints", ()))
-    for one, other in (("probs", "logits"), ("gate", "gate_logits")):  # one is made of the other
-        if one in names and other in names:
-            names.remove(other if one in vars(fn) else one)
-    found = {name: getattr(fn, name, None) for name in names}
+    names = getattr(fn, "arg_constraints", {}).keys()
+    pairs = [(one, other) for one, other in (("probs", "logits"), ("gate", "gate_logits")) if {one, other} <= names]
+    made = {other if one in vars(fn) else one for one, other in pairs}  # of the other one
+    found = {name: getattr(fn, name, None) for name in names if name not in made}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
