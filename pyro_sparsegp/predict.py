@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Optional, Union
 
 import pyro
@@ -73,7 +74,7 @@ def predict(
         warned = Warned()
         samples = {name: value.flatten(0, 1)[:num_samples] for name, value in chains.items()}
         have = min(map(len, samples.values()))
-        if have < (num_samples or 0):
+        if num_samples not in (None, have):
             raise ValueError(f"num_samples is {num_samples}, the MCMC result has {have} draws")
         rows = max(value[0].numel() for value in samples.values())
 
@@ -95,18 +96,13 @@ def _of_guide(
     model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any], made: Draw
 ) -> Draw:
     """A draw from a guide, for the guide's own model or another that follows the same latents."""
-    try:
-        with Held(made):
-            values = guide.draw(*args, joint=joint, **kwargs)
-    except RuntimeError as error:  # of data of training, whose shape is another
-        require_own_rows(guide.trace.nodes, error)
-        raise
-    nodes, guide.trace = guide.trace.nodes, poutine.Trace()  # a mapped run's tensors cannot be copied
+    with _Elsewhere(made):
+        values = guide.draw(*args, joint=joint, **kwargs)
+    guide.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
     if model is guide.model:
-        require_own_rows(nodes)
         return values
     names = (*guide.facts.latents, *guide.facts.gps, *guide.facts.discrete)
-    with whole_plates(), Held({name: values[name] for name in names if name in values}):
+    with whole_plates(), _Elsewhere({name: values[name] for name in names if name in values}):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     sites = sample_sites(trace)
     # Else it is drawn from its prior: test_a_latent_that_training_held_is_not_drawn_from_its_prior_in_silence.
@@ -119,20 +115,28 @@ def _of_guide(
             "in the other: give predict the guide's own model, or make the guide of the conditioned model, "
             "AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
-    require_own_rows(trace.nodes)
     return {name: site["value"] for name, site in sites.items()}
 
 
-def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:
-    """Raise if a run at new inputs observes the data of training's rows."""
-    for name, site in ((name, site) for name, site in sites.items() if is_observation(site)):
-        value, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
-        if len(value) > len(shape) or any(mine not in (1, num) for mine, num in zip(value[::-1], shape[::-1])):
-            raise ValueError(
-                f"site {name!r} observes data of shape {value}, and has a distribution of shape {shape} at these "
-                "inputs: the model must not hold the training data. Give it an argument for them, model(x, y=None), or "
-                "give predict a model without data, with the same latents."
-            ) from error
+class _Elsewhere(Held):
+    """Holds sites of a run at new inputs, which must not observe the data of training's rows."""
+
+    def _pyro_sample(self, msg: dict[str, Any]) -> None:
+        super()._pyro_sample(msg)
+        require_own_rows(msg)
+
+
+def require_own_rows(site: dict[str, Any]) -> None:
+    """Raise if a site of a run at new inputs observes the data of training's rows."""
+    if not is_observation(site):
+        return
+    value, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
+    if any(own not in (1, num) for own, num in zip_longest(value[::-1], shape[::-1], fillvalue=1)):
+        raise ValueError(
+            f"site {site['name']!r} observes data of shape {value}, and has a distribution of shape {shape} at these "
+            "inputs: the model must not hold the training data. Give it an argument for them, model(x, y=None), or "
+            "give predict a model without data, with the same latents."
+        )
 
 
 def sampled(model: Callable, result: object, data: Optional[Call]) -> tuple[Callable, dict[str, Tensor], Call]:
@@ -163,9 +167,10 @@ class AtNewInputs(Messenger):
 
     def __init__(self, before: poutine.Trace, values: Samples, warned: Warned, function: Callable) -> None:
         super().__init__()
-        self.values, self.warned, self.function = values, warned, function
-        self.plates, role_of = {n: plate_sizes(site) for n, site in sample_sites(before).items()}, roles_beside(before)
-        self.roles = {name: role_of(plates) for name, plates in self.plates.items()}
+        self.warned, self.function = warned, function
+        plates, role_of = {n: plate_sizes(site) for n, site in sample_sites(before).items()}, roles_beside(before)
+        self.values = {n: value for n, value in values.items() if role_of(plates.get(n, ())) == Role.ALL}
+        self.groups = {name: own for name, own in plates.items() if role_of(own) == Role.GROUP}
 
     @require_known_indices()
     def run(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
@@ -175,15 +180,15 @@ class AtNewInputs(Messenger):
 
     def _pyro_sample(self, msg: dict[str, Any]) -> None:
         name, process = msg["name"], as_process(msg["fn"])[0]
-        require_own_rows({name: msg})
+        require_own_rows(msg)
         if msg["is_observed"]:
             return
         if process is not None:
             self.function(msg, process)
-        elif name in self.values and self.roles.get(name, Role.ALL) == Role.ALL:
+        elif name in self.values:
             msg["value"] = self.values[name]
-        elif self.roles.get(name) == Role.GROUP and self.plates[name] == plate_sizes(msg):
-            warn_of_groups(self.warned, name, self.plates[name])
+        elif self.groups.get(name) == plate_sizes(msg):
+            warn_of_groups(self.warned, name, self.groups[name])
 
 
 class Trained(Messenger):
@@ -204,16 +209,17 @@ class Trained(Messenger):
         self.values = {**sample, **summed.draw_of(classes)}
 
     def _pyro_sample(self, msg: dict[str, Any]) -> None:
-        name, sample, process = msg["name"], self.sample, as_process(msg["fn"])[0]
+        name, process = msg["name"], as_process(msg["fn"])[0]
         if msg["is_observed"]:
             return
-        if name in sample:
-            msg["value"] = sample[name]
-        elif process is not None and f"{name}_whitened" in sample:
-            msg["value"] = process.mean + times(process.scale_tril, sample[f"{name}_whitened"])
+        if name in self.sample:
+            msg["value"] = self.sample[name]
         if process is not None:
+            noise = f"{name}_whitened"
             if msg["value"] is None:
-                raise ValueError(f"the samples hold no draws of GP site {name!r}, nor of {name}_whitened: {[*sample]}")
+                if noise not in self.sample:
+                    raise ValueError(f"the samples hold no draws of GP site {name!r}, nor of {noise}: {[*self.sample]}")
+                msg["value"] = process.mean + times(process.scale_tril, self.sample[noise])
             self.known[name] = process.x, msg["value"], process.mean
 
     def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
@@ -245,7 +251,7 @@ class WhitenReparam(Reparam):
         process, _ = as_process(fn)
         if process is None:
             raise ValueError(f"WhitenReparam is for GP sites; site {name!r} is a {type(fn).__name__}")
-        process.require_place(name)
+        process.require_place(f"site {name!r}")
         # Values that are given, as by a start of NUTS or by condition, have one noise, L⁻¹(f − μ).
         noise = None
         if value is not None:

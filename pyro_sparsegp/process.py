@@ -186,11 +186,10 @@ class GaussianProcess(TorchDistribution):
         new._validate_args = self._validate_args
         return new
 
-    def require_place(self, site: Optional[str] = None) -> None:
+    def require_place(self, what: str = "a GaussianProcess") -> None:
         """Raise a ValueError if this process is inside a plate of rows."""
         if self._misplaced is not None:
-            where = "a GaussianProcess" if site is None else f"site {site!r}"
-            raise ValueError(f"{where} stands {self._misplaced}")
+            raise ValueError(f"{what} stands {self._misplaced}")
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Exact joint draws, ``(*sample_shape, ..., N)``."""

@@ -8,7 +8,7 @@ Of an additive kernel Σ_c k_c, Φ = [Φ₁ … Φ_C], so component c has mean �
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..kernels import Kernel
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
 from ..numerics.functions import broadcast_shapes, if_known, in_pieces
-from ..numerics.linalg import Whitening, cholesky, on_diagonal, over_upper, solve_lower
+from ..numerics.linalg import Whitening, cholesky, eye_like, on_diagonal, over_upper, solve_lower
 from .base import Basis, Component, CrossFeatures, Features, Moments
 from .features import ExplicitFeatures
 from .inducing import InducingFeatures, InducingPoints, features_of
@@ -103,12 +103,10 @@ class ConditionalFeatures(CrossFeatures):
         self.inducing, self.inputs, self.weights = inducing, inputs, weights
         self.gram = phi.mT @ weights  # ΦᵀB
         across = self._across(inputs, phi)
-        # BᵀC_XX B
         square = weights.mT @ across
         # The prior's scale of w is 1: this much noise on s is nothing, and keeps R regular where r vanishes.
         noise = 100 * torch.finfo(phi.dtype).eps
-        eye = torch.eye(num, dtype=phi.dtype, device=phi.device)
-        self.root = cholesky((square + square.mT) / 2 + noise * eye, 0.0, f"BᵀC_XX B of site {name!r}")
+        self.root = cholesky((square + square.mT) / 2 + noise * eye_like(square), 0.0, f"BᵀC_XX B of site {name!r}")
         self.known = self._both(phi, across)
 
     def _across(self, x: Tensor, phi: Tensor) -> Tensor:
@@ -127,46 +125,65 @@ class ConditionalFeatures(CrossFeatures):
         return self._both(phi, self._across(x, phi))
 
 
+class _Alone(NamedTuple):
+    """A summand's number, and its features."""
+
+    members: Sequence[int]
+    features: Any
+
+    def each(self, given: Sequence[Any]) -> list[Sequence[Any]]:  # of what the features give, that of each summand
+        return [given]
+
+    def parts(self, terms: Sequence[Any], bases: Sequence[Any]) -> list[Features]:  # features of each summand
+        return [self.features]
+
+    def diag(self, x: Tensor) -> Tensor:  # the sum of the summands' variances
+        return self.features.kernel.diag(x)
+
+
+class _Stack(_Alone):
+    """Summands that differ by numbers only, with features as one, at inputs ``(N, D)``."""
+
+    def each(self, given: Sequence[Any]) -> list[Sequence[Any]]:
+        return [[part] for part in given[0].unbind(-3)]
+
+    def parts(self, terms: Sequence[Any], bases: Sequence[Any]) -> list[Features]:
+        own = zip(*(matrices.unbind(-3) for matrices in self.features.whitened))
+        return [InducingFeatures(terms[c], bases[c].variables(), Whitening(*w)) for c, w in zip(self.members, own)]
+
+    def diag(self, x: Tensor) -> Tensor:
+        return super().diag(x).sum(-2)
+
+
 class AdditiveFeatures(Features):
-    """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c, in groups: numbers of summands, and the features of one or of several stacked."""
+    """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c, of groups of summands."""
 
-    def __init__(self, kernel: Any, bases: Sequence[Any], groups: Sequence[tuple[Sequence[int], Any]]) -> None:
+    def __init__(self, kernel: Any, bases: Sequence[Any], groups: Sequence[_Alone]) -> None:
         super().__init__(kernel, tuple(size for basis in bases for size in basis.sizes))
-        self.bases, self.groups, self.moves = bases, groups, any(features.moves for _, features in groups)
+        self.bases, self.groups, self.moves = bases, groups, any(group.features.moves for group in groups)
 
-    def _in_order(self, ask: Callable[[Any], Sequence[Any]]) -> list[Any]:
-        # What features give, a list of one entry a block each, summand by summand.
-        found: dict[int, Sequence[Any]] = {}
-        for members, features in self.groups:
-            given = ask(features)
-            stacked = len(members) > 1
-            found.update(zip(members, [[part] for part in given[0].unbind(-3)] if stacked else [given]))
-        return [each for c in range(len(found)) for each in found[c]]
+    def _groups(self, x: Tensor) -> Sequence[_Alone]:
+        # Those that take these inputs.
+        return self.groups if x.dim() == 2 else [_Alone([c], part) for c, part in enumerate(self.parts)]
+
+    def _in_order(self, groups: Sequence[_Alone], ask: Callable[[Any], Sequence[Any]]) -> list[Any]:
+        # What features give, one entry a block, summand by summand.
+        found = {c: own for group in groups for c, own in zip(group.members, group.each(ask(group.features)))}
+        return [block for c in range(len(found)) for block in found[c]]
 
     @functools.cached_property
     def parts(self) -> list[Features]:
         """Each summand's features."""
-        found: dict[int, Features] = {}
-        for members, features in self.groups:
-            if len(members) == 1:
-                found[members[0]] = features
-                continue
-            for c, *whitened in zip(members, *(matrices.unbind(-3) for matrices in features.whitened)):
-                found[c] = InducingFeatures(self.kernel.terms[c], self.bases[c].variables(), Whitening(*whitened))
+        own = [zip(group.members, group.parts(self.kernel.terms, self.bases)) for group in self.groups]
+        found = dict(itertools.chain(*own))
         return [found[c] for c in range(len(found))]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        if x.dim() != 2:
-            return [block for part in self.parts for block in part(x)]
-        return self._in_order(lambda features: features(x))
+        return self._in_order(self._groups(x), lambda features: features(x))
 
     def marginals(self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None) -> Moments:
         mean, change = coefficients.moments(self(x) if known is None else known)
-        if x.dim() != 2:
-            return mean, change, self.cross.diag(x)
-        own = [features.kernel.diag(x) for _, features in self.groups]
-        parts = [part.sum(-2) if len(members) > 1 else part for part, (members, _) in zip(own, self.groups)]
-        return mean, change, functools.reduce(torch.add, parts)
+        return mean, change, functools.reduce(torch.add, [group.diag(x) for group in self._groups(x)])
 
     @functools.cached_property
     def anchor(self) -> Any:
@@ -184,7 +201,7 @@ class AdditiveFeatures(Features):
 
     @functools.cached_property
     def places(self) -> Any:
-        found = [features.places.reshape(-1) for _, features in self.groups if features.places is not None]
+        found = [group.features.places.reshape(-1) for group in self.groups if group.features.places is not None]
         return torch.cat(found) if found else None
 
     def anchor_at(self, before: Tensor) -> Tensor:
@@ -192,18 +209,18 @@ class AdditiveFeatures(Features):
         return self._whole(self.anchors_at(before))
 
     def anchors_at(self, before: Tensor) -> list[Optional[Tensor]]:
-        own = [features.places for _, features in self.groups if features.places is not None]
+        own = [group.features.places for group in self.groups if group.features.places is not None]
         former = iter(before.split([z.numel() for z in own]))
 
         def of(features: Features) -> list[Optional[Tensor]]:
             z = features.places
             return features.anchors_at(before if z is None else next(former).view(z.shape))
 
-        return self._in_order(of)
+        return self._in_order(self.groups, of)
 
     @property
     def anchors(self) -> Sequence[Optional[Tensor]]:
-        return self._in_order(lambda features: features.anchors)
+        return self._in_order(self.groups, lambda features: features.anchors)
 
     @functools.cached_property
     def ones(self) -> Any:
@@ -246,16 +263,16 @@ class Additive(Basis):
             now, before = list(names), list(self.names)
             raise ValueError(f"the terms of site {name!r} are {now} now, and were {before}: keep their order and names")
         bases = self.parts
-        groups: list[tuple[Sequence[int], Any]] = []
+        groups: list[_Alone] = []
         for members, inputs in _alike(bases, terms):
             c = members[0]
             if len(members) == 1:
-                features = bases[c](terms[c], jitter, f"{name}, term {c}")
+                groups.append(_Alone(members, bases[c](terms[c], jitter, f"{name}, term {c}")))
             else:
                 values = Values(torch.stack(inputs, -3), bases[c].trainable)
                 own = bases[c].jitter if jitter is None else jitter
-                features = features_of(stacked([terms[c] for c in members], values.z), [values], own, name)
-            groups.append((members, features))
+                kernel_ = stacked([terms[c] for c in members], values.z)
+                groups.append(_Stack(members, features_of(kernel_, [values], own, name)))
         return AdditiveFeatures(kernel, bases, groups)
 
     def spec(self) -> dict[str, Any]:
@@ -268,8 +285,7 @@ def rebuilt(spec: dict[str, Any], like: Tensor, trainable: bool, sets: Sequence[
         parts = [rebuilt(part, like, trainable, [own]) for part, own in zip(spec["parts"], sets)]
         return Additive(parts, spec["names"])
     if spec["kind"] == "features":
-        rows = spec.get("rows")  # older files have none
-        return ExplicitFeatures(spec["size"], None if rows is None else like.new_zeros(rows))
+        return ExplicitFeatures(spec["size"], if_known(like.new_zeros, spec.get("rows")))  # older files have none
     return InducingPoints.rebuilt(spec, like, trainable, sets)
 
 

@@ -18,7 +18,7 @@ from ..gaussians.product import sums_of
 from ..gaussians.seats import AtRows
 from ..gaussians.sites import Sites
 from ..kernels import Kernel
-from ..numerics.functions import by_rows, dropping, is_long, pieces
+from ..numerics.functions import by_rows, dropping, if_known, is_long, pieces
 from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features, Moments
 
@@ -33,7 +33,7 @@ class ExplicitFeatures(Basis):
     def __init__(self, size: int, rows: Optional[Tensor] = None) -> None:
         super().__init__()
         self.size, self.sizes = size, (size,) if size else ()
-        self.register_buffer("rows", None if rows is None else rows.detach().clone())
+        self.register_buffer("rows", if_known(lambda x: x.detach().clone(), rows))
 
     @classmethod
     def among(cls, x: Tensor, size: int) -> ExplicitFeatures:
@@ -45,7 +45,7 @@ class ExplicitFeatures(Basis):
         return KernelFeatures(kernel, self.sizes, self.rows)
 
     def spec(self) -> dict[str, Any]:
-        return {"kind": "features", "size": self.size, "rows": None if self.rows is None else list(self.rows.shape)}
+        return {"kind": "features", "size": self.size, "rows": if_known(lambda x: list(x.shape), self.rows)}
 
 
 class KernelFeatures(Features):

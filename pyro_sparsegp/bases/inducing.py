@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, Optional, Union
 
 import torch
@@ -68,14 +68,13 @@ class InducingFeatures(CrossFeatures):
         return self._joined[0].z  # type: ignore[union-attr]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        first, *others = self._joined
-        is_own = type(first) is Values and first.z is x and not others
+        is_own = self.are_values and self.places is x
         if is_own and self.cross is self.kernel:
             return [self.factor]  # K_ZZ L⁻ᵀ = L, but for the jitter
         # K_fu, (..., N, M); of a summand at Z itself with a diagonal term that it may have
-        at = None if is_own else x.to(self.whitened.factor.dtype)
-        found = [part.covariance(self.cross) if at is None else part.cross(self.cross, at) for part in self._wide]
-        cross = side_by_side([checked(k, part, "cross", x.shape[-2]) for k, part in zip(found, self._wide)])
+        from_x = methodcaller("cross", self.cross, x.to(self.whitened.factor.dtype))
+        ask = methodcaller("covariance", self.cross) if is_own else from_x
+        cross = side_by_side([checked(ask(part), part, "cross", x.shape[-2]) for part in self._wide])
         phi = self.whitened(cross).to(x.dtype)
         return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
 
@@ -114,24 +113,26 @@ class InducingPoints(Basis):
         self.sizes = tuple([z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets])
         self.trainable, self.jitter, self.columns, self.units = trainable, jitter, columns, units
         self.of_source = of_source or [False] * len(sets)
-        self.codes = tuple(sorted(codes)) if trainable else ()
+        self.codes = tuple(sorted(codes))
         first = next((z for z in sets if isinstance(z, Tensor)), torch.empty(0))
         self.width = width or first.shape[-1]
-        own = columns if columns and len(columns) == first.shape[-1] else range(self.width)
+        own = columns or range(self.width)
         # On the inputs' device, so that a step copies nothing there.
         self._keep("column_index", self.columns, first, torch.int64)
         self._keep("held", [i in self.codes for i in range(self.width)], first, torch.bool)
         self._keep("unit", units and [units[c] for c in own], first, first.dtype)
+        self._of_f = [isinstance(z, Tensor) and not other for z, other in zip(sets, self.of_source)]  # f(Z)
         for i, z in enumerate(sets):
-            if not isinstance(z, Tensor):
+            if isinstance(z, InducingVariables):
                 setattr(self, f"variables_{i}", z)
-                continue
-            # inputs in their units: an optimiser moves a parameter by some rate a step
-            z = z.detach().clone() if (unit := None if self.of_source[i] else self.unit) is None else z.detach() / unit
-            if trainable:
-                setattr(self, f"inputs_{i}", PyroParam(z))
+            elif trainable:
+                setattr(self, f"inputs_{i}", PyroParam(self._in_units(i, z.detach().clone(), torch.div)))
             else:
-                self.register_buffer(f"inputs_{i}", z)
+                self.register_buffer(f"inputs_{i}", self._in_units(i, z.detach().clone(), torch.div))
+
+    def _in_units(self, i: int, z: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        # A set's inputs, divided by their units or multiplied.
+        return change(z, self.unit) if self._of_f[i] and self.unit is not None else z
 
     def _keep(self, name: str, values: object, like: Tensor, dtype: torch.dtype) -> None:
         self.register_buffer(name, None if values is None else torch.tensor(values).to(like.device, dtype), False)
@@ -167,7 +168,7 @@ class InducingPoints(Basis):
             found.append(those(z, columns) if columns is not None and z.shape[-1] == width else z)
         of_source = [source is not None and not (isinstance(z, Tensor) and z.shape[-1] == width) for z in sets]
         units = _units(x, found) if trainable else None
-        own = None if columns is None else list(columns)
+        own = if_known(list, columns)
         basis = cls(found, trainable, own, width, of_source, None, kernel.code_columns(width), units)
         # The jitter biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its
         # inverse root (tests/benchmarks/jitter.md).
@@ -187,9 +188,9 @@ class InducingPoints(Basis):
         # Inputs that were learned can be held from here on, and the other way round.
         held, learned = "", "_unconstrained"
         there, here = (held, learned) if self.trainable else (learned, held)
-        for name in (f"{prefix}inputs_{i}" for i in range(len(self.sizes))):
-            if name + there in state_dict:
-                state_dict[name + here] = state_dict.pop(name + there)
+        renamed = {f"{prefix}inputs_{i}{there}": f"{prefix}inputs_{i}{here}" for i in range(len(self.sizes))}
+        for name in renamed.keys() & state_dict.keys():
+            state_dict[renamed[name]] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
@@ -209,16 +210,16 @@ class InducingPoints(Basis):
     def inputs(self) -> list[Any]:
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
         found = []
-        for i, of_source in enumerate(self.of_source):
-            z, unit = getattr(self, f"inputs_{i}", None), None if of_source else self.unit
-            found.append(getattr(self, f"variables_{i}") if z is None else z if unit is None else z * unit)
+        for i in range(len(self.sizes)):
+            z = getattr(self, f"inputs_{i}", None)
+            found.append(getattr(self, f"variables_{i}") if z is None else self._in_units(i, z, torch.mul))
         return found
 
     def variables(self) -> list[Variables]:
         """The sets."""
         found: list[Variables] = []
-        for z, of_source in zip(self.inputs, self.of_source):
-            if of_source or not isinstance(z, Tensor):
+        for z, is_of_f in zip(self.inputs, self._of_f):
+            if not is_of_f:
                 found.append(SourceValues(z, self.trainable) if isinstance(z, Tensor) else z)
                 continue
             if z.shape[-1] != self.width:  # the kernel never reads the other columns: what stands there is no matter
@@ -275,7 +276,7 @@ def features_of(kernel: Kernel, variables: list[Variables], jitter: Optional[flo
         below = side_by_side([between(kernel, part, other) for other in sets[:b]])
         whole = side_by_side([side_by_side([whole, below.mT]).mT, side_by_side([below, own]).mT]).mT
     scale = whole.detach().diagonal(dim1=-2, dim2=-1)[..., : exact[0].size].mean(-1)  # of the first set for all
-    what = f"{'K_ZZ' if type(sets[0]) is Values and len(sets) == 1 else 'K_uu'} of site {name!r}"
+    what = f"{'K_ZZ' if {*map(type, sets)} == {Values} else 'K_uu'} of site {name!r}"
     whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)
     return InducingFeatures(kernel, variables, whitened, whole)
 

@@ -83,7 +83,7 @@ def regular_grid(kernel: Kernel, x: Tensor, num: int) -> Tensor:
     distinct = sorted(((column, x[:, column].unique()) for column in columns), key=lambda pair: len(pair[1]))
     axes: dict[int, Tensor] = {}
     for i, (column, values) in enumerate(distinct):
-        size = num if i == len(columns) - 1 else int(num**0.5)
+        size = int(num ** (1 / (len(columns) - i)))
         regular = torch.linspace(0, 1, size, dtype=x.dtype, device=x.device) if size > 1 else x.new_full((1,), 0.5)
         axes[column] = values if len(values) <= size else values[0] + (values[-1] - values[0]) * regular
         num //= len(axes[column])

@@ -229,7 +229,6 @@ class ProjectedGaussian(Given):
         # tr G⁻¹D = ‖R⁻¹D^½‖²
         trace = self.root.square().sum((-2, -1))
         of_g, of_d = self._log_dets()
-        # αᵀ(SᵀKS)α
         fit = ((self.covariance @ weights[..., None])[..., 0] * weights).sum(-1)
         return 0.5 * (trace - self.sizes[0] + fit + of_g - of_d)
 
@@ -247,6 +246,5 @@ class ProjectedGaussian(Given):
                 "inputs; call the guide with those."
             )
         of_g, of_d = self._log_dets()
-        # log N(ỹ; u, D) − log N(ỹ; 0, G)
         misfit = (self.target - self.project(f)).square() / self.noise
         return 0.5 * (self.white.square().sum(-1) + of_g - misfit.sum(-1) - of_d)

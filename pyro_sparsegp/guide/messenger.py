@@ -110,7 +110,7 @@ class SiteMessenger(KnownGuide):
         (process, event_dim), run, facts = traces.as_process(prior), self.run, self.core.facts
         if process is None:
             return self._posterior_of_latent(name, prior)
-        process.require_place(name)
+        process.require_place(f"site {name!r}")
         if run.call.new or not facts.gps:  # such as an output's number that is none
             try:
                 process.kernel.check_inputs(process.x)

@@ -67,7 +67,7 @@ class Model(BoTorchModel, FantasizeMixin):
         own = own_guide(model, guide, "Model(model, guide)")
         facts = own.facts
         self.sites = (site,) if isinstance(site, str) else tuple(site)
-        if not self.sites or len(set(self.sites)) < len(self.sites):
+        if not 0 < len(self.sites) == len({*self.sites}):
             raise ValueError(f"Model's site is a name, or several different names, got {site!r}")
         unknown = [name for name in self.sites if name not in facts.gps]
         if unknown:

@@ -198,7 +198,7 @@ class Enumeration(Messenger):
 
     def draw(self, terms: Sequence[SummedOut]) -> dict[int, Tensor]:
         """A draw of the latents of some terms given these, by dimension: the numbers of their values."""
-        totals, drawn = self.contract([term.factor(True, term.value) for term in terms])[1], dict[int, Tensor]()
+        totals, drawn = self.contract([term.factor(True, term.site["value"]) for term in terms])[1], dict[int, Tensor]()
         # p(z₁, z₂, ...) = p(z₁) p(z₂ | z₁) ..., with z₁ the last that was summed out: of a latent's product the latents
         # that were summed out later are left.
         for dim, total in reversed(totals.items()):
@@ -339,11 +339,6 @@ class SummedOut(TorchDistribution):
         found.masked = False
         return found
 
-    @property
-    def value(self) -> Any:
-        """The site's, once the run has met it."""
-        return self.site["value"]
-
     def _seen(self, masked: bool, value: Any) -> Optional[Tensor]:
         """Which rows no mask leaves out; ``None`` if that is all."""
         return unmasked_rows(self.given_discrete, value, self.site_mask) if masked else None
@@ -358,7 +353,7 @@ class SummedOut(TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log p(y | what came before); of rows that share a z, each one's share."""
-        run, before = self.run, [term.factor(self.masked, term.value) for term in self.before]
+        run, before = self.run, [term.factor(self.masked, term.site["value"]) for term in self.before]
         # A site joins all that it depends on, so that one factor is left, in the plates whose elements have a density.
         (left,), _ = run.contract([*before, self.factor(self.masked, value)])
         # log p(yᵢ | y₁, ..., yᵢ₋₁) = log p(y₁, ..., yᵢ) − log p(y₁, ..., yᵢ₋₁): test_enumeration.py::test_mixtures.
@@ -380,7 +375,7 @@ class SummedOut(TorchDistribution):
         run, fn = self.run, self.given_discrete
         alone = all(run.latents[dim].plates.keys() == self.plates.keys() for dim in self.latents)
         known = self.before if alone else run.meeting(self.latents)
-        drawn = run.draw([term for term in known if term.value is not None])
+        drawn = run.draw([term for term in known if term.site["value"] is not None])
         values = fn.expand((*fn.batch_shape[:-PLATES], *sizes(self.plates))).sample()
         values = values.reshape(*values.shape[: len(fn.batch_shape)], -1).movedim(-1, 0)
         return run.chosen(values, self.latents, drawn, self.plates).movedim(0, -1).reshape(self.shape())

@@ -262,11 +262,9 @@ class Program:
     @property
     def moving(self) -> dict[str, list[str]]:
         """By site of a density, which of its parameters, scale and mask depend on function values."""
-        found: dict[str, list[str]] = {}
-        for kind, site in self.first:
-            if kind.startswith(_PART) and any(own[kind, site].touched.any() for own in self.owners.values()):
-                found.setdefault(site, []).append(kind.removeprefix(_PART))
-        return found
+        moves = [key for key in self.first if any(own[key].touched.any() for own in self.owners.values())]
+        parts = [(kind.removeprefix(_PART), site) for kind, site in moves if kind.startswith(_PART)]
+        return {site: [part for part, its in parts if its == site] for _, site in parts}
 
     # Declared densities.
 

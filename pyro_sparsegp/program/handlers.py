@@ -151,7 +151,7 @@ def class_probabilities(
                 f"class_probabilities: site {name!r} has {what}: give one draw of each latent that is not enumerated, "
                 "at these rows, such as guide(x, y) after guide.eval()."
             )
-    factors, moves = [term.factor(True, term.value) for term in enumeration.terms], list[Tensor]()
+    factors, moves = [term.factor(True, term.site["value"]) for term in enumeration.terms], list[Tensor]()
     for dim, latent in enumeration.latents.items():
         # A factor of 1 for each value and element: its gradient is that of p(z).
         shape = len(latent.support), *[1] * (dim - 1 - PLATES), *sizes(latent.plates)

@@ -11,7 +11,7 @@ import enum
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as _field
 from functools import cached_property
@@ -119,6 +119,11 @@ class Density:
         return self.distribution + (f" of {' and '.join(self.gps)}" if self.gps else "")
 
 
+def _sites(kind: str, are: Callable[[Any], object]) -> cached_property[tuple[str, ...]]:
+    """The names of sites of one kind that are so."""
+    return cached_property(lambda found: tuple(name for name, own in getattr(found, kind).items() if are(own)))
+
+
 @dataclass(frozen=True)
 class Structure:
     """The sites of a program, by name, and how its densities depend on GP sites' values."""
@@ -155,37 +160,18 @@ class Structure:
         lines += [f"GP sites {f} and {g} meet in a density" for f, g in self.meeting]
         return "\n".join(f"{line}." for line in lines)
 
-    # Sites of one kind.
-
-    @cached_property
-    def data(self) -> tuple[str, ...]:
-        """The observed sites."""
-        return tuple(name for name, density in self.densities.items() if density.is_observed)
-
-    @cached_property
-    def downstream(self) -> tuple[str, ...]:
-        """The sites whose densities move with a GP site's values."""
-        return tuple(name for name, density in self.densities.items() if density.gps)
-
-    @cached_property
-    def inner(self) -> tuple[str, ...]:
-        """The GP sites whose values enter another."""
-        return tuple(name for name, gp in self.gps.items() if gp.is_inner)
-
-    @cached_property
-    def coupled(self) -> tuple[str, ...]:
-        """The GP sites whose values at several inputs meet in a term."""
-        return tuple(name for name, gp in self.gps.items() if gp.depends == Depends.COUPLED)
-
-    @cached_property
-    def local_latents(self) -> tuple[str, ...]:
-        """The latents that have a value for each row, or for groups of rows whose plate holds them."""
-        return tuple(name for name, latent in self.latents.items() if latent.role != Role.ALL)
-
-    @cached_property
-    def classes(self) -> tuple[str, ...]:
-        """The discrete latents in no plate of the data, such as the classes of known groups."""
-        return tuple(name for name, role in self.discrete.items() if role == Role.ALL)
+    #: The observed sites.
+    data = _sites("densities", lambda density: density.is_observed)
+    #: The sites whose densities move with a GP site's values.
+    downstream = _sites("densities", lambda density: density.gps)
+    #: The GP sites whose values enter another.
+    inner = _sites("gps", lambda gp: gp.is_inner)
+    #: The GP sites whose values at several inputs meet in a term.
+    coupled = _sites("gps", lambda gp: gp.depends == Depends.COUPLED)
+    #: The latents that have a value for each row, or for groups of rows whose plate holds them.
+    local_latents = _sites("latents", lambda latent: latent.role != Role.ALL)
+    #: The discrete latents in no plate of the data, such as the classes of known groups.
+    classes = _sites("discrete", lambda role: role == Role.ALL)
 
     # How densities depend on GP sites.
 
