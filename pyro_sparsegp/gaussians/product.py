@@ -113,13 +113,8 @@ class Recorded(Product):
         self.taken = taken
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        keep, matrix = self.taken.keep, None
-        if isinstance(features, OneEach):
-            mean, change = super().moments(features)
-            self.row = Row(features.detach(), keep(mean), keep(change))
-            self.taken.rows.append(self.row)
-            return self.row.mean, self.row.change
-        factor, phi = self.factors[0], side_by_side(features)
+        keep, matrix, factor = self.taken.keep, None, self.factors[0]
+        phi: Any = features if isinstance(features, OneEach) else side_by_side(features)
         if isinstance(factor, CovarianceFactor) and phi.dim() == 2:
             # Of these marginals alone, so that the gradient by S is Φᵀ diag(h) Φ: no step has to find it again.
             matrix = keep(factor.matrix.view_as(factor.matrix))

@@ -179,7 +179,7 @@ def _is_still(own: object, seen: int, other: object) -> bool:
         return _version(own) == seen
     if not (isinstance(own, Tensor) and isinstance(other, Tensor)):
         return False
-    if _version(own) != seen or other.shape != own.shape or other.device != own.device:
+    if (other.shape, other.device, seen) != (own.shape, own.device, _version(own)):
         return False
     # Views of the same numbers are not compared, which would read them back from a device.
     if (other.data_ptr(), other.stride(), other.dtype) == (own.data_ptr(), own.stride(), own.dtype):
@@ -244,7 +244,7 @@ def rows_of(tree: Any, num: int, chosen: Tensor) -> Any:
     """A tree in which tensors of ``num`` rows have those that are ``chosen``."""
 
     def some(value: Tensor) -> Tensor:
-        return value[chosen.to(value.device)] if value.dim() and len(value) == num else value
+        return value[chosen.to(value.device)] if value.shape[:1] == (num,) else value
 
     return map_tensors(some, tree)
 
