@@ -26,9 +26,9 @@ def take_name(module: PyroModule, name: str) -> bool:
     # Of two modules of one name Pyro's store would hand both the parameters of the first.
     if _named.setdefault(name, module) is not module:
         return False
-    for path, part in module.named_modules():
+    for path, part in module.named_modules(prefix=name):
         if isinstance(part, PyroModule):
-            part._pyro_name = f"{name}.{path}" if path else name
+            part._pyro_name = path
     return True
 
 

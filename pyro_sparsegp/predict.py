@@ -96,13 +96,18 @@ def _of_guide(
     model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any], made: Draw
 ) -> Draw:
     """A draw from a guide, for the guide's own model or another that follows the same latents."""
-    with _Elsewhere(made):
-        values = guide.draw(*args, joint=joint, **kwargs)
-    guide.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
+    try:
+        with Held(made):
+            values = guide.draw(*args, joint=joint, **kwargs)
+    except RuntimeError as error:  # of data of training, whose shape is another
+        require_own_rows(guide.trace.nodes, error)
+        raise
+    nodes, guide.trace = guide.trace.nodes, poutine.Trace()  # a mapped run's tensors cannot be copied
     if model is guide.model:
+        require_own_rows(nodes)
         return values
     names = (*guide.facts.latents, *guide.facts.gps, *guide.facts.discrete)
-    with whole_plates(), _Elsewhere({name: values[name] for name in names if name in values}):
+    with whole_plates(), Held({name: values[name] for name in names if name in values}):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     sites = sample_sites(trace)
     # Else it is drawn from its prior: test_a_latent_that_training_held_is_not_drawn_from_its_prior_in_silence.
@@ -115,28 +120,20 @@ def _of_guide(
             "in the other: give predict the guide's own model, or make the guide of the conditioned model, "
             "AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
+    require_own_rows(trace.nodes)
     return {name: site["value"] for name, site in sites.items()}
 
 
-class _Elsewhere(Held):
-    """Holds sites of a run at new inputs, which must not observe the data of training's rows."""
-
-    def _pyro_sample(self, msg: dict[str, Any]) -> None:
-        super()._pyro_sample(msg)
-        require_own_rows(msg)
-
-
-def require_own_rows(site: dict[str, Any]) -> None:
-    """Raise if a site of a run at new inputs observes the data of training's rows."""
-    if not is_observation(site):
-        return
-    value, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
-    if any(own not in (1, num) for own, num in zip_longest(value[::-1], shape[::-1], fillvalue=1)):
-        raise ValueError(
-            f"site {site['name']!r} observes data of shape {value}, and has a distribution of shape {shape} at these "
-            "inputs: the model must not hold the training data. Give it an argument for them, model(x, y=None), or "
-            "give predict a model without data, with the same latents."
-        )
+def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:
+    """Raise if a run at new inputs observes the data of training's rows."""
+    for name, site in ((name, site) for name, site in sites.items() if is_observation(site)):
+        value, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
+        if any(own not in (1, num) for own, num in zip_longest(value[::-1], shape[::-1], fillvalue=1)):
+            raise ValueError(
+                f"site {name!r} observes data of shape {value}, and has a distribution of shape {shape} at these "
+                "inputs: the model must not hold the training data. Give it an argument for them, model(x, y=None), or "
+                "give predict a model without data, with the same latents."
+            ) from error
 
 
 def sampled(model: Callable, result: object, data: Optional[Call]) -> tuple[Callable, dict[str, Tensor], Call]:
@@ -180,7 +177,7 @@ class AtNewInputs(Messenger):
 
     def _pyro_sample(self, msg: dict[str, Any]) -> None:
         name, process = msg["name"], as_process(msg["fn"])[0]
-        require_own_rows(msg)
+        require_own_rows({name: msg})
         if msg["is_observed"]:
             return
         if process is not None:

@@ -60,9 +60,6 @@ class GaussianProcess(TorchDistribution):
         self._misplaced: Optional[str] = None
         if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
             raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
-        if not (isinstance(mean, (type(None), int, float, Tensor)) or callable(mean)):
-            got = type(mean).__name__
-            raise ValueError(f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {got}")
         batch_shape = broadcast_shapes(self.kernel.batch_shape, x.shape[:-2])
         if isinstance(mean, (int, float)):
             self.mean_function = x.new_full((), mean)
@@ -70,6 +67,9 @@ class GaussianProcess(TorchDistribution):
             if x.shape[-2] > 1:  # a single row's column is as good as a value
                 _require_rows(mean, x, batch_shape, "is")
             batch_shape = broadcast_shapes(batch_shape, mean.shape[:-1])
+        elif not (mean is None or callable(mean)):
+            got = type(mean).__name__
+            raise ValueError(f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {got}")
         super().__init__(batch_shape, x.shape[-2:-1], validate_args=validate_args)
         # A look at numbers, for which a GPU waits; probes of dependence, which have NaN in x, turn validation off.
         if self._validate_args and not x.isfinite().all():
@@ -225,7 +225,7 @@ def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -
     """Raise if a mean's values are not one a row of x: in a column, (N, 1), they would broadcast to (N, N)."""
     num = x.shape[-2]
     column = mean.shape[-2:] == (num, 1) and batch_shape[-1:] != x.shape[-2:-1]
-    if column or (mean.dim() and mean.shape[-1] not in (1, num)):
+    if column or mean.shape[-1:] not in ((), (1,), (num,)):
         raise ValueError(
             f"GaussianProcess's mean {came} {'a column' if column else 'a tensor'}, of shape {tuple(mean.shape)}, for "
             f"inputs {tuple(x.shape)}: give one value a row, ({num},), such as mean[..., 0] of a column."
