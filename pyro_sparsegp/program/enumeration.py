@@ -339,11 +339,11 @@ class SummedOut(TorchDistribution):
         found.masked = False
         return found
 
-    def _seen(self, masked: bool, value: Any) -> Optional[Tensor]:
+    def _seen(self, masked: bool, value: Tensor) -> Optional[Tensor]:
         """Which rows no mask leaves out; ``None`` if that is all."""
         return unmasked_rows(self.given_discrete, value, self.site_mask) if masked else None
 
-    def factor(self, masked: bool, value: Any) -> Factor:
+    def factor(self, masked: bool, value: Tensor) -> Factor:
         """log p(y | z) of a value, whose masked numbers may be NaN."""
         fn = self.given_discrete
         value = filled(fn, value, self.site_mask)

@@ -110,7 +110,7 @@ def _met(run: Met, shapes: Mapping[str, Sequence[int]]) -> Structure:
     sites = {n: site for n, site in sample_sites(run.trace).items() if n not in run.processes}
     role_of, summed_out = roles_beside(run.trace), run.enumeration.latents.values() if run.enumeration else ()
 
-    def latent(plates: Mapping[str, int], site: Any, shape: Optional[Sequence[int]]) -> Latent:
+    def latent(plates: Mapping[str, int], site: dict[str, Any], shape: Optional[Sequence[int]]) -> Latent:
         known = () if shape is None else (tuple(shape), biject_to(site["infer"]["prior"].support).domain.event_dim)
         return Latent(role_of(plates), plates, *known)
 

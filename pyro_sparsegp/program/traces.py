@@ -187,7 +187,7 @@ def without_event(fn: object) -> tuple[Any, int]:
     return fn, event_dim
 
 
-def _layers(fn: Any) -> Iterator[Any]:
+def _layers(fn: object) -> Iterator[Any]:
     """A distribution, and what stands under ``.to_event``, ``.mask`` and ``.expand``, one after the other."""
     while isinstance(fn, WRAPPERS):
         yield fn
