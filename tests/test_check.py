@@ -81,7 +81,7 @@ def test_a_lower_mode_far_away_is_told():
         share = torch.sigmoid((change - x[:, 0]) / 0.1)
         observed(dist.Normal(share * before + f, 0.6), y)
 
-    guide = _trained(model, families.SVGP(12), x, y, steps=100)
+    guide = _trained(model, families.SVGP(12), x, y, steps=40)
     assert re.search(
         r"a second mode, [4-9].* nats lower, .* Intervals of 'change' leave it out", "".join(guide.check())
     )
@@ -210,7 +210,7 @@ def test_a_family_without_a_basis_is_checked():
     x, y = _data()
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, families.ComputationAware(N))
-    assert fit(model, guide, (x, y), steps=300, progress=False).notes == ()
+    assert fit(model, guide, (x, y), steps=150, progress=False).notes == ()
     assert guide.check(x, y) == []
     lines = _trained(model, families.ComputationAware(N), x, y + 5.0, steps=1).check()
     assert any(line.startswith("'level': ") for line in lines)
@@ -274,7 +274,7 @@ def test_weighted_draws_are_the_posterior_s_wherever_q_is():
         nested = Compared(guide, Search(guide, run, (_data(), {}), [], lambda: None)).nested
         far = guide.together.mean.detach() + torch.tensor([4.0, -2.0]), 0.5 * torch.eye(2)
         found, weights = weighted(nested, far, drawn(nested, far, 80)[0], 150.0)
-        mode, steps = nested.mode(found).theta, torch.linspace(-3, 3, 19)
+        mode, steps = nested.mode(found).theta, torch.linspace(-3, 3, 13)
         grid = [nested.tried(mode + torch.stack([a, b])) for a in steps for b in steps]
     assert len(found) > 160
 

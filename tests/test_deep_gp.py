@@ -123,14 +123,12 @@ def test_layers_start_at_their_inputs():
         f = pyro.sample("f", GaussianProcess(kernels.RBF(length), h[:, None]))
         return observed(dist.Normal(f, noise), y)
 
-    for seed in (1, 3):
-        pyro.set_rng_seed(seed)
-        guide = prepared(model, SVGP(10), x, y)
-        h = guide.posterior(x)["h"]
-        torch.testing.assert_close(h.mean, (x[:, 0] - x.mean()) / x.std(correction=0), atol=0.05, rtol=0)
-        assert h.stddev.mean() < 0.15
-        losses = train(model, guide, x, y, steps=100, lr=0.03, loss=TraceQuadrature_ELBO(num_nodes=2))
-        assert sum(losses[-20:]) / 20 < 10
+    guide = prepared(model, SVGP(10), x, y)
+    h = guide.posterior(x)["h"]
+    torch.testing.assert_close(h.mean, (x[:, 0] - x.mean()) / x.std(correction=0), atol=0.05, rtol=0)
+    assert h.stddev.mean() < 0.15
+    losses = train(model, guide, x, y, steps=60, lr=0.03, loss=TraceQuadrature_ELBO(num_nodes=2))
+    assert sum(losses[-20:]) / 20 < 10
 
 
 def test_outputs_of_an_inner_layer_start_at_components_of_their_own():

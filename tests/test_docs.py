@@ -29,9 +29,10 @@ def blocks(page):
 
 
 def short(program):
-    """The program with a tenth of its steps, or 4, and 25 draws, which psis wants; on the same lines."""
+    """The program with a tenth of its steps, or 4, 25 draws, which psis wants, and 50 points; on the same lines."""
     program = re.sub(r"(\brange\(|steps=)(\d+)\b", lambda m: f"{m[1]}{max(2, min(4, int(m[2]) // 10))}", program)
-    return re.sub(r"\b(num_samples=|draws\()[1-9]\d\d\b", r"\g<1>25", program)
+    program = re.sub(r"\b(num_samples=|draws\()[1-9]\d\d\b", r"\g<1>25", program)
+    return re.sub(r"(\.integrate\(.*)\)$", r"\1, num_points=50)", program, flags=re.M)
 
 
 IN_FULL = pytest.mark.parametrize("run", [short, pytest.param(str, id="in full", marks=pytest.mark.slow)])

@@ -501,7 +501,7 @@ def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
 
     monkeypatch.setattr("pyro_sparsegp.guide.check.drawn", broken)
     guide, _ = _step(_wide, families.SVGP(8), data, 30)
-    assert guide.check(*data) == []
+    assert check(guide, data, {}, whole=False) == []
 
 
 def test_a_check_of_points_constant_entries_and_another_dtype():
@@ -516,7 +516,7 @@ def test_a_check_of_points_constant_entries_and_another_dtype():
         observed(dist.Normal(mu + a * x[:, 0] + f + b, NOISE), y)
 
     guide, _ = _step(model, families.SVGP(8), (x, group, y), 30, point_estimates=["mu"])
-    lines = "".join(guide.check())
+    lines = "".join(check(guide, (x, group, y), {}, whole=False))
     assert "nan" not in lines
     assert re.search(r"'f': the interval is [1-9].* 'mu' as known. Remove 'mu' from point_estimates=", lines)
 
@@ -582,7 +582,7 @@ def test_a_mixture_is_a_likelihood_of_a_field(family):
         observed(dist.MixtureSameFamily(dist.Categorical(torch.tensor([0.9, 0.1])), normals), y)
 
     y = y + 3 * (torch.arange(N) % 9 == 4)
-    guide, _ = _step(model, family, (x, y), 20)  # not log-concave
+    guide, _ = _step(model, family, (x, y), 5)  # not log-concave
     assert not any("cannot judge" in line for line in check(guide, (x, y), {}, whole=False))
 
 
@@ -612,8 +612,8 @@ def test_f_follows_an_intercept_of_another_prior(prior):
     evidence = weights.logsumexp(0).item() + math.log(34 / 3399)
     mean = (weights := weights.softmax(0)) @ grid
     sd = (weights @ (grid - mean).square()).sqrt()
-    guide, losses = _step(model, families.SVGP(12), (x, y), 120)
-    assert sum(losses[-60:]) / 60 == pytest.approx(-evidence, abs=0.3)
+    guide, losses = _step(model, families.SVGP(12), (x, y), 80)
+    assert sum(losses[-40:]) / 40 == pytest.approx(-evidence, abs=0.3)
     other = restored(guide, model, families.SVGP(12))
     draws = predict(model, other, x, num_samples=400, joint=False)
     for each in (into(draws["mu"]).reshape(-1), draws["f"].reshape(400, -1)[:, 0]):  # f is what mu leaves
@@ -761,14 +761,14 @@ def test_zeros_from_elsewhere():
     assert guide.check(*data) == []
 
 
-@pytest.mark.parametrize("prior", [lambda: dist.StudentT(3.0, 0.0, 10.0), lambda: dist.Normal(0.0, 10.0)])
+@pytest.mark.parametrize("prior", [partial(dist.StudentT, 3.0), pytest.param(dist.Normal, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_a_followed_intercept_stands_large_rates(prior, dtype):
     torch.set_default_dtype(dtype)
     x, _, y = (part.to(dtype) if part.is_floating_point() else part for part in _data())
 
     def model(x, y=None):
-        mu, s = pyro.sample("mu", prior()), pyro.sample("s", dist.HalfNormal(2.0))
+        mu, s = pyro.sample("mu", prior(0.0, 10.0)), pyro.sample("s", dist.HalfNormal(2.0))
         f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.3), x))
         g = pyro.sample("g", GaussianProcess(0.3 * kernels.Matern32(0.1), x))
         observed(dist.Normal(mu + f + g, NOISE), y)

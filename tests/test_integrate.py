@@ -92,7 +92,7 @@ def _groups():
     pyro.set_rng_seed(0)
     guide = prepared(_model, families.SVGP(12, trainable=False), X, GROUP, _data())
     train(_model, guide, X, GROUP, _data(), steps=30)
-    before = guide.quantiles([0.1, 0.9], X, GROUP, num_draws=1000)["tau"]
+    before = guide.quantiles([0.1, 0.9], X, GROUP, num_draws=600)["tau"]
     return guide, guide.integrate(X, GROUP, _data()), (moments, mu), before
 
 
@@ -111,10 +111,10 @@ def test_points_are_those_of_a_dense_grid():
     # One normal of log tau has no such tail.
     whole = moments[0][2]
     assert (before[1] - before[0]).item() < 0.9 * (whole[2] - whole[0]).item()
-    draws = predict(_model, guide, X, GROUP, num_samples=1000, joint=False)
+    draws = predict(_model, guide, X, GROUP, num_samples=600, joint=False)
     assert draws["mu"].mean().item() == pytest.approx(mu[0].item(), abs=0.1 * mu[1].item())
     assert draws["mu"].std().item() == pytest.approx(mu[1].item(), rel=0.06)
-    quantiles = guide.quantiles([0.1, 0.5, 0.9], X, GROUP, num_draws=1500)["tau"]
+    quantiles = guide.quantiles([0.1, 0.5, 0.9], X, GROUP, num_draws=1000)["tau"]
     torch.testing.assert_close(quantiles, whole, rtol=0.1, atol=0.02)
     assert guide.median(X, GROUP)["tau"].item() == pytest.approx(whole[1].item(), rel=0.08)
 
@@ -179,7 +179,7 @@ def test_hyperparameters_beside_f_alone(family):
         own = points.weight @ values
         assert own.item() == pytest.approx(mean.item(), abs=0.1 * sd.item())
         assert (points.weight @ (values - own).square()).sqrt().item() == pytest.approx(sd.item(), rel=0.08)
-    low, high = guide.quantiles([0.16, 0.84], X, num_draws=1500)["f"]
+    low, high = guide.quantiles([0.16, 0.84], X, num_draws=800)["f"]
     k = each - 0.36 * torch.eye(N)
     _, sd = _mixed(_data(0.0), weight, each, k, k.diagonal(dim1=-2, dim2=-1))
     torch.testing.assert_close((high - low) / 2, sd, rtol=0.12, atol=0.0)

@@ -165,7 +165,7 @@ def test_exponential_links_under_wide_priors(link, variance, family):
     assert -losses[-1] == pytest.approx(best, abs=1e-3 if isinstance(family, SGPR) else 0.1)
 
 
-@pytest.mark.parametrize("family", [Exact(), SGPR(10)])
+@pytest.mark.parametrize("family", [pytest.param(Exact(), marks=pytest.mark.slow), SGPR(10)])
 def test_kinks_far_from_the_prior_mean(family):
     """A Laplace density has a slope and no curvature there: modes of rows lead nowhere, damped updates to the best."""
     x = torch.linspace(0, 1, 30)[:, None]

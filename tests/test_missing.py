@@ -163,7 +163,7 @@ def test_a_mask_of_a_latent():
     assert ((draws.std(0) / sd).log().abs() < 0.3).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str)
 def test_one_output_that_is_missing_at_the_end_follows_the_other(dtype):
     """As test_variational_multitask of GPyTorch's test/examples/test_missing_data.py, whose bound on errors is .3."""
     torch.set_default_dtype(dtype)

@@ -498,16 +498,16 @@ def test_the_way_back_to_a_factor_that_moves_is_autograds():
 
 
 @pytest.mark.parametrize(
-    ("rate", "of_all", "of_a_batch"),
-    [({}, 0.25, 0.1), ({"rate": lambda t: max(0.05, 1 / (1 + t))}, 0.05, 0.05), ({"rate": 0.3}, 0.3, 0.3)],
+    ("rate", "of_all", "of_a_batch", "steps"),
+    [({}, 0.25, 0.1, 80), ({"rate": lambda t: max(0.05, 1 / (1 + t))}, 0.05, 0.05, 120), ({"rate": 0.3}, 0.3, 0.3, 30)],
 )
-def test_the_floor_of_the_rate_is_higher_on_all_rows(rate, of_all, of_a_batch):
+def test_the_floor_of_the_rate_is_higher_on_all_rows(rate, of_all, of_a_batch, steps):
     """Of other data q takes the share ρ of the way to what they alone would have it be."""
     x, y = data()
     model = gaussian(KERNEL)
     guide, svi = svi_of(model, SVGP(x[:12], trainable=False, **rate), TraceQuadrature_ELBO(2))
     for size, share in ((len(x), of_all), (3 * len(x), of_a_batch), (len(x), of_all)):
-        for _ in range(120):
+        for _ in range(steps):
             svi.step(x, y, size)
         before = coefficients(guide).loc.clone()
         svi.step(x, 0.8 * y, size)  # under -y, more than a nat a datum would be lost, and q meets the data anew
@@ -706,7 +706,7 @@ def test_low_rank_sites_keep_their_meaning_under_another_l():
         torch.testing.assert_close(a.tril(), b.tril(), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("family", [CoupledCovariance, CoupledPrecision])
+@pytest.mark.parametrize("family", [pytest.param(CoupledCovariance, marks=pytest.mark.slow), CoupledPrecision])
 def test_hyperparameters_of_a_small_effect_beside_a_large_one(family):
     """They go where the collapsed bound has them go; with its sites softened by the large one's size, half as far."""
     x = torch.rand(200, 2)

@@ -355,7 +355,7 @@ def starts(x, below=16, above=24):
     ("independent", "dtype"),
     [
         pytest.param((), torch.float64, id="joint per image-float64"),
-        pytest.param(("g",), torch.float32, id="independent-float32"),
+        pytest.param(("g",), torch.float32, id="independent-float32", marks=pytest.mark.slow),
     ],
 )
 def test_two_layers_train_from_scratch(independent, dtype):

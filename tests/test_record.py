@@ -102,6 +102,7 @@ def test_a_graph_has_no_copies_and_tensors_for_numbers():
 # Of the operations of OrthogonalInducing3, CoupledPrecision, MeanFieldAdditive, SGPR and OrthogonallyDecoupled.
 ALIKE = {"OrthogonalInducing", "CoupledCovariance", "CoupledPrecisionGradients", "CoupledPrecisionIdentity"}
 ALIKE |= {"AdditiveSGPR", "CollapsedOrthogonal", "DecoupledColumns", "ConditionalSGPR", "ComputationAwareCG"}
+ALIKE |= {"SemiCollapsedOrthogonal", "ComputationAwareSparse"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in FAMILIES])
@@ -454,7 +455,7 @@ def in_groups(x, y=None):
     return observed(dist.Poisson((f + a[(10 * x[:, 0]).long() % 5]).exp()), y)
 
 
-@pytest.mark.parametrize("model", [mixture, in_groups])
+@pytest.mark.parametrize("model", [mixture, pytest.param(in_groups, marks=pytest.mark.slow)])
 def test_other_latents_are_recorded(model):
     assert_recorded(model, SVGP(6), 14 * [(rows(30), {})])
 
