@@ -78,9 +78,8 @@ def coregionalised(x, y=None, seen=True):
 
 
 # %% [markdown]
-# Several functions enter one Gaussian density here, and `SGPR` finds their joint posterior. A starts at a draw from
-# its prior. At the prior mean, A = 0, the data would not depend on the functions, and training could not tell them
-# apart.
+# Each observation depends on both functions, so the guide gives them one joint posterior. A starts at a draw from its
+# prior. At the prior mean, A = 0, the data would not depend on the functions, and training could not tell them apart.
 
 # %%
 found = {}

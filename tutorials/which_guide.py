@@ -194,8 +194,8 @@ for task, rows in table.groupby("task", sort=False):
 # %% [markdown]
 # ## Bound and cost
 #
-# Families on sites (orange) compute the best posterior for their hyperparameters in every step, and need all rows for
-# it. Free families (blue) learn the posterior by natural gradients, and take mini-batches. Expectation propagation
+# *Families on sites* (orange) compute in every step the best posterior for their hyperparameters, and need all rows for
+# it. *Free families* (blue) learn the posterior by natural gradients, and take mini-batches. Expectation propagation
 # (green) estimates log p(y), and its estimate is not a bound. The picture leaves out the two families with another
 # prior.
 
@@ -254,9 +254,9 @@ if options.full:
 # %% [markdown]
 # ## How to choose
 #
-# On data like these most families differ little. Take `SVGP` with mini-batches, or `SGPR` with all rows. Take another
-# family for something that only it gives: intervals for effects one by one (`CoupledPrecision`), intervals that are
-# never too narrow (`ComputationAware`), a posterior closer to the exact one for counts and classes (`SparseEP`), or
+# On data like these most families differ little. So start with `SVGP`, or with `SGPR` for a `Normal` likelihood. Take
+# another family for something that only it gives: intervals for effects one by one (`CoupledPrecision`), intervals that
+# are never too narrow (`ComputationAware`), a posterior closer to the exact one for counts and classes (`SparseEP`), or
 # known features (`WeightSpace`). The bound of `MeanFieldAdditive` is lower, because it takes the effects as
 # independent. [Choose a guide](../docs/how-to/choose-a-guide.md) lists the families by problem.
 
