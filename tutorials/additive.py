@@ -134,9 +134,9 @@ def model(x, y=None, size=None):
 # curve, and 36 for the surface, on regular grids in the columns that the term reads. Terms with finitely many
 # features, such as the factors, need no inducing points: they are exact.
 #
-# A contrast of two levels of a factor needs their joint posterior, because what both levels share cancels in the
-# ratio of their rates. Pyro's store holds the parameters of the guide trained last, so we compute each guide's
-# contrast right after its training.
+# We also compare two insurance plans: the ratio of their rates of visits. This needs the joint posterior of both
+# effects, because what they share cancels. Pyro's store holds the model's parameters for one guide at a time. So we
+# compute each guide's ratio right after its training.
 
 
 # %%

@@ -12,10 +12,10 @@
 # *Where should the next measurement be, if each is expensive?*
 #
 # A GP is fitted to the values seen so far, and an acquisition function says where the next measurement is worth most.
-# Here there are two. Expected improvement (Jones, Schonlau and Welch, 1998) follows from the posterior's mean and
+# This notebook has two. Expected improvement (Jones, Schonlau and Welch, 1998) follows from the posterior's mean and
 # standard deviation. Thompson sampling (Thompson, 1933) minimises one function drawn from the posterior,
-# `posterior.paths(1)`. Both can be differentiated with respect to the inputs, so gradient steps find their optima.
-# For BoTorch's acquisition functions and optimisers, `interop.botorch.Model` makes a BoTorch model of the guide ([how
+# `posterior.paths(1)`. Both have derivatives by the inputs, so gradient steps find their optima. To use BoTorch's
+# acquisition functions and optimisers, turn the guide into a BoTorch model by `interop.botorch.Model` ([how
 # to](../docs/how-to/bayesian-optimisation.md)).
 #
 # On the command line: `python tutorials/bayesian_optimisation.py [--rounds 15] [--steps 40] [--out DIR] [--short]`.

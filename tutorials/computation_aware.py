@@ -13,9 +13,10 @@
 #
 # An approximate posterior is uncertain for two reasons: there are few data (*mathematical* uncertainty), and there
 # was little computation (*computational* uncertainty). `ComputationAware` (Wenger et al., 2024) counts both. It
-# conditions on i projections Sᵀy of the data. Its variance is the exact posterior's plus what the projections leave
-# out, so it is never too small. A posterior with inducing points may be too narrow. This notebook shows both kinds of
-# uncertainty in one dimension, and then the same family under counts, which the paper leaves to future work.
+# learns from a few weighted sums of the data, Sᵀy, its *projections*. Its variance is the exact posterior's variance
+# plus what the projections leave out, so it is never too small. A posterior with inducing points may be too narrow.
+# This notebook shows both kinds of uncertainty in one dimension. Then it takes the same family to counts, which the
+# paper leaves to future work.
 #
 # On the command line: `python tutorials/computation_aware.py [--device cuda] [--steps 200] [--out DIR]`.
 

@@ -63,9 +63,9 @@ SHAPE, PATCH = (8, 8), (3, 3)
 #
 # Each program has ten outputs, one for each class, and the robust-max likelihood: the class of an image is that of
 # the largest output, except with probability ε. Images are rows, `(N, 64)`, and `image_shape` gives their height and
-# width. The weights w_p start at their default 1/P, so that f is the mean of g over the P patches, and are learned.
-# `kernels.TICK` also knows where a patch is. The response to a stroke may then vary over the image, as smoothly as
-# the kernel of the locations allows.
+# width. The weights w_p are learned. They start at 1/P, where f is the mean of g over the P patches. `kernels.TICK`
+# also knows where a patch is. The response to a stroke may then vary over the image, as smoothly as the kernel of the
+# locations allows.
 
 
 # %%

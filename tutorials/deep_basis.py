@@ -152,12 +152,12 @@ figure.tight_layout()
 figure.savefig(options.out / "deep_basis.png", dpi=110)
 
 # %% [markdown]
-# With the correction more than one feature is in use and f is uncertain, but f is the furthest from the truth. With
-# features of one norm the bound is the highest and f the most certain: its standard deviation, 0.016, is a fifth of
-# its error, 0.083, and smaller than without a correction. The reason is that c is then 0, so nothing is corrected,
-# and a hundred data determine 32 weights well. So the even norm makes training easier, and does not make intervals
-# right: the truth is not a linear function of these features, which the posterior of the weights cannot know. If you
-# need intervals, take the correction without the even norm, and look at the coverage of held-out data.
+# With the correction the network uses more than one feature, and f is uncertain, but f is the furthest from the truth.
+# With features of one norm the bound is the highest. But f is too certain: its standard deviation, 0.016, is a fifth of
+# its error, 0.083. The reason is that c is then 0, so nothing is corrected, and a hundred data determine 32 weights
+# well. The posterior of the weights cannot know that the truth is no weighted sum of these features. So the even norm
+# makes training easier, and does not make intervals right. If you need intervals, take the correction without the even
+# norm, and look at the coverage of held-out data.
 
 # %% [markdown]
 # ## Mini-batches, weight decay, rates, early stopping
@@ -270,10 +270,11 @@ svi.step(x[:256], y[:256], size=len(x))
 # %% [markdown]
 # ## The exact posterior of all rows
 #
-# For a Gaussian likelihood q(w) has a closed form. Under the network that the mini-batches trained, one pass over the
-# rows gives it. Beyond 32,768 rows the pass goes block by block, so memory stays small. If you train this guide, each
-# step is such a pass. In predictions the correction counts as noise of the training data, too. Under other
-# likelihoods, such as a Bernoulli, it is integrated out of each datum's density, once, at the first prediction.
+# For a Gaussian likelihood the posterior of the weights has a closed form. We keep the network that the mini-batches
+# trained. One pass over all rows then gives the posterior. Beyond 32,768 rows the pass goes block by block, so memory
+# stays small. If you train this guide, each step is such a pass. In predictions the correction counts as noise of the
+# training data, too. Under other likelihoods, such as a Bernoulli, the first prediction integrates the correction out
+# of each row's density.
 
 # %%
 model.load_state_dict(best[1]["model"])

@@ -163,9 +163,9 @@ for title, model, top, families in [
 
 # %% [markdown]
 # Adam trains all parameters here, by `natural=False`. The reason is that a natural step of the upper layer fits the
-# inputs which the inner layer has just drawn, and the next step draws others. With one layer Adam does not reach the
-# optimum: `SGPR(20)` finds the best bound of twenty inducing points in a quarter of the steps. From two of the three
-# starts two layers have a higher bound than this optimum. From the other the upper layer uses x alone.
+# inputs which the inner layer has just drawn, and the next step draws others. For one layer `SGPR(20)` finds the
+# highest bound of twenty inducing points, in a quarter of the steps; Adam does not reach it. From two of the three
+# starts two layers reach a higher bound. From the third start the upper layer uses x alone.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that the upper layer can have a longer
 # length scale. The picture on the right shows the inner layer, beside its prior mean, the line h = x.

@@ -191,8 +191,8 @@ show(forest, "forest")
 # %% [markdown]
 # The next picture shows f under variational inference, expectation propagation and NUTS, at three of the new inputs.
 # Expectation propagation has points for hyperparameters, while NUTS averages over them, so the two posteriors of f
-# may differ. Here their standard deviations are the same on average. Neither k-hat nor leave-one-out below would show
-# a difference, because both treat points as known.
+# may differ. Here their standard deviations are the same on average. (k-hat and leave-one-out, below, treat points as
+# known. So they would not show such a difference.)
 
 # %%
 overlaid = arviz_plots.plot_dist(
@@ -210,13 +210,15 @@ for name, tree in compared.items():
 # %% [markdown]
 # ## k-hat: how far from its target?
 #
-# The importance weights p/q of a posterior's draws have a tail, and k-hat is the shape of this tail. The weights are
-# useful if k-hat is below `good_k`. k-hat depends on the target p. The target of the bound is "vfe": towards it k-hat
-# judges the family and the optimiser, and does not see too few inducing points. Expectation propagation has another
-# target, "fitc". We made the guides of SVI with `independent=True`. Their hyperparameters are therefore independent of
-# each other, and under `SVGP` also of w, which raises k-hat. By default q(w) depends on them. k-hat does not judge
-# point estimates, so under expectation propagation it judges only q(w). All weights are equal there, and
-# k-hat is minus infinity: under a Gaussian likelihood q(w) is equal to its target.
+# Draws of the guide's posterior q have importance weights p/q towards a target p. The weights have a tail, and k-hat
+# is the shape of this tail. The weights are useful if k-hat is below `good_k`. SVI has the target "vfe". Towards it
+# k-hat judges the family and the optimiser, and does not see too few inducing points. Expectation propagation has the
+# target "fitc".
+#
+# We made the guides of SVI with `independent=True`: their hyperparameters are independent of each other, and under
+# `SVGP` also of f. This raises k-hat. Under expectation propagation hyperparameters are points, which k-hat does not
+# judge. There q of f is equal to its target, because the likelihood is Gaussian. All weights are then equal, and k-hat
+# is minus infinity.
 
 # %%
 for name in guides:
@@ -268,8 +270,8 @@ draw_anew(tree)
 # %% [markdown]
 # ## Leave-one-out, and comparison in one call
 #
-# The inducing points alone do not determine f. Each likelihood in the trees is integrated over what is still uncertain,
-# so that ArviZ's own leave-one-out judges each posterior as it is.
+# Given its values at the inducing points, f is still uncertain elsewhere. The trees hold the log likelihood of each
+# row, integrated over this uncertainty. So ArviZ's own leave-one-out judges each posterior as it is.
 
 # %%
 table = arviz_stats.compare(compared)

@@ -188,7 +188,7 @@ for name, (bound, score, khat, seconds) in rows.items():
     print(f"{name:12}{bound:9.1f}{score:8.3f}{khat:7.2f}{sd:12.2f}{seconds:7.1f}")
 
 # %% [markdown]
-# The bound is in nats, and the score is the mean log density of a held-out person, in nats. For both, higher is
+# The bound (ELBO) is in nats, and the score is the mean log density of a held-out person, in nats. For both, higher is
 # better. k-hat measures how far the guide is from its target, the best that its own inducing points allow. **For 1,000
 # draws a k-hat below 0.67 is good**: importance weights can then correct the draws.
 #
@@ -307,10 +307,10 @@ print(f"The picture is in {options.out / 'quickstart.png'}")
 #
 # * **The data inform `base + f`, not each alone.** So the intervals of both are wide under NUTS. They are as wide
 #   under `SVGP(6)`, because `base`, the plans' effects and f share one Gaussian posterior.
-# * **The mean field** treats them as independent. Its predictions are as good as the others', but its interval of the
-#   intercept is several times too narrow.
-# * **k-hat** is no measure of too few inducing points: it compares a guide with the best that its own inducing points
-#   can do ([more](../docs/explanation/k-hat.md)). That two points are too few is shown by the bound and by `check`.
+# * **The mean field** treats all latents as independent. Its predictions are as good as the others', but its interval
+#   of the intercept is several times too narrow.
+# * **k-hat** does not see that two inducing points are too few, because it compares a guide with the best that its own
+#   inducing points can do ([more](../docs/explanation/k-hat.md)). The bound and `check` see it.
 #
 # ## All 20,190 people
 #

@@ -11,11 +11,10 @@
 #
 # *Can a GP follow a stream of data that nobody keeps?*
 #
-# With M inducing points, a guide with natural steps keeps all that it has learned of f in two sums over the rows: an
-# M × M matrix and a vector. `guide.absorb(x, y)` adds new rows to these sums, and the rows may then be thrown away
-# (Bui, Nguyen and Turner, 2017). This notebook first learns a function in pieces, and gets the same posterior as from
-# all rows at once. Then it follows a function that drifts. There old rows mislead, and `forget=` gives them
-# less weight in the sums.
+# A guide with M inducing points keeps all that it has learned of f in two sums over the rows: an M × M matrix and a
+# vector. `guide.absorb(x, y)` adds new rows to these sums, and the rows may then be thrown away (Bui, Nguyen and
+# Turner, 2017). This notebook first learns a function in pieces, and gets the same posterior as from all rows at once.
+# Then it follows a function that drifts. There old rows mislead, and `forget=` gives them less weight in the sums.
 #
 # On the command line: `python tutorials/streaming.py [--pieces 60] [--steps 150] [--out DIR] [--short]`.
 

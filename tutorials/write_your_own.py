@@ -421,8 +421,8 @@ print(
 # %% [markdown]
 # `OptimalWaves` computes in one step what `FreeWaves` learns. With 7 or 9 coefficients waves are as good as inducing
 # points. With five they are worse, because `SVGP` places its points where the rows are, while waves go around the
-# whole circle. Independent waves end some nats lower. Waves would be independent if rows were spread evenly, but
-# there are hardly any rows at night.
+# whole circle. If q takes the waves as independent, the bound is some nats lower. They would be independent if rows
+# were spread evenly, but there are hardly any rows at night.
 
 # %% [markdown]
 # ## A policy
