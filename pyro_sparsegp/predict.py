@@ -249,15 +249,14 @@ class WhitenReparam(Reparam):
         if process is None:
             raise ValueError(f"WhitenReparam is for GP sites; site {name!r} is a {type(fn).__name__}")
         process.require_place(f"site {name!r}")
-        # Values that are given, as by a start of NUTS or by condition, have one noise, L⁻¹(f − μ).
-        noise = None
-        if value is not None:
-            noise = solve_lower(process.scale_tril.expand(*value.shape, -1), (value - process.mean)[..., None])[..., 0]
         shape = fn.batch_shape + fn.event_shape
         white = dist.Normal(process.x.new_zeros(shape), 1.0).to_event(fn.event_dim)
-        noise = pyro.sample(f"{name}_whitened", white, obs=noise, infer={"is_observed": msg["is_observed"]})
+        whitened = partial(pyro.sample, f"{name}_whitened", white, infer={"is_observed": msg["is_observed"]})
         if value is None:
-            value = process.mean + times(process.scale_tril, noise)
+            value = process.mean + times(process.scale_tril, whitened())
+        else:  # values that are given, as by a start of NUTS or by condition, have one noise, L⁻¹(f − μ)
+            root, centred = process.scale_tril.expand(*value.shape, -1), value - process.mean
+            whitened(obs=solve_lower(root, centred[..., None])[..., 0])
         return {"fn": dist.Delta(value, event_dim=fn.event_dim).mask(False), "value": value, "is_observed": True}
 
 

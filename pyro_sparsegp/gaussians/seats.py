@@ -42,15 +42,16 @@ class Seat:
     """What sites are about in one run: values u = Lw, or near them where L is ill conditioned.
 
     :param kept: L + ηsI, ``(..., M, M)``, of :func:`softened`; what later runs know of it, with ``inputs``.
-    :param now: A, features at the inputs that the sums belong to; L if inducing inputs have not moved since.
     """
 
+    now: Tensor  # A, features at the inputs that the sums belong to; L if inducing inputs have not moved since
     has_turn = True  # whether the way back is known, :meth:`turn`: else it is autograd's
     level: Optional[Tensor] = None  # values, as of u, that f adds to, such as a constant mean's, if they may move
     log_weight: Optional[Tensor] = None  # of all data's precision, as by their noise, if it may move
 
-    def __init__(self, kept: Tensor, now: Optional[Tensor] = None) -> None:
-        self.kept, self.now, self.inputs = kept, kept if now is None else now, kept.new_zeros(0)
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = self.now = kept
+        self.inputs = kept.new_zeros(0)
 
     @cached_property
     def detached(self) -> Self:

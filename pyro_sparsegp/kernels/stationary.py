@@ -15,7 +15,7 @@ from torch import Tensor
 from ..numerics.functions import Function, aligned, broadcast_shapes
 from ..numerics.linalg import wider
 from .algebra import Kernel
-from .base import EventDims, Scalar, as_tensor, per_column, positive
+from .base import EventDims, Scalar, as_tensor, per_column, positive, second
 
 _FEW = 16  # columns: up to here the product of inputs, even in float64, costs little beside the passes over it
 
@@ -44,7 +44,7 @@ def squared_distance(x: Tensor, z: Tensor) -> Tensor:
 
 def _clean(x: Tensor, z: Optional[Tensor]) -> Tensor:
     # s, not below 0; without z, of x with itself, where the diagonal is 0 and no rounding error.
-    s = squared_distance(x, x if z is None else z)
+    s = squared_distance(x, second(x, z))
     # Derivatives pass where rounding has left less than 0, as s has no value there (test_derivative.py, `coincident`).
     s = s + (s.clamp(min=0) - s).detach()
     return s if z is not None else s * (1 - torch.eye(s.shape[-1], dtype=s.dtype, device=s.device))
@@ -55,7 +55,7 @@ class ProfileOfDistance(Function):
 
     @staticmethod
     def forward(x: Tensor, z: Optional[Tensor], profile: Any) -> tuple[Tensor, Tensor]:
-        s = squared_distance(x, x if z is None else z).clamp_(min=0)
+        s = squared_distance(x, second(x, z)).clamp_(min=0)
         if z is None:  # no rounding error stands between a row and itself
             s.diagonal(dim1=-2, dim2=-1).zero_()
         return profile.value_and_slope(s)
@@ -125,7 +125,7 @@ class Stationary(Kernel):
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         # ‖x‖² + ‖z‖² − 2xᵀz cancels least near the origin, and distances do not see a common shift; before
         # the scaling, whose rounding grows with the inputs' distance from the origin.
-        centre = (x if z is None else z).detach().mean(-2, keepdim=True)
+        centre = second(x, z).detach().mean(-2, keepdim=True)
         left = self.scale(x - centre)
         return self.covariance(left, None if z is None else self.scale(z - centre))
 

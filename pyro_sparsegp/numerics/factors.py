@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .functions import Function, broadcast_shapes
+from .functions import Function, broadcast_shapes, if_known
 
 _LARGE = 256  # from here on blocks pay
 _MANY = 8  # right hand sides
@@ -114,10 +114,11 @@ class Factor(Function):
         (factor,) = ctx.saved_tensors
         # Ā = ½L⁻ᵀ(P + Pᵀ)L⁻¹ with P the lower triangle of LᵀL̄, its diagonal halved (Murray, 2016, eq. 10). Without Pᵀ
         # the rounding of an antisymmetric part that is far larger would stay.
-        if by_factor is None and by_turn is None:
+        inner = if_known(lambda grad: tril_of_product(factor, grad, lower=True), by_factor)
+        parts = [part for part in (inner, by_turn) if part is not None]
+        if not parts:
             return None, None, None
-        inner = by_turn if by_factor is None else tril_of_product(factor, by_factor, lower=True)
-        both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
+        both = mirrored(sum(parts[1:], parts[0])).mul_(0.5)
         left = over_lower(both, factor)  # PL⁻¹, whose transpose is L⁻ᵀP
         # It is symmetric: its transpose is in the order of A's rows, which a solve's result is not.
         return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).mT.to(ctx.wide), None, None
