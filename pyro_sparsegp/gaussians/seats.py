@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..numerics.arrow import Arrow
-from ..numerics.functions import Unmapped, broadcast_shapes
+from ..numerics.functions import Unmapped, broadcast_shapes, if_known
 from ..numerics.linalg import (
     cholesky,
     plus_one,
@@ -50,17 +50,16 @@ class Seat:
     log_weight: Optional[Tensor] = None  # of all data's precision, as by their noise, if it may move
 
     def __init__(self, kept: Tensor) -> None:
-        self.kept = self.now = kept
-        self.inputs = kept.new_zeros(0)
+        self.kept, self.now, self.inputs = kept, kept, kept.new_zeros(0)
 
     @cached_property
     def detached(self) -> Self:
         """This without its graph."""
         other = copy.copy(self)
         vars(other).pop("lu", None)
-        other.kept, other.level = self.kept.detach(), None if self.level is None else self.level.detach()
+        other.kept = self.kept.detach()
         other.now = other.kept if self.now is self.kept else self.now.detach()
-        other.log_weight = None if self.log_weight is None else self.log_weight.detach()
+        other.level, other.log_weight = (if_known(torch.detach, part) for part in (self.level, self.log_weight))
         return other
 
     def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:

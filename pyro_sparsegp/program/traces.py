@@ -360,8 +360,8 @@ def parameters(fn: TorchDistribution) -> dict[str, Tensor]:
     names = getattr(fn, "arg_constraints", {}).keys()
     pairs = [(one, other) for one, other in (("probs", "logits"), ("gate", "gate_logits")) if {one, other} <= names]
     made = {other if one in vars(fn) else one for one, other in pairs}  # of the other one
-    found = {name: getattr(fn, name, None) for name in names if name not in made}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    found = ((name, getattr(fn, name, None)) for name in names if name not in made)
+    return {name: value for name, value in found if isinstance(value, Tensor)}
 
 
 def rebuilt(fn: TorchDistribution, changed: Mapping[str, Tensor]) -> Any:
