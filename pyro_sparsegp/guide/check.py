@@ -314,7 +314,7 @@ class Compared:
             if nats > _LOST or names:
                 lines[name] = (
                     f"{name!r}: a basis of {num} functions is too small. It costs {nats:.1f} nats of the bound, and "
-                    f"makes the function too smooth{names and f'. It moves {names}'}. Give the family more "
+                    f"makes the function too smooth{names and f'. It also biases {names}'}. Give the family more "
                     "inducing points."
                 )
         return lines
