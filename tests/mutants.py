@@ -73,14 +73,14 @@ schedules-are-of-parameters-alone: test_fit.py::test_natural_steps_follow_a_sche
 - share_rates(guide, min(1.0, max(found)))
 + share_rates(guide, 1.0)
 q-waits-for-a-next-step: test_natural.py::test_what_moves_under_a_precise_posterior
-- if found[1] > known.most and is_whole(unwrapped) and found[0].requires_grad:
-+ if found[1] <= known.most and is_whole(unwrapped) and found[0].requires_grad:
+- if found[1] > known.most and is_whole(unwrapped) and _are_same(model, known.call, (args, kwargs)):
++ if found[1] <= known.most and is_whole(unwrapped) and _are_same(model, known.call, (args, kwargs)):
 layers-start-at-the-prior: test_deep_gp.py::test_layers_start_at_their_inputs
 - module.begin_at(process, name, along_inputs(process))
 + along_inputs(process)
 nothing-waits-for-q: test_natural.py::test_q_meets_the_data_before_a_gradient_reaches_hyperparameters
-- for _ in range(_PASSES):
-+ for _ in range(0):
+- for found in islice(evaluations, _PASSES):
++ for found in islice(evaluations, 0):
 a-scaled-prior-counts-in-full: test_sites.py::test_a_scaled_model_has_the_same_posterior
 - return sum((part.sum() for part in parts.values()), none) / scale_of(trace, name)
 + return sum((part.sum() for part in parts.values()), none)

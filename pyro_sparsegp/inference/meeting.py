@@ -1,17 +1,19 @@
 """Natural steps that bring q to the data before a step: where it has met none, or what moved has left it behind."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from typing import Optional
 
 from torch import Tensor
 
 from ..gaussians.natural import NaturalGaussian
-from ..gaussians.steps import Record, steppers
+from ..gaussians.steps import Natural, Record, steppers
 from ..guide import AutoSparseGP
 from ..numerics.processes import is_shared, joined
 
 _PASSES = 5  # at most
-_STANDS = 1e-3  # of all that they have gained, or of a loss: where the last one changes less, they are there
+_STANDS = 1e-3  # of all that they have gained: where the last one changes less, they are there
 _LOST = 0.1  # of a loss, or a nat a datum, by which a step may raise it
 
 Evaluation = tuple[Tensor, float, Record]
@@ -30,27 +32,36 @@ def meet(
     # does has a rate of 1, as by default, q forgets all of them but where they led. Under a Gaussian likelihood one
     # leads to the optimum for these data, where the bound stands still, and they end. A batch of which a mask
     # leaves all out has nothing to be met: a later one is.
-    modules, met = steppers(guide), False
+    modules = steppers(guide)
     natural = all(module.family.get("natural") for module in guide.modules_by_site().values())
     if not natural or any(module.steps for module in modules):
         return evaluate(), True
-    losses: list[float] = []
-    found: Optional[Evaluation] = None
-    for _ in range(_PASSES):
-        loss, _, record = found = first()
-        losses.append(float(joined(loss.detach())[0]))  # the same in all processes
-        stands = len(losses) > 1 and abs(losses[-2] - losses[-1]) < _STANDS * abs(losses[0] - losses[-1])
-        if stands or not loss.requires_grad:  # which it has not if a mask leaves all out
-            break
-        record.differentiate(loss)
-        found = None
-        if not bool(joined(record.largest)[0] != 0):  # of any process; NaN is a pull
-            break
-        met = True
-        record.step(guide.row_share)
+    found, met = _passed(guide, iter(first, None), Natural)
     for module in modules:
         module.steps = worth if worth > 1 else 0
     return found if found and first is evaluate else evaluate(), met
+
+
+def _passed(
+    guide: AutoSparseGP, evaluations: Iterable[Evaluation], kind: type, most: float = -math.inf
+) -> tuple[Optional[Evaluation], bool]:
+    """Up to five natural steps, until the loss stands still or is none above ``most``: the last evaluation, if no step
+    has followed it, and whether any step had data.
+    """
+    losses: list[float] = []
+    met = False
+    for found in islice(evaluations, _PASSES):
+        loss, value, record = found
+        losses.append(float(joined(loss.detach())[0]))  # the same in all processes
+        stands = len(losses) > 1 and abs(losses[-2] - losses[-1]) < _STANDS * abs(losses[0] - losses[-1])
+        if stands or value <= most or not loss.requires_grad:  # which it has not if a mask leaves all out
+            return found, met
+        record.differentiate(loss)
+        if not bool(joined(record.largest)[0] != 0):  # of any process; NaN is a pull
+            break
+        met = True
+        record.step(guide.row_share, kind)
+    return None, met
 
 
 def is_whole(guide: AutoSparseGP) -> bool:
@@ -71,15 +82,9 @@ def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: E
     # loses orders, and the gradients there would train the kernel to make up for q:
     # test_what_moves_under_a_precise_posterior
     modules = {module: module.steps for module in steppers(guide) if isinstance(module, NaturalGaussian)}
-    falls, left = bool(modules), _PASSES
-    while falls and left and found[1] > most:
-        for module in modules:
-            module.steps = 0  # a rate of 1, by default
-        loss, value, record = found
-        record.differentiate(loss)
-        record.step(guide.row_share, NaturalGaussian)
-        found = evaluate()
-        falls, left = value - found[1] > _STANDS * abs(value), left - 1
+    for module in modules:
+        module.steps = 0  # a rate of 1, by default
+    last, _ = _passed(guide, chain([found], iter(evaluate, None)), NaturalGaussian, most)
     for module, steps in modules.items():
         module.steps = steps
-    return found
+    return last or evaluate()

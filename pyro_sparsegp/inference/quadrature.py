@@ -103,7 +103,7 @@ class TraceQuadrature_ELBO(ELBO):
         unwrapped.prepare(*args, **kwargs)
         evaluate = partial(self._evaluated, unwrapped, guide, args, kwargs)
         known = self._known.setdefault(unwrapped, _Known())
-        if not known.met and torch.is_grad_enabled():
+        if not known.met:
             data: Any = unwrapped.core.data
             are_few = max(unwrapped.core.sizes.values(), default=0) <= ALL_ROWS
             share = unwrapped.relation(args, kwargs).share if are_few else 1.0  # else they may want too much memory
@@ -112,10 +112,8 @@ class TraceQuadrature_ELBO(ELBO):
             found, known.met = meet(unwrapped, evaluate, first, math.ceil(1 / share))
         else:
             found = evaluate()
-        if found[1] > known.most and is_whole(unwrapped) and found[0].requires_grad:
-            before = TrainingData(model, *known.call)
-            if Relation(before, (model, args, kwargs), trains=True).same:
-                found = meet_again(unwrapped, evaluate, found, known.most)
+        if found[1] > known.most and is_whole(unwrapped) and _are_same(model, known.call, (args, kwargs)):
+            found = meet_again(unwrapped, evaluate, found, known.most)
         loss, value, record = found
         if loss.requires_grad:
             record.retain()
@@ -132,10 +130,9 @@ class TraceQuadrature_ELBO(ELBO):
         before, known.loss, known.call = known.loss, value, (args, kwargs)
         # A batch that a mask leaves out has no loss that a later one could be more than.
         known.most = largest_loss(guide, value) if known.met and is_whole(guide) else math.inf
-        if closed is not None and closed.rest.gps:
-            known.steps += 1
-            if known.steps in _LOOKS:
-                self._warn_of_few_nodes(before - value, guide, wrapped, (args, kwargs))
+        known.steps += 1
+        if known.steps in _LOOKS and closed is not None and closed.rest.gps:
+            self._warn_of_few_nodes(before - value, guide, wrapped, (args, kwargs))
 
     def _warn_of_few_nodes(self, gain: float, guide: AutoSparseGP, wrapped: Any, call: tuple[tuple, Any]) -> None:
         """Tell of a bound that other numbers of nodes change, by more than a tenth of what a step gains."""
@@ -164,19 +161,18 @@ class TraceQuadrature_ELBO(ELBO):
     def _evaluated(self, unwrapped: AutoSparseGP, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
         """The loss, as a tensor and as a number, and what natural steps are to know of it."""
         # The number is read together with the flags of factorisations. Where one failed, it is evaluated anew, from the
-        # same state and with the same random numbers, and each flag is looked at, as it is in a first call.
-        if self._known[unwrapped].met:
-            kept = [(sites, sites.memory) for sites in unwrapped.kept_sites.values()]
-            state = RandomState(unwrapped.like)
-            with attempt():
-                with flags_kept() as flags, recording(unwrapped.like) as record:
-                    loss = self._minus_bound(unwrapped, guide, args, kwargs)
-                read: list[float] = torch.stack([loss.detach(), *map(Tensor.any, flags)]).tolist()
-                if not any(read[1:]) and math.isfinite(read[0]):
-                    return loss, read[0], record
-            state.restore()
-            for part, memory in kept:
-                part.memory = memory
+        # same state and with the same random numbers, and each flag is looked at.
+        kept = [(sites, sites.memory) for sites in unwrapped.kept_sites.values()]
+        state = RandomState(unwrapped.like)
+        with attempt():
+            with flags_kept() as flags, recording(unwrapped.like) as record:
+                loss = self._minus_bound(unwrapped, guide, args, kwargs)
+            read: list[float] = torch.stack([loss.detach(), *map(Tensor.any, flags)]).tolist()
+            if not any(read[1:]) and math.isfinite(read[0]):
+                return loss, read[0], record
+        state.restore()
+        for part, memory in kept:
+            part.memory = memory
         with recording(unwrapped.like) as record:
             loss = self._minus_bound(unwrapped, guide, args, kwargs)
         return loss, finite("the bound", loss, guide, args, kwargs), record
@@ -185,8 +181,8 @@ class TraceQuadrature_ELBO(ELBO):
         """Raise if they are not finite. The signs of curvatures, which natural steps ask for, are read at one look."""
         grads = {name: p.grad for name, p in guide.named_parameters() if p.grad is not None}
         signs = record.signs
-        numbers = [*map(Tensor.sum, grads.values()), *signs.values()]
-        found: list[float] = torch.stack(numbers).tolist() if numbers else []
+        numbers = [*map(Tensor.sum, grads.values()), *signs.values(), record.zero.detach()]
+        found: list[float] = torch.stack(numbers).tolist()
         for row, signed in zip(signs, found[len(grads) :]):
             row.is_signed = decided(bool(signed))
         # A sum may overflow.
@@ -234,11 +230,9 @@ class TraceQuadrature_ELBO(ELBO):
         >>> print(elbo.plan(guide))  # doctest: +SKIP
         y: in closed form
 
-        :param guide: after its first call; ``args`` are the model's arguments, by default the training data.
+        :param guide: after its first call; of one that was loaded ``args`` are the model's arguments.
         """
-        data = guide.core.data
-        known = (args, kwargs) if args or kwargs or data is None else (data.args, data.kwargs)
-        return plan_of(guide, *known)
+        return plan_of(guide, args, kwargs)
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         return plan_of(guide, args, kwargs).bound(Inputs(guide, wrapped, args, kwargs, self.num_nodes))
@@ -278,6 +272,11 @@ class ProjectedLikelihood(TraceQuadrature_ELBO):
                 )
             total = total + weighted_sum(q.coefficients.log_evidence(q.basis.actions.log_gram), model_trace.nodes[name])
         return total
+
+
+def _are_same(model: Callable, before: tuple, now: tuple) -> bool:
+    """Whether two steps' arguments bring the same rows."""
+    return Relation(TrainingData(model, *before), (model, *now), trains=True).same
 
 
 def finite(what: str, loss: Tensor, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> float:
