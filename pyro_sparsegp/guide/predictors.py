@@ -221,7 +221,77 @@ class Densities:
         return slopes[:, : len(x)].sum(0), -0.5 * (curvature + curvature.mT)
 
 
-class Predictors:
+class Likelihoods:
+    """Densities of single data whose parameters are linear predictors under links, all else of them as in a run."""
+
+    def __init__(self, sites: Any, links: Links, again: Again) -> None:
+        self.sites, self.links, self.again = sites, links, again
+
+    def distribution(self, name: str, eta: Mapping[Place, Tensor]) -> Any:
+        """A site's distribution of single data at predictors ``(..., N)``."""
+        shape, changed = bare(self.sites[name]["fn"]).batch_shape, {}
+        for key, link in self.links[name].items():
+            value = eta[name, key]
+            changed[key] = LINKS[link][1](value.reshape(value.shape[:-1] + shape))
+        return traces.rebuilt(self.sites[name]["fn"], changed)
+
+    def log_prob(self, name: str, eta: Mapping[Place, Tensor]) -> Tensor:
+        """A site's log densities of single data at predictors ``(..., N)``."""
+        (key, link), *_ = self.links[name].items()
+        if link != VALUE:
+            fn = self.distribution(name, eta)
+            with asks_program():
+                return fn.log_prob(self.sites[name]["value"])
+
+        def at(f: Tensor) -> tuple[Tensor]:
+            return (_density_of(self.again({key: f})[name]),)
+
+        first = eta[name, key]
+        return (at(first) if first.dim() == 1 else mapped(at, first))[0]
+
+    def summed(self, of_site: Callable[[str], Tensor]) -> Tensor:
+        """The sum of a term for each datum of each site, as the site scales and masks them."""
+        total: Any = 0.0
+        for name in self.links:
+            site = self.sites[name]
+            each = traces.rewrapped(site["fn"], of_site(name))
+            total = total + scale_and_mask(each, site["scale"], site["mask"]).sum()
+        return total
+
+    def expected(self, eta: Mapping[Place, Tensor], covariance: Mapping[Pair, Tensor], num_nodes: int) -> Tensor:
+        """E[ℓ] over normal predictors of the means η, ``(N,)``, with covariances by :attr:`pairs`, in closed form or at
+        Gauss-Hermite nodes.
+        """
+
+        def of_site(name: str) -> Tensor:
+            site, links = self.sites[name], self.links[name]
+            # A closed form is of one parameter, as a Normal's loc is; another is at nodes beside it.
+            forms = {key: traces.closed_form(site["fn"], key, link) for key, link in links.items()}
+            places = [(name, key) for key in sorted(links, key=lambda key: forms[key] is not None)]
+            form = forms[places[-1][1]]
+            is_closed = form is not None
+            nodes, weights = normal_nodes(len(places) - is_closed, eta[places[0]], num_nodes)
+            at: dict[Place, Tensor] = {}
+            for place in places:
+                mean, variance, axis = eta[place][None], covariance[place, place], len(at)
+                # Of two the second is normal given the first: its mean moves by C₁₂/C₁₁ of the first's.
+                for first in at:
+                    both = covariance[(first, place) if (first, place) in covariance else (place, first)]
+                    across = both / covariance[first, first].sqrt()
+                    mean, variance = mean + across * nodes[:, :1], above_rounding(variance - across.square(), variance)
+                at[place] = mean + variance.sqrt() * nodes[:, axis : axis + 1] if axis < nodes.shape[1] else mean
+            if form is None:
+                each = self.log_prob(name, at)
+            else:
+                fn, shape = self.distribution(name, at), bare(site["fn"]).batch_shape
+                mean, variance = (v.reshape((*v.shape[:-1], *shape)).expand(fn.batch_shape) for v in (mean, variance))
+                each = form(fn, site["value"], mean, variance)
+            return torch.tensordot(weights.to(each), each, 1)  # priors of Python numbers have the default dtype
+
+        return self.summed(of_site)
+
+
+class Predictors(Likelihoods):
     """The linear predictors η = η(0) + Jx + J'√ρt of a run's likelihoods, and densities at their values.
 
     :param sites: of a run that is standardised by ``x``, ``(extended,)``, and that ``again`` makes anew.
@@ -230,7 +300,8 @@ class Predictors:
     """
 
     def __init__(self, sites: Any, links: Links, x: Tensor, layout: Layout, again: Again) -> None:
-        self.sites, self.links, self.x, self.again = sites, links, x, again
+        super().__init__(sites, links, again)
+        self.x = x
         places = {(name, key): link for name, of_site in links.items() for key, link in of_site.items()}
         self.eta = {place: _eta(sites, *place, link).to(x) for place, link in places.items()}
         self.rows: dict[Place, Any] = {}
@@ -292,37 +363,6 @@ class Predictors:
         other.rows = {place: row.detach() for place, row in self.rows.items()}
         return other
 
-    def distribution(self, name: str, eta: Mapping[Place, Tensor]) -> Any:
-        """A site's distribution of single data at predictors ``(..., N)``."""
-        shape, changed = bare(self.sites[name]["fn"]).batch_shape, {}
-        for key, link in self.links[name].items():
-            value = eta[name, key]
-            changed[key] = LINKS[link][1](value.reshape(value.shape[:-1] + shape))
-        return traces.rebuilt(self.sites[name]["fn"], changed)
-
-    def log_prob(self, name: str, eta: Mapping[Place, Tensor]) -> Tensor:
-        """A site's log densities of single data at predictors ``(..., N)``."""
-        (key, link), *_ = self.links[name].items()
-        if link != VALUE:
-            fn = self.distribution(name, eta)
-            with asks_program():
-                return fn.log_prob(self.sites[name]["value"])
-
-        def at(f: Tensor) -> tuple[Tensor]:
-            return (_density_of(self.again({key: f})[name]),)
-
-        first = eta[name, key]
-        return (at(first) if first.dim() == 1 else mapped(at, first))[0]
-
-    def summed(self, of_site: Callable[[str], Tensor]) -> Tensor:
-        """The sum of a term for each datum of each site, as the site scales and masks them."""
-        total = self.x.new_zeros(())
-        for name in self.links:
-            site = self.sites[name]
-            each = traces.rewrapped(site["fn"], of_site(name))
-            total = total + scale_and_mask(each, site["scale"], site["mask"]).sum()
-        return total
-
     def back(self, slopes: Mapping[Place, Tensor]) -> Tensor:
         """Σ Jᵀv, ``(num,)``, of numbers v by place."""
         return sum((slope @ self.rows[place] for place, slope in slopes.items()), self.x.new_zeros(self.layout.num))
@@ -339,35 +379,3 @@ class Predictors:
     def pairs(self) -> list[Pair]:
         """Pairs of places of one site, and each with itself, the first one's before."""
         return [pair for pair in combinations_with_replacement(self.eta, 2) if pair[0][0] == pair[1][0]]
-
-    def expected(self, eta: Mapping[Place, Tensor], covariance: Mapping[Pair, Tensor], num_nodes: int) -> Tensor:
-        """E[ℓ] over normal predictors of the means η, ``(N,)``, with covariances by :attr:`pairs`, in closed form or at
-        Gauss-Hermite nodes.
-        """
-
-        def of_site(name: str) -> Tensor:
-            site, links = self.sites[name], self.links[name]
-            # A closed form is of one parameter, as a Normal's loc is; another is at nodes beside it.
-            forms = {key: traces.closed_form(site["fn"], key, link) for key, link in links.items()}
-            places = [(name, key) for key in sorted(links, key=lambda key: forms[key] is not None)]
-            form = forms[places[-1][1]]
-            is_closed = form is not None
-            nodes, weights = normal_nodes(len(places) - is_closed, eta[places[0]], num_nodes)
-            at: dict[Place, Tensor] = {}
-            for place in places:
-                mean, variance, axis = eta[place][None], covariance[place, place], len(at)
-                # Of two the second is normal given the first: its mean moves by C₁₂/C₁₁ of the first's.
-                for first in at:
-                    both = covariance[(first, place) if (first, place) in covariance else (place, first)]
-                    across = both / covariance[first, first].sqrt()
-                    mean, variance = mean + across * nodes[:, :1], above_rounding(variance - across.square(), variance)
-                at[place] = mean + variance.sqrt() * nodes[:, axis : axis + 1] if axis < nodes.shape[1] else mean
-            if form is None:
-                each = self.log_prob(name, at)
-            else:
-                fn, shape = self.distribution(name, at), bare(site["fn"]).batch_shape
-                mean, variance = (v.reshape((*v.shape[:-1], *shape)).expand(fn.batch_shape) for v in (mean, variance))
-                each = form(fn, site["value"], mean, variance)
-            return torch.tensordot(weights.to(each), each, 1)  # priors of Python numbers have the default dtype
-
-        return self.summed(of_site)

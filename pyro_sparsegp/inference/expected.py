@@ -10,10 +10,10 @@ variance, whatever the model did:
     Var θ = Σ_e (θ(m + C e) − θ(m))² over the axes e of a row's values, or diag(A Cov(f) Aᵀ) of those at several inputs.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import combinations
 from typing import Any, Optional
 
 import pyro
@@ -22,57 +22,39 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import kl_divergence
-from torch.nn.functional import softplus
 
 from ..guide import AutoSparseGP
+from ..guide.predictors import Likelihoods, Place
 from ..numerics.linalg import above_rounding
 from ..posterior.sparse_posterior import SparsePosterior
+from ..program import traces
 from ..program.asking import Unsupported, asks_program, attempt
 from ..program.checks import graph_of
 from ..program.draws import mapped
 from ..program.explore import ClosedForms
 from ..program.handlers import Rerun, held_trace
 from ..program.reader import normal_nodes
-from ..program.traces import (
-    RandomState,
-    bare,
-    closed_form,
-    expectation,
-    free_values,
-    log_densities,
-    normal_parameter,
-    over_scale,
-    parameter_of,
-    parameters,
-    rebuilt,
-    sample_sites,
-    without_event,
-)
 
 
 def _variances_of(
     found: ClosedForms, again: Callable[[], Rerun], model_trace: poutine.Trace, guide_trace: poutine.Trace
-) -> Optional[dict[str, Tensor]]:
-    """Var θ under q's marginals of the sites that know E[log p(y | θ)]. ``None`` if a second run, which ``again``
-    gives, was another. Both traces have GP sites at their means.
+) -> dict[str, Tensor]:
+    """Var θ under q's marginals of the sites that know E[log p(y | θ)], by a second run, which ``again`` gives. Both
+    traces have GP sites at their means.
     """
     sites: Any = model_trace.nodes
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
     rows, functions = ([name for name in own if name in sites] for own in (found.rows, found.functions))
     # Where θ is f, as in what trains most often, the program runs once.
     at = {_place(sites[gp]["value"]): q for gp, q in posteriors.items()}
-    known = {name: at.get(_place(parameter_of(sites[name]["fn"]))) for name in rows}
+    known = {name: at.get(_place(traces.parameter_of(sites[name]["fn"]))) for name in rows}
     variances = {name: q.variance for name, q in known.items() if q is not None}
-    others = {name: bare(sites[name]["fn"]) for name in rows if name not in variances}
-    if others or functions:
-        state, run = RandomState(next(iter(posteriors.values())).mean), again()
-        if others:
-            axes = found.of_rows.axes(torch.inf)
-            variances |= _variances_by_axes(run, guide_trace, axes, others)
-        if functions:
-            variances |= _variances_by_rows(run, posteriors, functions)
-        if state.has_moved:
-            return None
+    others = {name: traces.bare(sites[name]["fn"]) for name in rows if name not in variances}
+    run = again()
+    if others:
+        variances |= _variances_by_axes(run, guide_trace, found.of_rows.axes(torch.inf), others)
+    if functions:
+        variances |= _variances_by_rows(run, posteriors, functions)
     return variances
 
 
@@ -90,7 +72,7 @@ def _sum_of_expectations(
     total: Any = 0.0
     for name, variance in variances.items():
         site: Any = model_trace.nodes[name]
-        expected = expectation(site["fn"], site["value"], variance)
+        expected = traces.expectation(site["fn"], site["value"], variance)
         if name in guide_trace.nodes:  # of a latent below f: KL[q ‖ p(· | E θ)], and what the spread of θ adds to it
             total = total - divergence(guide_trace.nodes[name], site)
             expected = expected - site["fn"].log_prob(site["value"])
@@ -115,7 +97,7 @@ def values_at(guide_trace: poutine.Trace, node: Sequence[Tensor] | Tensor, axes:
 
 def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:
     """The posterior that the guide answered with at a GP site."""
-    return without_event(guide_trace.nodes[name]["fn"])[0]
+    return traces.without_event(guide_trace.nodes[name]["fn"])[0]
 
 
 def divergence(guide_site: Any, model_site: Any) -> Tensor:
@@ -148,9 +130,9 @@ def _variances_by_axes(
     num = 1 + max(axis for used in axes.values() for axis in used)
 
     def at(node: Tensor) -> tuple[Tensor, ...]:
-        held = sample_sites(run(values_at(guide_trace, node, axes)))
-        moves = {name: parameter_of(held[name]["fn"]) - parameter_of(fn) for name, fn in locations.items()}
-        return tuple(over_scale(locations[name], move).square() for name, move in moves.items())
+        held = traces.sample_sites(run(values_at(guide_trace, node, axes)))
+        moves = {n: traces.parameter_of(held[n]["fn"]) - traces.parameter_of(fn) for n, fn in locations.items()}
+        return tuple(traces.over_scale(locations[name], move).square() for name, move in moves.items())
 
     every = torch.eye(num, dtype=mean.dtype, device=mean.device)
     squares = at(every[0]) if num == 1 else tuple(part.sum(0) for part in mapped(at, every))
@@ -164,20 +146,21 @@ def _variances_by_rows(run: Rerun, posteriors: dict[str, SparsePosterior], names
     trains = torch.is_grad_enabled()  # A may have parameters
     with torch.enable_grad():
         means = {gp: posterior.mean.detach().requires_grad_() for gp, posterior in posteriors.items()}
-        held = sample_sites(run(means))
-        jacobians = {name: _jacobian(parameter_of(held[name]["fn"]), list(means.values()), trains) for name in names}
+        held = traces.sample_sites(run(means))
+        at = list(means.values())
+        jacobians = {name: _jacobian(traces.parameter_of(held[name]["fn"]), at, trains) for name in names}
     found = {}
     for name, rows in jacobians.items():
-        fn = bare(held[name]["fn"])
+        fn = traces.bare(held[name]["fn"])
         total: Any = 0.0
         for q, row in [(q, row) for q, row in zip(posteriors.values(), rows) if row is not None]:
-            weights = over_scale(fn, row).movedim(0, -2)
+            weights = traces.over_scale(fn, row).movedim(0, -2)
             change = q.coefficients.moments([weights @ phi for phi in q.features])[1]
             prior = (weights @ q.process.kernel(q.process.x) * weights).sum(-1)  # diag(Ak(x, x)Aᵀ)
             # Added up over the outputs of a process, whose functions are independent.
             prior, change = (v.reshape(-1, v.shape[-1]).sum(0) for v in (prior, change))
             total = total + above_rounding(prior + change, prior)
-        found[name] = total.reshape(parameter_of(fn).shape)
+        found[name] = total.reshape(traces.parameter_of(fn).shape)
     return found
 
 
@@ -192,14 +175,8 @@ def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Te
 
 
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
-Elementwise = Callable[[Tensor], Tensor]
-# What a program may do with function values, one by one, by the names of autograd's nodes.
-_ELEMENTWISE: dict[str, Callable[[Any], Optional[Elementwise]]] = {
-    "ExpandBackward0": lambda node: None,
-    "ExpBackward0": lambda node: torch.exp,
-    "SigmoidBackward0": lambda node: torch.sigmoid,
-    "SoftplusBackward0": lambda node: lambda t: softplus(t, node._saved_beta, node._saved_threshold),
-}
+# What a program may do with function values, one by one, by the names of autograd's nodes: the link that it inverts.
+_INVERTED = {"ExpBackward0": "log", "SigmoidBackward0": "logit", "SoftplusBackward0": "softplus", "ExpandBackward0": ""}
 
 
 @dataclass(frozen=True)
@@ -212,11 +189,6 @@ class Inputs:
     kwargs: dict[str, Any]
     num_nodes: int  # of Gauss-Hermite quadrature along an axis
 
-    @property
-    def call(self) -> tuple[Callable, tuple, dict[str, Any]]:
-        """The arguments of the guide's runs."""
-        return self.wrapped, self.args, self.kwargs
-
 
 class Grid:
     """One evaluation of a bound on a product grid.
@@ -227,32 +199,44 @@ class Grid:
     def __init__(self, inputs: Inputs, closed: ClosedForms) -> None:
         self.inputs, self.guide, self.closed = inputs, inputs.guide, closed
         # What the guide's runs are conditioned on, where that is read ahead.
-        self.given = self.guide.conditioned(*inputs.call) if self.guide.q.is_of_rows else None
+        self.given = (
+            self.guide.conditioned(inputs.wrapped, inputs.args, inputs.kwargs) if self.guide.q.is_of_rows else None
+        )
         self.variances: Mapping[str, Tensor] = {}  # Var θ of sites in closed form at each node
 
-    def run(self, *node: Tensor) -> Ran:
-        """The model's and the guide's run with GP sites at a node, by default at their means."""
-        places = places_at(node, self.closed.axes) if node else dict.fromkeys([*self.closed.axes, *self.closed.gps])
-        return self.guide.at_nodes(places, *self.inputs.call, self.given)
+    @cached_property
+    def nodes(self) -> tuple[Tensor, Tensor]:
+        """Those of the product grid, ``(K ** num_axes, num_axes)``, and their weights."""
+        return normal_nodes(self.closed.num_axes, self.guide.like, self.inputs.num_nodes)
 
-    def expectations(self, *ran: poutine.Trace) -> Optional[Tensor]:
-        """The sum of those in closed form, whatever the node; ``None`` if a second run was of other random numbers."""
+    def mean(self, values: Tensor) -> Tensor:
+        """Σⱼ Σₖ wⱼ wₖ ℓ(tⱼ, tₖ) of the bound's terms at the nodes."""
+        # Weights add up to 1, so that what has no nodes stays.
+        return values @ self.nodes[1].to(values.dtype)  # priors of Python numbers have the default dtype
+
+    def run(self) -> Ran:
+        """The model's and the guide's run with GP sites at their means."""
+        return self._at(dict.fromkeys([*self.closed.axes, *self.closed.gps]))
+
+    def _at(self, places: dict[str, Any]) -> Ran:
+        return self.guide.at_nodes(places, self.inputs.wrapped, self.inputs.args, self.inputs.kwargs, self.given)
+
+    def expectations(self, *ran: poutine.Trace) -> Tensor:
+        """The sum of those in closed form, whatever the node."""
         variances = _variances_of(self.closed, partial(self.again, *ran), *ran[:2])
-        if variances is None:
-            return None
         self.variances = {name: variances.pop(name) for name in self.closed.given if name in variances}
         return _sum_of_expectations(variances, *ran[:2])
 
     def once(self, *node: Tensor) -> Tensor:
         """The bound's terms of one run at a node."""
-        return log_density_minus_kl(*self.run(*node)[:2])
+        return log_density_minus_kl(*self._at(places_at(node, self.closed.axes))[:2])
 
     def again(self, model_trace: poutine.Trace, _: poutine.Trace, whole: poutine.Trace) -> Rerun:
         """Runs the model with some values moved, all others as in a run."""
 
         def run(moved: Mapping[str, Tensor]) -> poutine.Trace:
             with pyro.validation_enabled(False):
-                values, args, kwargs = {**free_values(whole), **moved}, self.inputs.args, self.inputs.kwargs
+                values, args, kwargs = {**traces.free_values(whole), **moved}, self.inputs.args, self.inputs.kwargs
                 return held_trace(self.guide.model, values, args, kwargs, model_trace)
 
         return run
@@ -276,8 +260,8 @@ class Grid:
         return at
 
     def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
-        """The bound's terms at all nodes, off the graph of a run with GP sites at their means; raise where it does not
-        show what densities make of single function values.
+        """The bound's terms, off the graph of a run with GP sites at their means; raise where it does not show what
+        densities make of single function values.
         """
         sites: Any = model_trace.nodes
         names = [name for name in self.closed.rest.downstream if name not in self.closed.sites]
@@ -287,37 +271,24 @@ class Grid:
         require_shown(
             is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.gps.keys()
         )
-        theta = {name: normal_parameter(sites[name]["fn"]) for name in self.variances}
-        moving = {name: [key for key in keys if key != theta.get(name)] for name, keys in self.closed.moving.items()}
-        found = {name: _functions(sites[name], made, moving.get(name, ())) for name in names}
-        # Each axis is a dimension of its own: a function's values are those at K nodes, whatever the grid has.
-        num_nodes, num_axes = self.inputs.num_nodes, self.closed.num_axes
-        nodes = normal_nodes(1, self.guide.like, num_nodes)[0]
-        along = [nodes.reshape(-1, *[1] * (num_axes - 1 - axis)) for axis in range(num_axes)]
-        values: dict[str, Tensor] = {}
-        total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
-        for name, functions in found.items():
-            fn, value = sites[name]["fn"], sites[name]["value"]
-            made_of: Any = functions
-            gp, steps = next(iter(made_of.values()))
-            # Replicates in a plate beside the rows' would be taken for nodes: test_replicates_are_no_nodes.
-            require_shown(fn.batch_shape == sites[gp]["value"].shape)
-            form = closed_form(fn, next(iter(made_of)), "log") if (steps, len(made_of)) == ([torch.exp], 1) else None
-            if form is not None:
-                q = posterior_at(guide_trace, gp)
-                each = form(fn, value, q.mean, q.variance)
-            else:
-                values = values or values_at(guide_trace, along, self.closed.axes)
-                changed = {
-                    key: functools.reduce(lambda t, step: step(t), steps, values[gp])
-                    for key, (gp, steps) in made_of.items()
-                }
-                there = rebuilt(fn, changed)
-                with asks_program():
-                    known = name in self.variances
-                    each = expectation(there, value, self.variances[name]) if known else there.log_prob(value)
-            total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
-        return total.expand([num_nodes] * num_axes).flatten()
+        links: dict[str, dict[str, str]] = {}
+        moments: dict[Place, tuple[Tensor, Tensor]] = {}
+        for name in names:
+            fn = sites[name]["fn"]
+            known = {traces.normal_parameter(fn): self.variances[name]} if name in self.variances else {}
+            moving = {*self.closed.moving.get(name, ())} - known.keys()
+            found = _functions(sites[name], made, moving)
+            links[name] = dict.fromkeys(known, "identity") | {key: link for key, (_, link) in found.items()}
+            moments |= {(name, key): (traces.parameter_of(fn).expand(fn.batch_shape), v) for key, v in known.items()}
+            marginals = {key: posterior_at(guide_trace, gp) for key, (gp, _) in found.items()}
+            moments |= {(name, key): (q.mean, q.variance) for key, q in marginals.items()}
+        # Replicates in a plate beside the rows' would be taken for nodes: test_replicates_are_no_nodes.
+        require_shown(all(mean.shape == sites[name]["fn"].batch_shape for (name, _), (mean, _) in moments.items()))
+        eta = {place: mean for place, (mean, _) in moments.items()}
+        covariance = {pair: torch.zeros_like(eta[pair[0]]) for pair in combinations(eta, 2)}
+        covariance |= {(place, place): variance for place, (_, variance) in moments.items()}
+        expected = Likelihoods(sites, links, {}).expected(eta, covariance, self.inputs.num_nodes)
+        return expected + log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
 
 
 def require_shown(shown: bool) -> None:
@@ -326,37 +297,41 @@ def require_shown(shown: bool) -> None:
         raise Unsupported("the graph does not show what densities make of function values")
 
 
-def _functions(
-    site: dict[str, Any], made: Mapping[Any, str], moving: Collection[str]
-) -> dict[str, tuple[str, list[Elementwise]]]:
-    """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise;
-    raise if others depend on any, as ``moving`` says. ``made``: GP sites by the nodes of the graph of their values.
+def _functions(site: dict[str, Any], made: Mapping[Any, str], moving: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Of the parameters of a distribution of single numbers, those that are a GP site's values under a link, each of
+    another; raise if others depend on any, as ``moving`` says. ``made``: GP sites by the nodes of the graph of their
+    values.
     """
     fn = site["fn"]
-    found: dict[str, tuple[str, list[Elementwise]]] = {}
+    found: dict[str, tuple[str, str]] = {}
     # A wrapper may mask, a subclass be more than its parameters: test_a_mask_of_the_distribution_is_kept
-    require_shown(not fn.event_shape and fn is bare(fn) and type(fn).__module__.startswith("pyro.distributions"))
+    require_shown(not fn.event_shape and fn is traces.bare(fn) and type(fn).__module__.startswith("pyro.distributions"))
     rest = [part for part in (site["scale"], site["mask"]) if isinstance(part, Tensor)]
-    for key, part in parameters(fn).items():
-        node, steps = part.grad_fn, []
-        while node not in made and node is not None and node.name() in _ELEMENTWISE:
-            steps.append(_ELEMENTWISE[node.name()](node))
+    for key, part in traces.parameters(fn).items():
+        node, link = part.grad_fn, ""
+        while node not in made and node is not None and node.name() in _INVERTED:
+            # softplus as it is without arguments
+            require_shown((getattr(node, "_saved_beta", 1), getattr(node, "_saved_threshold", 20)) == (1, 20))
+            link += _INVERTED[node.name()]
             node = node.next_functions[0][0]
         if node in made:
-            found[key] = made[node], [step for step in steps[::-1] if step]
+            found[key] = made[node], link or "identity"
         else:
             rest.append(part)
+    # Of two links, one after the other, none is known.
+    of_gps = {gp for gp, link in found.values() if link in traces.LINKS}
+    require_shown(bool(found) and len(of_gps) == len(found))
     # What .detach() or a comparison hides from the graph moves all the same: test_what_the_graph_hides_is_mapped.
-    require_shown(bool(found) and not made.keys() & graph_of(rest) and found.keys() >= {*moving})
+    require_shown(not made.keys() & graph_of(rest) and found.keys() >= {*moving})
     return found
 
 
 def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace, skip: Collection[str] = ()) -> Tensor:
     """The bound's terms at the traces' values, summed: log densities of what is observed, minus divergences."""
     guided: Any = guide_trace.nodes
-    seen = {n: s for n, s in sample_sites(model_trace).items() if n not in skip and s["mask"] is not False}
-    parts = list(log_densities(model_trace, {*skip, *guided}).values())
+    seen = {n: s for n, s in traces.sample_sites(model_trace).items() if n not in skip and s["mask"] is not False}
+    parts = list(traces.log_densities(model_trace, {*skip, *guided}).values())
     parts += [-divergence(guided[name], site) for name, site in seen.items() if name in guided]
     # auxiliary sites of an overridden get_posterior
-    parts += [-density for density in log_densities(guide_trace, model_trace.nodes).values()]
+    parts += [-density for density in traces.log_densities(guide_trace, model_trace.nodes).values()]
     return torch.as_tensor(sum(part.sum() for part in parts))  # 0 of a model that is masked as a whole

@@ -28,7 +28,7 @@ def bound_of_field(inputs: Inputs) -> Tensor:
     """The bound at a draw of the hyperparameters."""
     guide, args, kwargs = inputs.guide, inputs.args, inputs.kwargs
     facts, joint, ahead = guide.facts, guide.joint, Priors(guide)
-    model_trace, guide_trace, whole_trace = guide.at_nodes({}, *inputs.call, ahead=ahead)
+    model_trace, guide_trace, whole_trace = guide.at_nodes({}, inputs.wrapped, args, kwargs, ahead=ahead)
     require_rows_of_effects(guide, ahead.normal)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
     whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.eliminated)
@@ -81,8 +81,7 @@ def bound_of_field(inputs: Inputs) -> Tensor:
     # Of latents below f, E log p(c | f) takes log p(c | f)'s place.
     below = [name for name in data if name in guide_trace.nodes]
     total = total - sum(weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below)
-    total = total + log_density_minus_kl(model_trace, guide_trace, {*joint.field, *data} - {*below})
-    return total if torch.is_grad_enabled() else total.detach()
+    return total + log_density_minus_kl(model_trace, guide_trace, {*joint.field, *data} - {*below})
 
 
 def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor], of: Tensor) -> Tensor:
