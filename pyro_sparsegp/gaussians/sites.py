@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..modules import AbstractModule, size_buffers
-from ..numerics.linalg import wider
+from ..numerics.linalg import over_lower, over_upper, wider
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Sites:
 
 _FARTHEST = 3.0  # that one update moves a pull, in standard deviations
 _CAREFUL = 0.105  # the largest rate where a curvature is cut
+_WIDEST = 4.0  # a cavity's variance, over the prior's
 _REACH = 10.0  # of a site's mean from the marginal's, where data are projected
 
 
@@ -95,6 +96,56 @@ def within_reach(sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) ->
     spread = (variance + 1 / typical.clamp(min=torch.finfo(typical.dtype).tiny)).sqrt()
     precision = torch.maximum(sites.precision, pull.detach().abs() / (_REACH * spread))
     return Sites(sites.inputs, precision, pull + precision * away)
+
+
+@dataclass
+class Cavity:
+    """Marginals of φᵀw under the cavities, (..., B), and what they are made of."""
+
+    mean: Tensor
+    variance: Tensor
+    log_ratio: Tensor  # G(cavity) − G(q)
+    valid: Tensor  # whether the variance is positive
+    loc: Tensor  # the cavities' means of w, (..., B, M)
+    cov: Tensor  # their covariances of w and φᵀw, (..., B, M)
+    marginal: tuple[Tensor, Tensor]  # q's mean and variance
+
+
+def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: Tensor, factor: Tensor) -> Cavity:
+    """Marginals of φᵀw under q(w) without one site each, exp(−½ν(φ̂ᵀw)² + bφ̂ᵀw) with rows φ̂.
+
+    With S = P⁻¹ and e = 1 − νφ̂ᵀSφ̂, V⁻ = S + νSφ̂φ̂ᵀS/e, μ⁻ = V⁻(Pm − bφ̂) and G(cavity) − G(q) =
+    ½(−log e + (ν(φ̂ᵀm)² − 2bφ̂ᵀm + b²φ̂ᵀSφ̂)/e). Under a power α, ``precision`` is αν and ``linear`` αb, ``(..., N)``;
+    ``loc`` is m, ``(..., M)``, ``factor`` the lower Cholesky factor of P.
+    """
+    # Eq. 14 and 15 in w, where υ is φ̂ and Σ is S.
+    solved = over_lower(over_upper(rows, factor), factor)  # Sφ̂
+    spread, centre = (solved * rows).sum(-1), (rows @ loc[..., None])[..., 0]
+    left = 1 - precision * spread
+    valid = is_valid(left, spread, rows)
+    left = torch.where(valid, left, 1.0)
+    cov = over_lower(over_upper(phi, factor), factor)
+    across, spread_here, centre_here = (solved * phi).sum(-1), (cov * phi).sum(-1), (phi @ loc[..., None])[..., 0]
+    # μ⁻ = m + (ν(φ̂ᵀm − bφ̂ᵀSφ̂)/e − b)Sφ̂
+    shift = precision * (centre - linear * spread) / left - linear
+    # Eq. 29
+    quadratic = precision * centre.square() - 2 * linear * centre + linear.square() * spread
+    return Cavity(
+        mean=centre_here + shift * across,
+        variance=spread_here + precision * across.square() / left,
+        log_ratio=0.5 * (quadratic / left - left.log()),
+        valid=valid,
+        loc=loc[..., None, :] + shift[..., None] * solved,
+        cov=cov + (precision * across / left)[..., None] * solved,
+        marginal=(centre_here, spread_here),
+    )
+
+
+def is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
+    """Whether cavities, of variance φ̂ᵀSφ̂/e, have one that is positive and not far above the prior's."""
+    # It exceeds the prior's only by negative sites of other data; without bounds it goes to infinity.
+    rounding = 1000 * torch.finfo(left.dtype).eps
+    return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
 
 
 class KeptSites(AbstractModule):

@@ -21,7 +21,7 @@ from ..program.rules import require_sites
 from ..program.structure import Depends
 from .optimisers import agree
 from .quadrature import finite, own_guide
-from .refinement import Progress, SiteRun
+from .refinement import Progress, SiteRun, site_run
 
 
 class ExpectationPropagation:
@@ -80,8 +80,8 @@ class ExpectationPropagation:
                 "ExpectationPropagation's optim must be a Pyro optimiser, pyro.optim.Adam({'lr': 0.01}), got "
                 f"{type(optim).__name__}"
             )
-        for name, value in (("damping", damping), ("power", power)):
-            require_share(value, f"ExpectationPropagation's {name}")
+        require_share(damping, "ExpectationPropagation's damping")
+        require_share(power, "ExpectationPropagation's power")
         require_choice(schedule, "ExpectationPropagation's schedule", "inner", "outer")
         require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
         require_count(max_sweeps, "ExpectationPropagation's max_sweeps")
@@ -153,13 +153,11 @@ class ExpectationPropagation:
             run = Priors(guide, call=classify(guide, args, kwargs), at_medians=True).perform(args, kwargs)
             processes, trace = run.processes, run.trace
             require_sites(run.sites)
-            if train:
-                share_of_rows(run)
-            if sweeps:
-                require_data(run)
+            share_of_rows(run)
+            require_data(run)
             terms = Terms(held_runs(guide.model, trace, args, kwargs), guide.facts, processes, self._known)
             self._known = terms.owners, terms.rowwise
-            runs = [SiteRun(self, *one, terms, trace, indices) for one in processes.items()]
+            runs = [site_run(self, *one, terms, trace, indices) for one in processes.items()]
             relation = guide.relation(args, kwargs)
         part = next((run.index for run in runs if run.index is not None), None)
         # After guide.double() data in float64 have other digits: test_float32.py, `keeps_the_sites`.
@@ -179,8 +177,7 @@ class ExpectationPropagation:
                 self._whole, guide.core.data = guide.like.dtype, TrainingData(guide.model, args, kwargs)
         if loss.requires_grad:
             loss.backward()
-            if self.workers.num > 1:
-                put_gradients(parameters, self.workers.sum)
+            put_gradients(parameters, self.workers.sum)
             self.optim(parameters)
         pyro.infer.util.zero_grads(parameters)
         return value
@@ -218,8 +215,7 @@ class ExpectationPropagation:
         """Refine the sites up to ``sweeps`` times; the loss before the last, with its graph, and as a number."""
         # The matched gradient is log Z's where sites are near their fixed point. Where parameters have moved them far
         # from it they are swept again first, once if the likelihood is Gaussian: test_a_learned_noise.
-        most = self.max_sweeps if train and whole else max(sweeps, 1)
-        for i in range(most):
+        for i in range(max(self.max_sweeps, sweeps)):
             for run in runs:
                 run.look(terms)
             # This process's part of minus the objective, with the gradient wanted, and all of it.

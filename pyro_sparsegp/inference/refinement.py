@@ -13,18 +13,8 @@ from pyro import poutine
 from torch import Tensor
 
 from ..approximations.on_sites import ExpectationGP
-from ..gaussians.sites import Sites, update
-from ..guide import AutoSparseGP
-from ..numerics.linalg import (
-    NumericalWarning,
-    over_lower,
-    over_upper,
-    plus_one,
-    row_squares,
-    side_by_side,
-    solve_lower,
-    variance_floor,
-)
+from ..gaussians.sites import Sites, cavity_of, is_valid, update
+from ..numerics import linalg
 from ..numerics.tilted import log_normaliser, tilted
 from ..process import GaussianProcess
 from ..program.reader import Terms
@@ -32,7 +22,6 @@ from ..program.structure import Depends
 from ..warned import warn_once
 
 _SLOWEST = 1 / 64
-_WIDEST = 4.0  # a cavity's variance, over the prior's
 _NEAR = 1.0  # standard deviations by which sites near their fixed point move at most
 _NEAR_IF_EXACT = 0.05  # the same where one sweep ends there
 
@@ -53,119 +42,57 @@ class Progress:
     seen: int = 0  # data that came since the running sums were made anew
 
 
-@dataclass
-class Cavity:
-    """Marginals of φᵀw under the cavities, (..., B), and what they are made of."""
-
-    mean: Tensor
-    variance: Tensor
-    log_ratio: Tensor  # G(cavity) − G(q)
-    valid: Tensor  # whether the variance is positive
-    loc: Tensor  # the cavities' means of w, (..., B, M)
-    cov: Tensor  # their covariances of w and φᵀw, (..., B, M)
-    marginal: tuple[Tensor, Tensor]  # q's mean and variance
-
-
-def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: Tensor, factor: Tensor) -> Cavity:
-    """Marginals of φᵀw under q(w) without one site each, exp(−½ν(φ̂ᵀw)² + bφ̂ᵀw) with rows φ̂.
-
-    With S = P⁻¹ and e = 1 − νφ̂ᵀSφ̂, V⁻ = S + νSφ̂φ̂ᵀS/e, μ⁻ = V⁻(Pm − bφ̂) and G(cavity) − G(q) =
-    ½(−log e + (ν(φ̂ᵀm)² − 2bφ̂ᵀm + b²φ̂ᵀSφ̂)/e). Under a power α, ``precision`` is αν and ``linear`` αb, ``(..., N)``;
-    ``loc`` is m, ``(..., M)``, ``factor`` the lower Cholesky factor of P.
-    """
-    # Eq. 14 and 15 in w, where υ is φ̂ and Σ is S.
-    solved = over_lower(over_upper(rows, factor), factor)  # Sφ̂
-    spread, centre = (solved * rows).sum(-1), (rows @ loc[..., None])[..., 0]
-    left = 1 - precision * spread
-    valid = is_valid(left, spread, rows)
-    left = torch.where(valid, left, 1.0)
-    cov = over_lower(over_upper(phi, factor), factor)
-    across, spread_here, centre_here = (solved * phi).sum(-1), (cov * phi).sum(-1), (phi @ loc[..., None])[..., 0]
-    # μ⁻ = m + (ν(φ̂ᵀm − bφ̂ᵀSφ̂)/e − b)Sφ̂
-    shift = precision * (centre - linear * spread) / left - linear
-    # Eq. 29
-    quadratic = precision * centre.square() - 2 * linear * centre + linear.square() * spread
-    return Cavity(
-        mean=centre_here + shift * across,
-        variance=spread_here + precision * across.square() / left,
-        log_ratio=0.5 * (quadratic / left - left.log()),
-        valid=valid,
-        loc=loc[..., None, :] + shift[..., None] * solved,
-        cov=cov + (precision * across / left)[..., None] * solved,
-        marginal=(centre_here, spread_here),
-    )
-
-
-def is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
-    """Whether cavities, of variance φ̂ᵀSφ̂/e, have one that is positive and not far above the prior's."""
-    # It exceeds the prior's only by negative sites of other data; without bounds it goes to infinity.
-    rounding = 1000 * torch.finfo(left.dtype).eps
-    return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
-
-
 def turned(anchor: Tensor, loc: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """T = L⁻¹L₀ of an L that moves from L₀, with w = Tw₀ for the same u, where q(w₀) is held; and 0, with the gradient
     by T of E_q log p(u).
     """
-    turn = solve_lower(anchor, anchor.detach())
+    turn = linalg.solve_lower(anchor, anchor.detach())
     # E log N(u | 0, TTᵀ) is log|T| − ½(|Tm|² + tr TSTᵀ) + a constant: eq. 6's terms of the prior.
-    squares = (turn @ loc[..., None]).square().sum((-2, -1)) + over_upper(turn, factor).square().sum((-2, -1))
+    squares = (turn @ loc[..., None]).square().sum((-2, -1)) + linalg.over_upper(turn, factor).square().sum((-2, -1))
     value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares
     return turn, value - value.detach()
 
 
 class SiteRun:
-    """One GP site in one run of the model, and its sites as they are.
+    """One GP site in one run of the model on all data, and its sites as they are.
 
     After :meth:`look`: the cavities, the tilted distributions ``at`` them, where the likelihood is Gaussian, so that
     the site found is ``exact`` whatever the cavity; the factor of q's precision, q's mean, and G(q) − G(p).
     """
 
-    def __init__(
-        self,
-        method: Any,
-        name: str,
-        process: GaussianProcess,
-        terms: Terms,
-        trace: poutine.Trace,
-        indices: Optional[Tensor],
-    ) -> None:
-        guide: AutoSparseGP = method.guide
-        scale = trace.nodes[name]["scale"]
+    index: Optional[Tensor] = None  # the row numbers of the data given, if these are not all
+
+    def __init__(self, method: Any, name: str, process: GaussianProcess, scale: object, num: int) -> None:
         if isinstance(scale, Tensor) or scale != 1:
             raise ValueError(
                 f"GP site {name!r} is under poutine.scale, {scale}, and expectation propagation cannot scale a prior. "
                 "Scale the likelihood's site alone, or the loss."
             )
         self.name, self.method, self.progress = name, method, method.progress.setdefault(name, Progress())
-        module: ExpectationGP = guide.module_of(name)
+        self.num = num  # of all data
+        module: ExpectationGP = method.guide.module_of(name)
         self.module = module
         features = module.basis(process.kernel, process.jitter, name)
         # With their graphs: Φ, (..., B, M), L where the sites are about u = Lw, and μ.
-        self.phi, self.anchor, self.prior_mean = side_by_side(features(process.x)), features.anchor, process.mean
+        self.phi, self.anchor, self.prior_mean = linalg.side_by_side(features(process.x)), features.anchor, process.mean
         prior = process.variance
         self.spread = prior.detach().sqrt()
         # d = k(x, x) − φφᵀ, FITC's diagonal (eq. 1)
-        self.residual = torch.maximum(prior - row_squares(self.phi), variance_floor(prior))
-        # The row numbers of the data given, None for all, and how many data there are.
-        is_unused = guide.facts.gps[name].depends == Depends.NONE
-        self.index, self.num = _rows(name, process, is_unused, terms, trace, indices)
-        kept, phi, index = module.precision.shape[-1], self.phi.detach(), self.index
-        if kept not in (0, self.num):
+        self.residual = torch.maximum(prior - linalg.row_squares(self.phi), linalg.variance_floor(prior))
+        kept = module.precision.shape[-1]
+        if kept not in (0, num):
             raise ValueError(
-                f"GP site {name!r} has sites of {kept} data, this call brings {self.num}. For a part of the data, "
+                f"GP site {name!r} has sites of {kept} data, this call brings {num}. For a part of the data, "
                 "give the plate their full number and row numbers, pyro.plate('data', N, subsample_size=B); "
                 "for other data, make a new guide."
             )
         with torch.no_grad():
-            # At the features that they are about, of the data given.
-            self.sites = Sites(phi, torch.zeros_like(process.mean), torch.zeros_like(process.mean))
-            if kept and index is None:
-                self.sites = Sites(phi, module.precision, module.linear)
-            elif kept:
-                module.look_from(self.anchor)
-                rows = module.features_of(module.rows[..., index, :])
-                self.sites = Sites(rows, module.precision[..., index], module.linear[..., index])
+            none = torch.zeros_like(process.mean)
+            self.sites = self.kept_sites() if kept else Sites(self.phi.detach(), none, none)
+
+    def kept_sites(self) -> Sites:
+        """The module's sites of the data given, at the features that they are about."""
+        return Sites(self.phi.detach(), self.module.precision, self.module.linear)
 
     # q and its cavities.
 
@@ -200,7 +127,7 @@ class SiteRun:
             torch.where(curvature > 0, gaussian, precision).rsqrt(),
             power,
             self.method.num_nodes,
-            passes=1 if self.progress.moved < 0.5 and self.index is None else 5,
+            passes=1 if self.progress.moved < 0.5 else 5,  # inf, of a part
         )
         small = 1e-6 if mean.dtype == torch.float64 else 1e-2
         exact = (curvature > 0) & ((at.variance * gaussian - 1).abs() < small)
@@ -208,20 +135,15 @@ class SiteRun:
 
     def _sums(self, sites: Sites) -> tuple[Tensor, Tensor]:
         """P − I = Σ νφφᵀ and Σ bφ of all data, with these sites of the data given."""
-        module, old = self.module, self.sites
-        # Of a mini-batch, P changes by what its sites have changed: Σ νφφᵀ of other data stays as it is.
-        gram, pull = module.sums(sites.inputs, sites.precision, sites.linear)
-        if self.index is None:
-            gram, pull = self.method.workers.sum(gram, pull)
-            return gram, pull
-        held = module.sums(old.inputs, old.precision, old.linear)
-        gram, pull = self.method.workers.sum(gram - held[0], pull - held[1])
-        return module.gram + gram, module.pull + pull
+        return tuple(self.method.workers.sum(*self.module.sums(sites.inputs, sites.precision, sites.linear)))  # type: ignore
+
+    def _drop_negative(self) -> None:
+        self.sites = _without_negative(self.sites)
 
     def _find_posterior(self) -> None:
         """q's mean, the factor of its precision and its log normaliser."""
         gram, pull = self._sums(self.sites)
-        self.factor, info = torch.linalg.cholesky_ex(plus_one(gram))
+        self.factor, info = torch.linalg.cholesky_ex(linalg.plus_one(gram))
         if self.method.workers.largest(info.any().float()):  # of any process
             # Without the negative sites q exists: test_negative_precisions_that_outweigh_the_rest_are_cut.
             self.progress.cut += 1
@@ -232,27 +154,17 @@ class SiteRun:
                 f"expectation propagation at GP site {self.name!r} dropped sites of negative precision, which left q "
                 "without a covariance: the likelihood is not log-concave, and the updates may not converge. Look at "
                 "ep.status; lower damping (0.1) and power (0.5) help.",
-                NumericalWarning,
+                linalg.NumericalWarning,
                 stacklevel=6,
             )
-            self.sites = _without_negative(self.sites)
-            if self.index is not None:
-                module = self.module
-                kept = _without_negative(Sites(module.rows, module.precision, module.linear))
-                module.precision, module.linear = kept.precision, kept.linear
-                self._resum()
+            self._drop_negative()
             gram, pull = self._sums(self.sites)
-            self.factor = torch.linalg.cholesky(plus_one(gram))
+            self.factor = torch.linalg.cholesky(linalg.plus_one(gram))
         # Eq. 12 and 13 in w: S = P⁻¹ and m = P⁻¹Σ bφ.
         self.loc = torch.cholesky_solve(pull[..., None], self.factor)[..., 0]
         # G(q) − G(p) = ½(mᵀPm − log|P|): eq. 27 of q less that of N(0, I)
         half_log_det = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         self.log_normaliser = 0.5 * (self.loc * pull).sum(-1) - half_log_det
-
-    def _resum(self) -> None:
-        module = self.module
-        sums = module.sums(module.features_of(module.rows), module.precision, module.linear)
-        module.gram, module.pull = self.method.workers.sum(*sums)
 
     # Refined sites.
 
@@ -293,17 +205,13 @@ class SiteRun:
             new = self._within_bounds(old, new)
         counts = (~usable).sum(), (new.precision < 0).sum(), moves.new_full((), self.num)
         progress.skipped, progress.negative, progress.sites = workers.sum(*(count.to(moves) for count in counts))
-        # Mini-batches, between whose visits others' sites move, go on from where they are.
-        if self.index is None:
-            new = self._careful(new, moved)
+        self.keep(self._careful(new, moved))
+
+    def keep(self, new: Sites) -> None:
+        """Have the module keep sites of the data given."""
         self.module.gram, self.module.pull = self._sums(new)
         self.module.put(self.index, self.num, new, self.anchor)
         self.sites = new
-        if self.index is not None:
-            progress.seen += new.inputs.shape[-2]
-            if progress.seen >= self.num:  # rounding errors of the running sums
-                progress.seen = 0
-                self._resum()
 
     def _within_bounds(self, old: Sites, new: Sites) -> Sites:
         """New sites, those that lose precision less far if else q or cavities had no covariance: of likelihoods that
@@ -317,8 +225,8 @@ class SiteRun:
                 old.precision + kept * (new.precision - old.precision),
                 old.linear + kept * (new.linear - old.linear),
             )
-            factor, info = torch.linalg.cholesky_ex(plus_one(self._sums(found)[0]))
-            spread = row_squares(over_upper(found.inputs, factor))
+            factor, info = torch.linalg.cholesky_ex(linalg.plus_one(self._sums(found)[0]))
+            spread = linalg.row_squares(linalg.over_upper(found.inputs, factor))
             valid = is_valid(1 - self.method.power * found.precision * spread, spread, found.inputs).all()
             if not self.method.workers.largest(((info != 0).any() | ~valid).float()):
                 break
@@ -337,6 +245,10 @@ class SiteRun:
 
     # The objective.
 
+    def held_features(self) -> tuple[Tensor, Any]:
+        """Features under which cavities are held, and what that adds to G(q), 0, with its gradient."""
+        return self.phi, 0.0
+
     def log_z(self, terms: Terms, train: bool) -> tuple[Tensor, Tensor]:
         """G(q) − G(p), and the sum of (log Z + G(cavity) − G(q))/α of the data given, scaled up to all.
 
@@ -349,11 +261,8 @@ class SiteRun:
         if train:
             # Eq. 4: where moments match, ∂log Z_EP/∂ξ is that of Σ log Zₙ with the cavities over w held.
             # Only φ moves: of m⁻ = φᵀμ⁻ and v⁻ = φᵀV⁻φ.
-            phi = self.phi
-            if self.index is not None and self.anchor is not None:
-                # The sites of other data stay where they are in u = Lw, and so do the cavities: φᵀw = φᵀL⁻¹u.
-                turn, prior = turned(self.anchor, self.loc, self.factor)
-                phi, normaliser = phi @ turn, normaliser + prior
+            phi, prior = self.held_features()
+            normaliser = normaliser + prior
             mean = (phi * cavity.loc).sum(-1)
             variance = 2 * (phi * cavity.cov).sum(-1) - cavity.variance
             if terms.differentiable:
@@ -364,23 +273,76 @@ class SiteRun:
         return normaliser.sum(), self.num / self.phi.shape[-2] * each.sum()
 
 
+class PartRun(SiteRun):
+    """The same on a part of the data, a mini-batch, whose rows' numbers are ``index``."""
+
+    def __init__(self, index: Tensor, *args: Any) -> None:
+        self.index = index
+        super().__init__(*args)
+
+    def kept_sites(self) -> Sites:
+        module, index = self.module, self.index
+        module.look_from(self.anchor)
+        rows = module.features_of(module.rows[..., index, :])
+        return Sites(rows, module.precision[..., index], module.linear[..., index])
+
+    def _sums(self, sites: Sites) -> tuple[Tensor, Tensor]:
+        # P changes by what these sites have changed: Σ νφφᵀ of other data stays as it is.
+        module, old = self.module, self.sites
+        gram, pull = module.sums(sites.inputs, sites.precision, sites.linear)
+        held = module.sums(old.inputs, old.precision, old.linear)
+        gram, pull = self.method.workers.sum(gram - held[0], pull - held[1])
+        return module.gram + gram, module.pull + pull
+
+    def _resum(self) -> None:
+        module = self.module
+        sums = module.sums(module.features_of(module.rows), module.precision, module.linear)
+        module.gram, module.pull = self.method.workers.sum(*sums)
+
+    def _drop_negative(self) -> None:
+        super()._drop_negative()
+        module = self.module
+        kept = _without_negative(Sites(module.rows, module.precision, module.linear))
+        module.precision, module.linear = kept.precision, kept.linear
+        self._resum()
+
+    def _careful(self, new: Sites, moved: float) -> Sites:
+        """As they are: between two visits others' sites move."""
+        return new
+
+    def keep(self, new: Sites) -> None:
+        super().keep(new)
+        self.progress.seen += new.inputs.shape[-2]
+        if self.progress.seen >= self.num:  # rounding errors of the running sums
+            self.progress.seen = 0
+            self._resum()
+
+    def held_features(self) -> tuple[Tensor, Any]:
+        if self.anchor is None:
+            return super().held_features()
+        # The sites of other data stay where they are in u = Lw, and so do the cavities: φᵀw = φᵀL⁻¹u.
+        turn, prior = turned(self.anchor, self.loc, self.factor)
+        return self.phi @ turn, prior
+
+
 def _without_negative(sites: Sites) -> Sites:
     linear = torch.where(sites.precision < 0, 0.0, sites.linear)
     return Sites(sites.inputs, sites.precision.clamp(min=0), linear)
 
 
-def _rows(
-    name: str, process: GaussianProcess, is_free: bool, terms: Terms, trace: poutine.Trace, indices: Optional[Tensor]
-) -> tuple[Optional[Tensor], int]:
-    """The row numbers of the data given, ``None`` if these are all, and how many there are."""
+def site_run(
+    method: Any, name: str, process: GaussianProcess, terms: Terms, trace: poutine.Trace, indices: Optional[Tensor]
+) -> SiteRun:
+    """A GP site in a run of the model, on all data or a part."""
+    site, is_unused = trace.nodes[name], method.guide.facts.gps[name].depends == Depends.NONE
     here = process.x.shape[-2]
-    if not terms.plates or is_free:
+    if not terms.plates or is_unused:
         if indices is not None and indices.tolist() != list(range(here)):
             raise ValueError(
                 "indices are given, but no plate holds a part of the data: say how many there are, "
                 "pyro.plate('data', N, subsample=x)"
             )
-        return None, here
+        return SiteRun(method, name, process, site["scale"], here)
     ((plate, (size, full)), *others) = terms.plates.items()
     if others or name not in terms.rowwise or size != here:
         raise ValueError(
@@ -398,4 +360,4 @@ def _rows(
             f"{rows.dtype} of shape {tuple(rows.shape)}; or write plate = pyro.plate('data', N, subsample_size=B) and "
             "index the data by plate.indices."
         )
-    return rows.to(process.x.device), full
+    return PartRun(rows.to(process.x.device), method, name, process, site["scale"], full)
