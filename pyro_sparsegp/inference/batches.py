@@ -142,7 +142,7 @@ class LoadedBatches:
     There are ``size`` rows in all; by default as many as the loader's data set has.
     """
 
-    whole, num, batch_size = False, None, None  # how many rows there are here is not known
+    whole, num, batch_size = False, 0, None  # how many rows there are here is not known
 
     def __init__(self, source: Iterable, size: Optional[int], device: Device, seed: int) -> None:
         self.source, self.size, self.device, self.seed = source, size, device, seed
@@ -150,14 +150,15 @@ class LoadedBatches:
         # Where a data set's items are batches themselves, it does not say how many rows there are.
         if size is None and isinstance(source, DataLoader) and source.batch_sampler is not None:
             self.sampler = getattr(source.batch_sampler, "sampler", self.sampler)
-            self.size = length_hint(source.dataset, 0) or None
-            drawn = length_hint(self.sampler, self.size or 0)
+            num = length_hint(source.dataset, 0)
+            drawn = length_hint(self.sampler, num)
             # Rows drawn with weights stand for all, those of a subset for themselves: only the caller knows.
-            if drawn != (self.size or 0) and not isinstance(self.sampler, DistributedSampler):
+            if drawn != num and not isinstance(self.sampler, DistributedSampler):
                 raise ValueError(
-                    f"size: data draws {drawn} of {self.size} rows in an epoch. Give the number of all rows that they "
+                    f"size: data draws {drawn} of {num} rows in an epoch. Give the number of all rows that they "
                     "stand for, fit(..., size=N)"
                 )
+            self.size = num or None
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]

@@ -129,7 +129,7 @@ def fit(
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
     total = (_STEPS if steps is None else steps) if epochs is None else epochs * len(batches)
     ways: dict[Any, bool] = {"auto": total >= _LONG, True: True, False: False}
-    method = _method(model, guide, optim, loss, method, group, ways[jit])
+    method = _method(guide, optim, loss, method, group, ways[jit])
     path = None if checkpoint is None else Path(checkpoint)
     settles = steps is None and epochs is None and stopping is None
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
@@ -145,26 +145,20 @@ def fit(
 
 
 def _method(
-    model: Callable,
-    guide: AutoSparseGP,
-    optim: Optional[PyroOptim],
-    loss: Optional[ELBO],
-    method: Any,
-    group: object,
-    jit: bool,
+    guide: AutoSparseGP, optim: Optional[PyroOptim], loss: Optional[ELBO], method: Any, group: object, jit: bool
 ) -> Union[SVI, ExpectationPropagation]:
     """What takes the steps."""
     if method is None:
         optim = FallingAdam() if optim is None else optim
         if not guide.q.has_bound:
-            return ExpectationPropagation(model, guide, optim, group=group)
+            return ExpectationPropagation(guide.model, guide, optim, group=group)
         loss = loss or (JitTraceQuadrature_ELBO() if jit else TraceQuadrature_ELBO())
         if isinstance(loss, JitTraceQuadrature_ELBO) and isinstance(optim, FallingAdam):
             loss.optim = optim
-        return SVI(model, guide, optim, loss)
+        return SVI(guide.model, guide, optim, loss)
     if optim is not None or loss is not None:
         raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
-    if method.model != model or poutine.unwrap(method.guide) is not guide:
+    if method.model != guide.model or poutine.unwrap(method.guide) is not guide:
         raise ValueError("method must be of the model and the guide that fit is given")
     return method
 
@@ -186,7 +180,6 @@ class _Loop:
     seconds: float = 0.0
     epoch: int = 0
     place: int = 0
-    batch: Optional[Batch] = None  # of the last step
 
     def __post_init__(self) -> None:
         guide, batches, model = self.guide, self.batches, self.model
@@ -195,7 +188,7 @@ class _Loop:
                 "batch_size, data and group: the guide's family needs all rows in each step; give all data in tensors, "
                 "or take SVGP; or ComputationAware(..., batches=True), first called on its rows, guide(x[r], y[r])"
             )
-        self.optim = self.method.optim
+        self.optim, self.ended = self.method.optim, f"all {self.total} steps were taken"
         self.takes = signature_of(model).parameters
         self.size = batches.size
         if self.workers.num > 1 and batches.num:
@@ -219,7 +212,7 @@ class _Loop:
         (args, kwargs), batches = self.call(self._first()), self.batches
         with poutine.block():
             self.guide.prepare(*args, **kwargs)
-            if batches.num and batches.num > _FIRST and self.guide.corrected_modules():
+            if batches.num > _FIRST and self.guide.corrected_modules():
                 # Their diagonal is relative to all training inputs: test_a_deep_basis_has_seen_all_rows.
                 args, kwargs = self.call(batches.first(batches.num))
                 self.guide(*args, **kwargs)
@@ -311,8 +304,7 @@ class _Loop:
                         written = time.monotonic()
         finally:
             share_rates(self.guide, 1.0)  # natural steps' own rates after it, whatever ended the steps
-        ended = "the bound stands" if self.settles and self.total < _STEPS else f"all {self.total} steps were taken"
-        return why or ended
+        return why or self.ended
 
     def _why_to_stop(self, interrupts: list[int]) -> str:
         """Why no step is to follow, if one could."""
@@ -327,7 +319,7 @@ class _Loop:
         if self.settles and step % _LOOK == 0 and 3 * _LOOK <= step <= HELD * self.total:
             seen = self.losses[step - step // 4 * 2 : step]
             if fall_of(np.array(seen).reshape(2, -1)) <= _STANDS:
-                self.total = math.ceil(step / HELD)
+                self.total, self.ended = math.ceil(step / HELD), "the bound stands"
 
     def notes(self) -> list[str]:
         """What still moves, and what other seeds may end at, a line each."""
@@ -335,7 +327,7 @@ class _Loop:
         if len(self.losses) >= 2 * last > 2:
             found += fell(np.array(self.losses[-2 * last :]).reshape(2, last), self.size or 0)
         if self.batches.whole and self.workers.num == 1 and self.total >= _CHECKED:
-            found += check(self.guide, *self.call(self.batch or self._first()), whole=False)
+            found += check(self.guide, *self.call(next(self.batches.epoch(0))), whole=False)
         if inner := self.guide.facts.inner:
             found.append(
                 f"inner layers ({', '.join(inner)}) have several modes: fits from other seeds end at other losses. Fit "
@@ -348,7 +340,7 @@ class _Loop:
         while True:
             for batch in self.batches.epoch(self.epoch, self.place):
                 # Before its step: a checkpoint that is written after the step goes on with the next batch.
-                self.place, self.batch = self.place + 1, batch
+                self.place += 1
                 yield batch
             self.epoch, self.place = self.epoch + 1, 0
 
