@@ -176,8 +176,9 @@ class GuideSource(Source, Messenger):
         draw, name, q = self.draw, msg["name"], without_event(msg["fn"])[0]
         if not isinstance(q, SparsePosterior):
             return
-        self.posteriors[name] = values = q = q if self.marginal else q.with_density()
+        values = q
         if not self.marginal:
+            q = q.with_density()
             w = q.coefficients.rsample(q.batch_shape)
             values = q.given(w)
             whole = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
@@ -185,6 +186,7 @@ class GuideSource(Source, Messenger):
             log_prior = -0.5 * (whole.double().square() + math.log(2 * math.pi)).sum()
             draw.posterior[f"{name}_w"], draw.log_prior[f"{name}_w"] = whole, log_prior
             self.log_q[name] = log_prior + q.coefficients.log_ratio(w).double().sum()
+        self.posteriors[name] = q
         if name not in self.drawn:
             draw.moments[name] = values.mean, values.variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).

@@ -148,21 +148,21 @@ class Table:
 
     def dataset(self, group: str, values: Mapping[str, Tensor]) -> xarray.Dataset:
         """A group's dataset, of draws ``(S, ...)`` or of data."""
-        front = [] if group.endswith("_data") else ["chain", "draw"]
+        front, num, lead = ([], 0, ()) if group.endswith("_data") else (["chain", "draw"], 1, self.shape)
         # An empty group, of function values that are left out, has its draws all the same.
-        sizes, variables, coords = dict(zip(front, self.shape)), dict[str, Any](), dict(self.coords)
+        sizes, variables, coords = dict(zip(front, lead)), dict[str, Any](), dict(self.coords)
         for name, value in values.items():
             left = self.left.get((group, name))
             kept = value if left is None else value.reshape(len(value), -1)[:, left]
             array = (kept.long() if (group, name) in self.counts else kept).detach().cpu().numpy()
-            shape = array.shape[1:] if front else array.shape
+            shape = array.shape[num:]
             # A plate's name that a variable has, or that is of other rows, gives way.
             dims = [
                 dim if dim not in values and sizes.get(dim, size) == size else f"{name}_dim_{i}"
                 for i, (dim, size) in enumerate(zip(self._dims(group, name, shape), shape))
             ]
             sizes |= dict(zip(dims, shape))
-            variables[name] = [*front, *dims], array.reshape(*(self.shape if front else ()), *shape)
+            variables[name] = [*front, *dims], array.reshape(*lead, *shape)
             if left is not None:
                 coords[dims[0]] = coords[dims[0]][left] if dims[0] in coords else left
         # Coordinates may be given for dimensions of other rows, such as those of new inputs.
