@@ -201,12 +201,13 @@ class ExpectationPropagation:
                 f"no log density depends on GP site {next(iter(facts.gps))!r} in the guide's first call: "
                 "were all its rows masked? Call the guide once with data before training, guide(x, y)."
             )
-        free = [name for name in facts.latents if not guide.is_point(name)]
-        if free or (facts.latents and type(guide).get_posterior is not AutoSparseGP.get_posterior):
+        overrides = type(guide).get_posterior is not AutoSparseGP.get_posterior
+        free = [name for name in facts.latents if overrides or not guide.is_point(name)]
+        if free:
             raise ValueError(
-                f"expectation propagation fits latents that are no GPs as points; the guide gives "
-                f"{free or list(facts.latents)} distributions. Leave point_estimates and get_posterior alone, or "
-                "take SVI with a family such as SVGP for posteriors of hyperparameters."
+                f"expectation propagation fits latents that are no GPs as points; the guide gives {free} "
+                "distributions. Leave point_estimates and get_posterior alone, or take SVI with a family such as SVGP "
+                "for posteriors of hyperparameters."
             )
 
     def _sweep_all(

@@ -287,7 +287,7 @@ class Grid:
         eta = {place: mean for place, (mean, _) in moments.items()}
         covariance = {pair: torch.zeros_like(eta[pair[0]]) for pair in combinations(eta, 2)}
         covariance |= {(place, place): variance for place, (_, variance) in moments.items()}
-        expected = Likelihoods(sites, links, {}).expected(eta, covariance, self.inputs.num_nodes)
+        expected = Likelihoods(sites, links, lambda _: sites).expected(eta, covariance, self.inputs.num_nodes)
         return expected + log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
 
 

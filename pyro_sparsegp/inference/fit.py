@@ -158,7 +158,7 @@ def _method(
         return SVI(guide.model, guide, optim, loss)
     if optim is not None or loss is not None:
         raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
-    if method.model != guide.model or poutine.unwrap(method.guide) is not guide:
+    if own_guide(method.model, method.guide, "fit's method") is not guide:
         raise ValueError("method must be of the model and the guide that fit is given")
     return method
 
@@ -199,7 +199,7 @@ class _Loop:
     def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
         """The model's arguments."""
         more, left = {"size": self.size, "indices": batch.indices}, list(self.takes)[len(batch.args) :]
-        return batch.args, {n: value for n, value in more.items() if n in left and value is not None} | batch.kwargs
+        return batch.args, {name: value for name, value in more.items() if name in left} | batch.kwargs
 
     def _first(self) -> Batch:
         # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches. Others
