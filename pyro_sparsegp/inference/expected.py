@@ -198,10 +198,9 @@ class Grid:
 
     def __init__(self, inputs: Inputs, closed: ClosedForms) -> None:
         self.inputs, self.guide, self.closed = inputs, inputs.guide, closed
+        self.call = inputs.wrapped, inputs.args, inputs.kwargs
         # What the guide's runs are conditioned on, where that is read ahead.
-        self.given = (
-            self.guide.conditioned(inputs.wrapped, inputs.args, inputs.kwargs) if self.guide.q.is_of_rows else None
-        )
+        self.given = self.guide.conditioned(*self.call) if self.guide.q.is_of_rows else None
         self.variances: Mapping[str, Tensor] = {}  # Var θ of sites in closed form at each node
 
     @cached_property
@@ -219,7 +218,7 @@ class Grid:
         return self._at(dict.fromkeys([*self.closed.axes, *self.closed.gps]))
 
     def _at(self, places: dict[str, Any]) -> Ran:
-        return self.guide.at_nodes(places, self.inputs.wrapped, self.inputs.args, self.inputs.kwargs, self.given)
+        return self.guide.at_nodes(places, *self.call, self.given)
 
     def expectations(self, *ran: poutine.Trace) -> Tensor:
         """The sum of those in closed form, whatever the node."""
@@ -299,8 +298,7 @@ def require_shown(shown: bool) -> None:
 
 def _functions(site: dict[str, Any], made: Mapping[Any, str], moving: Collection[str]) -> dict[str, tuple[str, str]]:
     """Of the parameters of a distribution of single numbers, those that are a GP site's values under a link, each of
-    another; raise if others depend on any, as ``moving`` says. ``made``: GP sites by the nodes of the graph of their
-    values.
+    another; raise if others depend on any, as ``moving`` says. ``made``: GP sites by their values' nodes of the graph.
     """
     fn = site["fn"]
     found: dict[str, tuple[str, str]] = {}
