@@ -70,11 +70,13 @@ def _sum_of_expectations(
     Both traces have the GP sites that θ is made of at their means.
     """
     total: Any = 0.0
+    sites: Any = model_trace.nodes
+    guided: Any = guide_trace.nodes
     for name, variance in variances.items():
-        site: Any = model_trace.nodes[name]
+        site = sites[name]
         expected = traces.expectation(site["fn"], site["value"], variance)
-        if name in guide_trace.nodes:  # of a latent below f: KL[q ‖ p(· | E θ)], and what the spread of θ adds to it
-            total = total - divergence(guide_trace.nodes[name], site)
+        if name in guided:  # of a latent below f: KL[q ‖ p(· | E θ)], and what the spread of θ adds to it
+            total = total - divergence(guided[name], site)
             expected = expected - site["fn"].log_prob(site["value"])
         total = total + weighted_sum(expected, site)
     return total
@@ -100,7 +102,7 @@ def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:
     return traces.without_event(guide_trace.nodes[name]["fn"])[0]
 
 
-def divergence(guide_site: Any, model_site: Any) -> Tensor:
+def divergence(guide_site: dict[str, Any], model_site: dict[str, Any]) -> Tensor:
     """KL of a latent site's posterior from its prior, or an estimate of it from the draw, with its scale and mask."""
     q, p = guide_site["fn"], model_site["fn"]
     if q is p:  # drawn from the model

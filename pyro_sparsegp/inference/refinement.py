@@ -60,16 +60,16 @@ class SiteRun:
     the site found is ``exact`` whatever the cavity; the factor of q's precision, q's mean, and G(q) − G(p).
     """
 
-    index: Optional[Tensor] = None  # the row numbers of the data given, if these are not all
-
-    def __init__(self, method: Any, name: str, process: GaussianProcess, scale: object, num: int) -> None:
+    def __init__(
+        self, method: Any, name: str, process: GaussianProcess, scale: object, num: int, index: Optional[Tensor] = None
+    ) -> None:
         if isinstance(scale, Tensor) or scale != 1:
             raise ValueError(
                 f"GP site {name!r} is under poutine.scale, {scale}, and expectation propagation cannot scale a prior. "
                 "Scale the likelihood's site alone, or the loss."
             )
         self.name, self.method, self.progress = name, method, method.progress.setdefault(name, Progress())
-        self.num = num  # of all data
+        self.num, self.index = num, index  # of all data; the row numbers of those given, if these are not all
         module: ExpectationGP = method.guide.module_of(name)
         self.module = module
         features = module.basis(process.kernel, process.jitter, name)
@@ -276,10 +276,6 @@ class SiteRun:
 class PartRun(SiteRun):
     """The same on a part of the data, a mini-batch, whose rows' numbers are ``index``."""
 
-    def __init__(self, index: Tensor, *args: Any) -> None:
-        self.index = index
-        super().__init__(*args)
-
     def kept_sites(self) -> Sites:
         module, index = self.module, self.index
         module.look_from(self.anchor)
@@ -360,4 +356,4 @@ def site_run(
             f"{rows.dtype} of shape {tuple(rows.shape)}; or write plate = pyro.plate('data', N, subsample_size=B) and "
             "index the data by plate.indices."
         )
-    return PartRun(rows.to(process.x.device), method, name, process, site["scale"], full)
+    return PartRun(method, name, process, site["scale"], full, rows.to(process.x.device))
