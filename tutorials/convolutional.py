@@ -44,8 +44,8 @@ from pyro_sparsegp.families import SVGP, OrthogonalInducing
 
 options = command_line.options(
     "Functions of images.",
-    steps=(150, "training steps of each guide"),
-    images=(600, "images held out", 60),
+    steps=(150, "training steps of each guide", 2),
+    images=(600, "images held out", 30),
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)

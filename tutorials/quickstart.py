@@ -52,6 +52,7 @@ options = command_line.options(
     steps=(200, "training steps of each guide"),
     draws=(0, "draws of a new NUTS chain; 0 reads those of the last chain", 0),
     samples=(1000, "draws of each posterior", 50),
+    checks=(3, "guides that are checked", 1),
     rows=(20_000, "rows with inputs of their own", 2000),
 )
 settings = {"steps": options.steps, "progress": False}  # of each fit
@@ -199,8 +200,8 @@ for name, (bound, score, khat, seconds) in rows.items():
 
 # %%
 print(guides["SVGP(6)"].summary())
-for name, guide in guides.items():
-    print(name, *guide.check(*train), sep="\n  ")
+for name in list(guides)[: options.checks]:
+    print(name, *guides[name].check(*train), sep="\n  ")
 
 # %% [markdown]
 # ## What NUTS cannot do: 20,000 rows with inputs of their own

@@ -40,7 +40,8 @@ from pyro_sparsegp.families import SVGP
 options = command_line.options(
     "Two million rows on disk, checkpoints, two processes.",
     rows=(2_000_000, "rows on disk", 4_000),
-    steps=(300, "training steps of each fit", 8),
+    steps=(300, "training steps of each fit", 6),
+    inducing=(64, "inducing points", 16),
 )
 device = options.device
 folder = Path(tempfile.mkdtemp())
@@ -105,7 +106,7 @@ def new(family=None):
     """A fresh guide; the same start each time."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    return AutoSparseGP(model, family or SVGP(64), point_estimates=True)
+    return AutoSparseGP(model, family or SVGP(options.inducing), point_estimates=True)
 
 
 settings = {"steps": options.steps, "device": device, "progress": False}
