@@ -69,17 +69,17 @@ class Enumeration(Messenger):
 
     def meet(self, msg: Any) -> None:
         """At a sample site: give an enumerated one all its values, and sum them out of others' distributions."""
-        infer = msg["infer"]
-        wanted = infer.get("enumerate") == "parallel" and msg["name"] not in self.known
+        infer, has_value = msg["infer"], msg["value"] is not None
+        wanted = infer.get("enumerate") == "parallel" and not has_value and msg["name"] not in self.known
         # A run without such sites costs nothing; before the first of them no site depends on one.
         if site_is_subsample(msg) or infer.get("_deterministic") or not (self.latents or wanted):
             return
         latents = self._latents(msg)
         plates = {frame.name: frame for frame in msg["cond_indep_stack"] if frame.vectorized}
-        if wanted and not msg["is_observed"] and msg["value"] is None:
+        self._require_alike(msg, latents, plates)
+        if wanted:
             self._enumerate(msg, latents, plates)
         elif latents:
-            self._require_alike(msg, latents, plates)
             # Its density given z is one more term, for sites after it.
             msg["fn"] = fn = SummedOut(msg, latents, plates, self)
             self.terms.append(fn)
@@ -97,7 +97,6 @@ class Enumeration(Messenger):
         support = fn.enumerate_support(expand=False)
         support = support.reshape(len(support), *fn.event_shape)
         values = support.reshape(len(support), *[1] * (dim - 1), *fn.event_shape)
-        self._require_alike(msg, latents, plates)
         self.latents[dim] = Latent(name, plates, support, msg["scale"])
         self.terms.append(SummedOut(msg | {"value": values}, latents | {dim}, plates, self))
         # No other handler is to see it: it is no latent of this run.
