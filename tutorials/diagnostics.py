@@ -58,6 +58,7 @@ options = command_line.options(
     steps=(200, "training steps of each guide, at most", 20),
     draws=(1000, "posterior draws of each guide", 30),
     nuts=(60, "draws of NUTS, and as many to warm up", 50),
+    depth=(5, "depth of NUTS's trees, at most", 2),
     simulations=(16, "of the calibration", 2),
 )
 torch.set_default_dtype(torch.float64)
@@ -161,7 +162,7 @@ pyro.set_rng_seed(0)
 nuts = MCMC(
     NUTS(
         poutine.reparam(model, config=Whitening()),
-        max_tree_depth=5,
+        max_tree_depth=options.depth,
         init_strategy=init_to_median(),
     ),
     num_samples=options.nuts,
