@@ -283,10 +283,11 @@ class Likelihoods:
             if form is None:
                 each = self.log_prob(name, at)
             else:
-                fn, shape = self.distribution(name, at), bare(site["fn"]).batch_shape
-                mean, variance = (v.reshape((*v.shape[:-1], *shape)).expand(fn.batch_shape) for v in (mean, variance))
-                each = form(fn, site["value"], mean, variance)
-            return torch.tensordot(weights.to(each), each, 1)  # priors of Python numbers have the default dtype
+                shape, made = bare(site["fn"]).batch_shape, functools.partial(self.distribution, name, at)
+                mean, variance = (v.reshape((*v.shape[:-1], *shape)) for v in (mean, variance))
+                each = form(made, site["value"], mean, variance)
+            total = weights.to(each) @ each.reshape(len(each), -1)  # priors of Python numbers have the default dtype
+            return total.view(each.shape[1:])
 
         return self.summed(of_site)
 

@@ -70,10 +70,9 @@ def _sum_of_expectations(
     Both traces have the GP sites that θ is made of at their means.
     """
     total: Any = 0.0
-    sites: Any = model_trace.nodes
     guided: Any = guide_trace.nodes
     for name, variance in variances.items():
-        site = sites[name]
+        site: Any = model_trace.nodes[name]
         expected = traces.expectation(site["fn"], site["value"], variance)
         if name in guided:  # of a latent below f: KL[q ‖ p(· | E θ)], and what the spread of θ adds to it
             total = total - divergence(guided[name], site)

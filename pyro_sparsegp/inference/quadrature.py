@@ -112,7 +112,8 @@ class TraceQuadrature_ELBO(ELBO):
             found, known.met = meet(unwrapped, evaluate, first, math.ceil(1 / share))
         else:
             found = evaluate()
-        if found[1] > known.most and is_whole(unwrapped) and _are_same(model, known.call, (args, kwargs)):
+        now = model, args, kwargs
+        if found[1] > known.most and is_whole(unwrapped) and Relation(TrainingData(model, *known.call), now, True).same:
             found = meet_again(unwrapped, evaluate, found, known.most)
         loss, value, record = found
         if loss.requires_grad:
@@ -272,11 +273,6 @@ class ProjectedLikelihood(TraceQuadrature_ELBO):
                 )
             total = total + weighted_sum(q.coefficients.log_evidence(q.basis.actions.log_gram), model_trace.nodes[name])
         return total
-
-
-def _are_same(model: Callable, before: tuple, now: tuple) -> bool:
-    """Whether two steps' arguments bring the same rows."""
-    return Relation(TrainingData(model, *before), (model, *now), trains=True).same
 
 
 def finite(what: str, loss: Tensor, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> float:

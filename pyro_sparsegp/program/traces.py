@@ -285,19 +285,22 @@ def over_scale(fn: TorchDistribution, rows: Tensor) -> Tensor:
     return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)
 
 
-# E[log p(value | θ)] of a distribution at the mean of η, by the mean and variance of η (of a multivariate normal L⁻¹θ).
-Expected = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+# E[log p(value | θ)] of a distribution at the mean of η, made if asked for, by η's mean and variance (or L⁻¹θ's).
+Made = Callable[[], Any]
+Expected = Callable[[Made, Tensor, Tensor, Tensor], Tensor]
 
 
-def _normal(fn: TorchDistribution, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def _normal(made: Made, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    fn = made()
     return fn.log_prob(value) - variance / (2 * fn.scale.square())
 
 
-def _multivariate(fn: TorchDistribution, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    return fn.log_prob(value) - 0.5 * variance.sum(-1)
+def _multivariate(made: Made, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return made().log_prob(value) - 0.5 * variance.sum(-1)
 
 
-def _laplace(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def _laplace(made: Made, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    fn = made()
     # E[max(z, 0)] and E[max(−z, 0)] for z ~ N(d, v): dΦ(d/√v) + √v φ(d/√v), and that minus d.
     distance, spread = value - fn.loc, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
     t = distance / spread
@@ -306,7 +309,7 @@ def _laplace(fn: Any, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return -above / right - (above - distance) / left - (left + right).log()
 
 
-def _poisson(fn: TorchDistribution, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def _poisson(made: Made, value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     # E[y η − exp(η)]: what nodes give to rounding, on a K-th of the numbers
     return value * mean - (mean + 0.5 * variance).exp() - (value + 1).lgamma()
 
@@ -323,15 +326,16 @@ _CLOSED: dict[tuple[type, str, str], Expected] = {
 def closed_form(fn: TorchDistribution, key: str, link: str = "identity") -> Optional[Expected]:
     """The expected log density of a distribution over η, a parameter under a link, if it is known."""
     inner = bare(fn)
-    if isinstance(inner, ExpectedLogProb) and (inner.normal_parameter, "identity") == (key, link):
-        return lambda fn, value, mean, variance: fn.expected_log_prob(value, variance)
-    return _CLOSED.get((type(inner), key, link))
+    known = _CLOSED.get((type(inner), key, link))
+    if known is None and isinstance(inner, ExpectedLogProb) and (inner.normal_parameter, "identity") == (key, link):
+        return lambda made, value, mean, variance: made().expected_log_prob(value, variance)
+    return known
 
 
 def expectation(fn: TorchDistribution, value: Tensor, variance: Tensor) -> Tensor:
     """E[log p(value | θ)] for θ, of a multivariate normal L⁻¹θ, of this variance, as ``fn.log_prob(value)``."""
     form: Any = closed_form(fn, normal_parameter(fn))
-    return rewrapped(fn, form(bare(fn), value, parameter_of(fn), variance))
+    return rewrapped(fn, form(lambda: bare(fn), value, parameter_of(fn), variance))
 
 
 # Linear predictors: links under which parameters are affine functions of a program's normal values.
