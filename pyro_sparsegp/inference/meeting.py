@@ -82,6 +82,8 @@ def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: E
     # loses orders, and the gradients there would train the kernel to make up for q:
     # test_what_moves_under_a_precise_posterior
     modules = {module: module.steps for module in steppers(guide) if isinstance(module, NaturalGaussian)}
+    if not modules:
+        return found
     for module in modules:
         module.steps = 0  # a rate of 1, by default
     last, _ = _passed(guide, chain([found], iter(evaluate, None)), NaturalGaussian, most)

@@ -88,9 +88,7 @@ def residual_cholesky(
         terms = max(prior.shape[-1], sum(phi.shape[-1] for phi in features))
         jitter = max(default_jitter(prior.dtype), terms * torch.finfo(prior.dtype).eps)
     options = {"scale": prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)} | options
-    left = prior
-    for phi in features:
-        left = left - phi @ phi.mT
+    left = functools.reduce(lambda left, phi: left - phi @ phi.mT, features, prior)
     # At a basis' own inputs ΦΦᵀ has its jitter, too, and ρ is minus that: test_exact_draws_at_its_own_rows.
     return cholesky(left, 2 * jitter, what, **options)
 

@@ -15,7 +15,7 @@ from typing import Any, Optional
 import torch
 
 _IS_ATTEMPT: ContextVar[bool] = ContextVar("is_attempt", default=False)
-_REFUSALS = "vmap", "atching rule", "functorch"  # in what torch.func.vmap says of an operation that it does not map
+_REFUSALS = "vmap", "atching rule", "functorch", "doesn't have storage"  # in what torch.func.vmap says where it refuses
 
 
 class Unsupported(ValueError):  # noqa: N818
