@@ -174,8 +174,7 @@ class AdditiveFeatures(Features):
     @functools.cached_property
     def parts(self) -> list[Features]:
         """Each summand's features."""
-        own = [zip(group.members, group.parts(self.kernel.terms, self.bases)) for group in self.groups]
-        found = dict(itertools.chain(*own))
+        found = dict(itertools.chain(*(zip(g.members, g.parts(self.kernel.terms, self.bases)) for g in self.groups)))
         return [found[c] for c in range(len(found))]
 
     def __call__(self, x: Tensor) -> list[Tensor]:

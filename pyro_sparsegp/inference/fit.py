@@ -23,6 +23,7 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import check
 from ..numerics.arguments import require_choice, require_count
+from ..numerics.functions import if_known
 from ..numerics.processes import Workers, sharing
 from ..program.data import TrainingData, signature_of
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
@@ -130,7 +131,7 @@ def fit(
     total = (_STEPS if steps is None else steps) if epochs is None else epochs * len(batches)
     ways: dict[Any, bool] = {"auto": total >= _LONG, True: True, False: False}
     method = _method(guide, optim, loss, method, group, ways[jit])
-    path = None if checkpoint is None else Path(checkpoint)
+    path = if_known(Path, checkpoint)
     settles = steps is None and epochs is None and stopping is None
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
     if resume and path is not None and path.exists():
