@@ -94,6 +94,26 @@ def test_a_product_is_no_predictor():
     assert b.std().item() == pytest.approx(sd.item(), rel=0.15)
 
 
+def test_slopes_of_groups_whose_scale_may_be_0():
+    """b ~ N(1, tau) as a part of θ has an infinite density at tau = 0, where q was, 7 nats below the best."""
+    generator = torch.Generator().manual_seed(7)
+    x, group = torch.rand(48, 1, generator=generator).sort(0).values, torch.arange(48) % 8
+    slopes = 1 + 0.4 * torch.randn(8, generator=generator)
+    y = torch.poisson((1.2 + slopes[group] * torch.sin(6 * x[:, 0])).exp(), generator=generator)
+
+    def model(x, y=None):
+        mu, tau = pyro.sample("mu", dist.Normal(0.0, 2.0)), pyro.sample("tau", dist.HalfNormal(0.5))
+        with pyro.plate("groups", 8):
+            b = pyro.sample("b", dist.Normal(1.0, tau))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Poisson((mu + b[..., group] * f).exp()), obs=y)
+
+    guide, _ = _trained(model, SVGP(12), (x, y), 30)
+    assert guide.joint.hyper == ("tau",)
+    assert guide.median()["tau"] > 0.05
+
+
 def test_a_product_of_processes_does_not_diverge():
     """Curvatures by points have noise, which lengths that move magnify where the kernel matrix is ill conditioned."""
     generator = torch.Generator().manual_seed(19)

@@ -160,8 +160,8 @@ class Compared:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         small = self.of_inducing_points()
         late = self.of_newton(small) if self.guide.core.points is None else {}  # a step does not move points
-        told = [*late.values(), *self.of_values(whole, late, small), *self.of_a_second_start(whole)]
-        return [*told, *small.values()]
+        told = self.of_values(whole, late, small) + self.of_a_second_start(whole)
+        return [*late.values(), *told, *small.values()]
 
     def _moments(self, at: Optimum) -> Moments:
         """Means and variances of all values at a θ, of latents in unconstrained space."""
@@ -240,8 +240,7 @@ class Compared:
             if worth(weights) < least:
                 names, num = ", ".join(map(repr, self.hyper.rows)), worth(weights)
                 return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
-            seen = [self._moments(each) for each in found]
-            right, own = moments_of(seen, weights), self._of_q()
+            right, own = moments_of([self._moments(each) for each in found], weights), self._of_q()
         lines = []
         for name, (mean, sd) in without(right, late).items():
             at, wide = own[name]
@@ -289,10 +288,9 @@ class Compared:
 
     def _is_gaussian(self) -> bool:
         """Whether data are normal around linear predictors."""
-        links = self.nested.links
         data = {name for name, site in self.search.sites.items() if is_observation(site)}
         kinds = all(type(bare(self.search.sites[name]["fn"])) is dist.Normal for name in data)
-        return kinds and links == {name: {"loc": "identity"} for name in data}
+        return kinds and self.nested.links == {name: {"loc": "identity"} for name in data}
 
     def _regressed(self, values: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The constant and the slopes, by ε, of values at each draw."""
@@ -360,7 +358,8 @@ class Compared:
         ends = [nested.mode(map(nested.tried, some)) for some in starts]
         # q may be on a plateau, where all is noise
         ends += [nested.across(self.best), nested.beyond(self.best)]
-        ends = [end for end in ends if end is not nested.none and self._far(end.theta, self.loc) > _APART]
+        ends = [end for end in ends if end is not nested.none]
+        ends = [end for end in ends if torch.linalg.solve(self.root, end.theta - self.loc).norm() > _APART]
         if not ends or (here := nested.mode([nested.tried(self.loc)])) is nested.none:
             return []
         # by F's widths, where q's are too narrow to tell modes apart
@@ -387,10 +386,6 @@ class Compared:
             f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals of {names} leave it out. Compare "
             "with NUTS."
         ]
-
-    def _far(self, theta: Tensor, here: Tensor) -> float:
-        """|R⁻¹(θ − here)|."""
-        return float(torch.linalg.solve_triangular(self.root, (theta - here)[:, None], upper=False).norm())
 
 
 def _beyond(there: Optimum, here: Optimum, width: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Search:
         self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
         self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
         self.stay, self.kept = dict[str, Tensor](), list[str]()  # and latents that are not eliminated
-        self.why = ""  # there is no F, and what to do
+        self.given, self.why = set[str](), ""  # what predictors are affine given; why there is no F, and what to do
         self.is_exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (MOST_VALUES, MOST_VALUES) if self.is_exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
         if guide.joint.row_effects:  # whose number is that of the rows
@@ -180,6 +180,7 @@ class Search:
             self._split(without(normal, moved))
             nested = self.nested()
             if (nested is not None and not nested.drawn) or {*linked.flat} & moved:
+                self.given = few
                 return nested
             self._split(normal)
         unseen = sorted({*facts.downstream} - {*self.normal} - seen)

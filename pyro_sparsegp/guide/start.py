@@ -143,6 +143,10 @@ def _find(search: Search) -> str:
         best = nested.at(theta)
     if not best.value.isfinite():
         raise Unsupported("no start has a finite density")
+    # Where the scale of a latent's prior is 0 its density is infinite: test_slopes_of_groups_whose_scale_may_be_0.
+    there = nested.run(best.theta, nested.layout.extend(best.x))[1].priors
+    if any((there[name].stddev < 0.01 * search.priors[name].stddev).any() for name in search.given):
+        raise Unsupported("a density is infinite")
     return _Mode(search, nested, best).start()
 
 
