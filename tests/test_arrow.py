@@ -14,7 +14,7 @@ from pyro_sparsegp.gaussians.arrow import ArrowFactor
 from pyro_sparsegp.gaussians.natural_arrow import NaturalArrow
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import search, start
-from pyro_sparsegp.guide.check import check
+from pyro_sparsegp.guide.check import Glance, check
 from pyro_sparsegp.numerics.arrow import Dense, OneEach
 from pyro_sparsegp.numerics.linalg import NumericalWarning
 
@@ -186,7 +186,7 @@ def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
     torch.testing.assert_close(again.posterior(*data[:2])["f"].variance, one.variance)
     assert copy.deepcopy(guide).joint.eliminated == "a"
     if model is _counts:
-        one, other = (check(each, data, {}, whole=False) for each in (guide, whole))
+        one, other = (check(each, data, {}, kind=Glance) for each in (guide, whole))
         assert one == other
     points, others = guide.integrate(num_points=40), whole.integrate(num_points=40)
     torch.testing.assert_close(points.weight, others.weight, rtol=1e-3, atol=1e-5)

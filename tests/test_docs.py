@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pyro_sparsegp import families, kernels
-from pyro_sparsegp.guide.check import check
+from pyro_sparsegp.guide.check import Glance, check
 from pyro_sparsegp.program.rules import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ def pages():
 @pytest.mark.parametrize("page", pages())
 def test_how_to(page, run, tmp_path, monkeypatch):
     if run is short:  # as a fit's notes: test_check.py has what all draws tell
-        monkeypatch.setattr("pyro_sparsegp.guide.auto.check", partial(check, whole=False))
+        monkeypatch.setattr("pyro_sparsegp.guide.auto.check", partial(check, kind=Glance))
     torch.set_default_dtype(torch.float32)  # as a reader's session starts
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": page.stem}

@@ -31,7 +31,7 @@ from pyro_sparsegp.gaussians.drawn import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import search
 from pyro_sparsegp.guide.adaptive import drawn
-from pyro_sparsegp.guide.check import Compared, check
+from pyro_sparsegp.guide.check import Compared, Glance, check
 from pyro_sparsegp.guide.field import Layout, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters, init_to_centre
 from pyro_sparsegp.guide.moments import moments_of
@@ -501,7 +501,7 @@ def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
 
     monkeypatch.setattr("pyro_sparsegp.guide.check.drawn", broken)
     guide, _ = _step(_wide, families.SVGP(8), data, 30)
-    assert check(guide, data, {}, whole=False) == []
+    assert check(guide, data, {}, kind=Glance) == []
 
 
 def test_a_check_of_points_constant_entries_and_another_dtype():
@@ -516,7 +516,7 @@ def test_a_check_of_points_constant_entries_and_another_dtype():
         observed(dist.Normal(mu + a * x[:, 0] + f + b, NOISE), y)
 
     guide, _ = _step(model, families.SVGP(8), (x, group, y), 30, point_estimates=["mu"])
-    lines = "".join(check(guide, (x, group, y), {}, whole=False))
+    lines = "".join(check(guide, (x, group, y), {}, kind=Glance))
     assert "nan" not in lines
     assert re.search(r"'f': the interval is [1-9].* 'mu' as known. Remove 'mu' from point_estimates=", lines)
 
@@ -583,7 +583,7 @@ def test_a_mixture_is_a_likelihood_of_a_field(family):
 
     y = y + 3 * (torch.arange(N) % 9 == 4)
     guide, _ = _step(model, family, (x, y), 5)  # not log-concave
-    assert not any("cannot judge" in line for line in check(guide, (x, y), {}, whole=False))
+    assert not any("cannot judge" in line for line in check(guide, (x, y), {}, kind=Glance))
 
 
 @pytest.mark.parametrize(

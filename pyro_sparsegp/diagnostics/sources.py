@@ -119,7 +119,7 @@ class GuideSource(Source, Messenger):
         self.drawn |= {*facts.gps} if members else set()
         self.read = [*facts.data, *({*facts.downstream} - members)]
         # Given a latent of the field f has less variance than its marginal has (test_scores_of_a_field).
-        self.marginal = marginal and guide.kind_of(guide.core.points is not None).is_marginal
+        self.marginal = marginal and guide.q.is_marginal and guide.core.points is None
         self.reader = DensityReader(guide.model, args, kwargs, self.read)
 
     def items(self, num: int) -> dict[str, Tensor]:

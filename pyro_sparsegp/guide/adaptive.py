@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .nested import Nested, Optimum
+from .points import worth
 
 WIDER = 1.3  # than a normal, its draws
 _ROUNDS = 5  # of draws beside the first, at most
@@ -52,8 +53,3 @@ def _about(theta: Tensor, ratio: Tensor) -> Normal:
     covariance = (theta - loc).mT @ (weights[:, None] * (theta - loc))
     # few draws show too small a covariance along some axis
     return loc, torch.linalg.cholesky(covariance + size / worth(weights) * covariance.diagonal().diag())
-
-
-def worth(weights: Tensor) -> float:
-    """How many draws of one weight tell as much."""
-    return float(1 / weights.square().sum())

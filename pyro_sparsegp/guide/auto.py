@@ -1,6 +1,6 @@
 """The guide that users make."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from textwrap import indent
 from typing import Any, ClassVar, Optional, Union
 
@@ -19,7 +19,7 @@ from ..program import handlers, rules, traces
 from ..program.draws import all_draws
 from .absorb import absorb
 from .calls import Call, NewRows, classify
-from .changes import watch
+from .changes import STEPS, watch
 from .check import check
 from .draws import items_of_draws
 from .first_call import check_parameters, initialise
@@ -32,11 +32,11 @@ from .points import Points
 from .posteriors.joint import AtPoints, Joint
 from .posteriors.on_sites import OnSites
 from .posteriors.separate import ByExpectation, Separate
-from .runs import LARGEST_JOINT, AtNodes, Conditions, Posteriors, Priors, Run, note_rows, note_step, with_classes
+from .runs import LARGEST_JOINT, Conditions, Posteriors, Run, note_rows, note_step, with_classes
 from .summary import Summary
 
 _KINDS = ((ExpectationFamily, ByExpectation()), (SiteFamily, OnSites()))  # by families of whom one is enough
-_JOINT, _AT_POINTS = Joint(), AtPoints()
+_JOINT = Joint()
 
 
 class AutoSparseGP(SiteMessenger):
@@ -77,6 +77,7 @@ class AutoSparseGP(SiteMessenger):
     :raises ValueError: at once, or at the first call, naming the site, if a family does not fit it or its likelihood.
     """
 
+    at_points = AtPoints()  # the kind of draws at weighted points of the hyperparameters
     objective: ClassVar[Any]  # TraceQuadrature_ELBO, which its own module sets
 
     def __init__(
@@ -104,11 +105,7 @@ class AutoSparseGP(SiteMessenger):
     @property
     def q(self) -> Separate:
         """The kind of its posterior."""
-        return self.kind_of()
-
-    def kind_of(self, at_points: bool = False) -> Separate:
-        """The kind of its posterior, or of draws at weighted points of the hyperparameters."""
-        return _AT_POINTS if at_points else _JOINT if self.core.joint.field else self._own_kind
+        return _JOINT if self.core.joint.field else self._own_kind
 
     def __repr__(self) -> str:
         """What q is, which latents have one Gaussian with GP sites and so on; and the structure of the program."""
@@ -156,10 +153,10 @@ class AutoSparseGP(SiteMessenger):
         core = self.core if self.core.facts.gps else initialise(self, args, kwargs)
         if core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
             drop_stored(self._pyro_name)
-        # The program is looked at in training, and at the first call after a state was loaded, whatever that is for:
-        # test_messages.py::test_a_latent_that_a_state_does_not_have.
+        # The program is looked at in training, and at the first call after a state was loaded, whatever that is for.
         if core.loaded or torch.is_grad_enabled():
-            watch(self, args, kwargs)
+            watch(self, args, kwargs, is_due=core.steps in STEPS)
+            core.steps += 1
             if not (core.checked or torch.is_inference_mode_enabled()):
                 # The graph is what shows where parameters come from; what the call draws later stays as it would be.
                 with torch.enable_grad(), traces.repeatable(self.like):
@@ -271,8 +268,7 @@ class AutoSparseGP(SiteMessenger):
         :returns: an object that prints as the table, with ``names`` and, for each of their numbers, ``mean``, ``sd``,
             ``low`` and ``high``.
         """
-        draws, points = self._marginal_draws("summary", args, kwargs, num_draws), self.core.points
-        return Summary.of(draws, None if points is None else points.effective_size)
+        return Summary.of(self._marginal_draws("summary", args, kwargs, num_draws), self.core.points)
 
     @torch.no_grad()
     def _marginal_draws(self, what: str, args: tuple, kwargs: dict[str, Any], num_draws: int) -> dict[str, Tensor]:
@@ -364,26 +360,22 @@ class AutoSparseGP(SiteMessenger):
 
     def at_nodes(
         self,
-        nodes: Mapping[str, Optional[Tensor]],
+        run: Run,
         wrapped: Callable,
         args: tuple,
         kwargs: dict[str, Any],
         given: Optional[tuple[Call, Conditions]] = None,
-        ahead: Optional[Priors] = None,
     ) -> tuple[Any, Any, Any]:
-        """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
+        """One run of an objective, with GP sites at quadrature nodes or at their priors' means.
 
         :param wrapped: this guide, or this guide inside handlers such as ``poutine.scale``.
         :param given: what :meth:`conditioned` has read before.
-        :param ahead: a run to make instead, with u at its prior mean.
         :returns: the model's trace, the guide's trace, and a trace of all sites, with the plates' row numbers.
         """
 
         def perform(args: tuple, kwargs: dict[str, Any]) -> None:
-            call, conditions = given or self._given(args, kwargs)
-            joint_up_to = 0 if self.training else torch.inf
-            run: Run = ahead or AtNodes(self, conditions, nodes=nodes, joint_up_to=joint_up_to)
-            run.call, run.is_objectives = call, True
+            run.call, run.conditions = given or self._given(args, kwargs)
+            run.is_objectives = True
             self._perform(run, args, kwargs)
 
         try:

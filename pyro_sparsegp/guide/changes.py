@@ -14,21 +14,16 @@ from .calls import Call
 from .known import KnownGuide
 from .runs import Posteriors
 
-_STEPS = {2**k for k in range(1, 40)}  # at which it is asked, whatever its arguments
+STEPS = {2**k for k in range(1, 40)}  # at which it is asked, whatever its arguments
 _MOST = 16  # combinations of arguments that are no tensors, at which it is, beside
 
 
-def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], is_step: bool = True) -> None:
-    """At a step of training, an evaluation with other switches, or the first call after a state was loaded, raise where
-    densities depend on GP sites as they did not at the guide's first call. Where closed forms are lost, all are.
-
-    A batch may show less than the first call did; more is what q does not know.
+def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], is_due: bool) -> None:
+    """Where it is due, or switches are new, raise if densities depend on GP sites as they did not at the first call: a
+    batch may show less, and more is what q does not know. Where closed forms are lost, all are.
     """
     core, switches = guide.core, switches_of(guide.model, args, kwargs)
-    is_new = switches not in core.met and len(core.met) < _MOST
-    is_due = is_step and core.steps in _STEPS
-    core.steps += is_step
-    if not (is_new or is_due):
+    if not is_due and (switches in core.met or len(core.met) >= _MOST):
         return
     state = RandomState(guide.like)  # of the step, which takes the same rows
     with poutine.block(), pyro.validation_enabled(False):

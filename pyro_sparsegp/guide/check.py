@@ -10,7 +10,8 @@ A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and it
 as it raises the bound, says how far q's mean and width are from the best.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, Optional
@@ -28,20 +29,19 @@ from ..program.data import map_tensors
 from ..program.draws import Draw, all_draws
 from ..program.handlers import Held
 from ..program.traces import bare, is_observation, repeatable, whole_plates
-from .adaptive import WIDER, drawn, weighted, worth
+from .adaptive import WIDER, drawn, weighted
 from .bounds import of_bound
 from .draws import items_of_draws
 from .field import AtValues, index_of, slices
 from .first_call import explain_nan
-from .known import KnownGuide
 from .latents import FieldLatent
-from .moments import Moments, beside, moments_of, of_argument, said
+from .moments import Moments, Widths, beside, moments_of, of_argument, said
 from .nested import Nested, Optimum, by_values
-from .runs import Posteriors, Priors
+from .points import worth
+from .runs import Posteriors, Priors, Run
 from .search import ALL_ROWS, Search, without
 from .start import PATIENCE, obstacle
 
-_DRAWS = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
 _OWN = 100  # draws of q
 _STARTS = 6  # of searches for other modes
 _WIDEST = 5.0  # times its own width that q's best may be
@@ -50,8 +50,6 @@ _LOST = 1.0  # nats that a basis leaves out and is told of
 _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
 _FEATURES = 128  # a value, in a run
-_NATS = 3.0  # between two modes, beyond which a fit tells of a higher one
-_BEYOND = 0.77  # of the variance about a mode that another adds, 1.33² − 1, beyond which a lower one is told
 _APART = 3.0  # standard deviations between two modes
 _FEW = 50  # of a latent's values whose covariance is asked for
 _EXACT = 150  # rows at which GP sites' values have no basis
@@ -60,38 +58,14 @@ _LONGER = "Train longer, at a learning rate that falls, such as fit(..., steps=2
 _FULL = "SVGP", "SGPR", "Exact", "OrthogonalInducing", "CoupledCovariance"  # families of a full Gaussian
 
 
-def check(guide: Any, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
-    """A line for each latent and GP site whose posterior is wrong, with the cause and what to do.
-
-    :param whole: whether to take weighted draws too, and every other start; else Newton's step, and the best start.
-    """
-    with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
-        run = Priors(guide, at_medians=True).perform(args, kwargs)
-        data = {name: site["value"] for name, site in run.data.items()}
-        if is_of_others(guide, data, args, kwargs):
-            return ["these are not the rows that the guide was trained on. Give check those, or no arguments."]
-        if not all(value.isfinite().all() for value in data.values()):
-            return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
-        with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
-            bound = of_bound(guide, args, kwargs) if whole else []
-            with attempt() as asked:
-                search = partial(Search, guide, run, (args, kwargs), [], bar.update)
-                first = search(AtValues) if obstacle(guide) else search()  # a family may have no basis
-                compared = Compared(guide, first, lambda: search(AtValues).nested())
-                return compared.of_rounding() or bound + compared.lines((args, kwargs), whole)
-            names = ", ".join(map(repr, (*guide.facts.latents, *guide.facts.gps)))
-            why = str(asked.error).splitlines()[0].rstrip(".")
-            return [*bound, f"check cannot judge {names}: {why}. Compare with NUTS."]
-
-
-def is_of_others(guide: KnownGuide, data: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether data are not of the rows of training; more rows may be all, of mini-batches."""
-    is_more = any(value.numel() > guide.core.sizes[name] for name, value in data.items())
-    return guide.relation(args, kwargs).others and not is_more
-
-
 class Compared:
-    """q beside the approximation."""
+    """q beside the approximation, by weighted draws, and searches from several starts."""
+
+    of_bound: Any = staticmethod(of_bound)
+    num_draws = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
+    num_starts = 1  # of one search for another mode
+    higher = 0.1  # nats between two modes, beyond which a higher one is told
+    beyond = 0.77  # of the variance about a mode that another adds, 1.33² − 1, beyond which a lower one is told
 
     def __init__(self, guide: Any, search: Search, exact: Optional[Callable[[], Optional[Nested]]] = None) -> None:
         self.guide, self.search = guide, search
@@ -151,19 +125,17 @@ class Compared:
             "a new guide, and give it data in float64."
         ]
 
-    def lines(self, call: Any, whole: bool) -> list[str]:
+    def lines(self, call: Any) -> list[str]:
         """All that is told."""
-        self.call = call
-        num = min(_DRAWS[0] + _DRAWS[1] * self.hyper.size, _DRAWS[2])
-        self.found, self.noise = drawn(self.nested, (self.loc, self.root), num if whole else 2 * self.hyper.size + 8)
+        self.call, (num, each, most) = call, self.num_draws
+        self.found, self.noise = drawn(self.nested, (self.loc, self.root), min(num + each * self.hyper.size, most))
         if len(self.found) <= self.hyper.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
-        small = self.of_inducing_points()
-        late = self.of_newton(small) if self.guide.core.points is None else {}  # a step does not move points
-        told = self.of_values(whole, late, small) + self.of_a_second_start(whole)
-        return [*late.values(), *told, *small.values()]
+        self.small = self.of_inducing_points()
+        self.late = self.of_newton() if self.guide.core.points is None else {}  # a step does not move points
+        return [*self.late.values(), *self.of_values(), *self.of_a_second_start(), *self.small.values()]
 
-    def _moments(self, at: Optimum) -> Moments:
+    def moments(self, at: Optimum) -> Moments:
         """Means and variances of all values at a θ, of latents in unconstrained space."""
         (x, precision), layout = self.nested.of_means(at), self.nested.layout
         every = layout.extend(x + self.shift).requires_grad_()
@@ -177,13 +149,7 @@ class Compared:
         found = {name: (value.reshape(-1), 0 * value.reshape(-1)) for name, value in self.hyper.parts(at.theta).items()}
         return found | {name: (values[name].detach(), variance[own]) for name, own in rows.items()}
 
-    @torch.no_grad()
-    def _at_medians(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """As :func:`moments_of`, q's of GP sites at the medians of all else."""
-        run = self.guide.run_at(*self.call, draws_data=False, at_medians=True)
-        return {n: (mean, variance.sqrt()) for n, (mean, variance) in self._of_gps(run).items()}
-
-    def _of_gps(self, run: Posteriors) -> Moments:
+    def of_gps(self, run: Posteriors) -> Moments:
         """Means and variances of GP sites in a run, at the rows that are compared."""
         found, search = Moments(), self.search
         for name, q in run.posteriors.items():
@@ -191,7 +157,7 @@ class Compared:
             found[name] = q.mean[..., rows].reshape(-1)[:_ROWS], q.variance[..., rows].reshape(-1)[:_ROWS]
         return found
 
-    def _of_q(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _of_q(self) -> Widths:
         """As :func:`moments_of`, q's, by draws."""
         guide, priors = self.guide, self.search.priors
 
@@ -200,7 +166,7 @@ class Compared:
             with Held(item):
                 run = guide.run_at(*self.call, draws_data=False, joint_up_to=0, marginal=True)
             free = {n: biject_to(p.support).inv(run.values[n]).reshape(-1)[:_ROWS] for n, p in priors.items()}
-            return {n: (value, 0 * value) for n, value in free.items()} | self._given(run) | self._of_gps(run)
+            return {n: (value, 0 * value) for n, value in free.items()} | self._given(run) | self.of_gps(run)
 
         items = items_of_draws(guide, _OWN)
         every = all_draws(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
@@ -227,58 +193,56 @@ class Compared:
                 found[name] = q.mean.detach().reshape(-1), wide.detach()
         return found
 
-    def of_values(self, whole: bool, late: dict[str, str], small: dict[str, str]) -> list[str]:
-        """Lines for latents and GP sites whose means or widths differ from weighted draws'; or for GP sites at the
-        medians of hyperparameters.
-        """
-        if not whole:  # given the medians of latents a posterior that is read given these is narrower
-            right, own = moments_of([self._moments(self.best)], self.loc.new_ones(1)), self._at_medians()
-            right = {n: right[n] for n in self.guide.facts.gps if not (self.search.normal and self.guide.q.is_of_rows)}
-        else:
-            least = min(_LEAST, len(self.found))
-            found, weights = weighted(self.nested, (self.loc, self.root), self.found, least)
-            if worth(weights) < least:
-                names, num = ", ".join(map(repr, self.hyper.rows)), worth(weights)
-                return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
-            right, own = moments_of([self._moments(each) for each in found], weights), self._of_q()
+    def of_values(self) -> list[str]:
+        """Lines for latents and GP sites whose means or widths differ from weighted draws'."""
+        least = min(_LEAST, len(self.found))
+        found, weights = weighted(self.nested, (self.loc, self.root), self.found, least)
+        if worth(weights) < least:
+            names, num = ", ".join(map(repr, self.hyper.rows)), worth(weights)
+            return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
+        return self.differing(moments_of([self.moments(each) for each in found], weights), self._of_q())
+
+    def differing(self, right: Widths, own: Widths) -> list[str]:
+        """Lines for what has other means or widths in q, its ``own``."""
         lines = []
-        for name, (mean, sd) in without(right, late).items():
+        for name, (mean, sd) in without(right, self.late).items():
             at, wide = own[name]
             noise = 10 * torch.finfo(mean.dtype).eps * mean.abs()
             moves = (sd > noise) | (wide > noise)  # as the first entry of an LKJCholesky matrix does not
             ratios = (sd if name in self.apart else wide) / sd
             away, ratio, is_off = beside(((at - mean) / sd)[moves], ratios[moves])
             if is_off:
-                lines.append(f"{name!r}: {said(away, ratio)}, {self._cause(name, late, small)}")
+                lines.append(f"{name!r}: {said(away, ratio)}, {self._cause(name, self.late)}")
         return lines
 
-    def _cause(self, name: str, late: dict[str, str], small: dict[str, str]) -> str:
+    def _cause(self, name: str, late: Collection[str]) -> str:
         """Why a posterior is off, and what to do: the first cause that there is."""
         facts, search, guide = self.guide.facts, self.search, self.guide
         normal = [*search.normal, *facts.gps]
         met = [n for n in normal if n not in {*guide.joint.hyper, *guide.joint.field}]
         apart = met if name in met and len(met) > 1 else [*search.priors, *facts.gps]
         are_apart = len(apart) > 1 and (not (self.nested.links or guide.joint.field) or (met and len(normal) > 1))
-        family = guide.modules_by_site()[name].family["name"] if name in facts.gps else "SVGP"
-        is_normal = not self.hyper.size and self._is_gaussian()  # each posterior is
+        families = {site: module.family["name"] for site, module in guide.modules_by_site().items()}
+        narrow = [site for site, family in families.items() if family not in _FULL]
+        is_normal = self._is_gaussian()  # each posterior is
         is_exact = is_normal and guide.q.is_of_rows  # and found in one step
         is_integrated = guide.core.points is not None
         alone = [n for n in without(search.priors, self.apart) if guide.is_independent(n)]
         its = alone if name in facts.gps and guide.independent is not True else [name]
         beside_points = self.apart and name in {*facts.gps, *guide.joint.field, *self.apart}
         beside_alone = alone and name in {*facts.gps, *alone}
-        of_small, of_apart, of_late = (", ".join(map(repr, names)) for names in (small, apart, late))
+        of_small, of_apart, of_late = (", ".join(map(repr, names)) for names in (self.small, apart, late))
         causes = [
             (of_argument("point_estimates", guide.point_estimates, self.apart, "known"), beside_points),
             (of_argument("independent", guide.independent, its, "independent"), beside_alone),
-            (f"the basis of {of_small} is too small. Give its family more inducing points.", small),
+            (f"the basis of {of_small} is too small. Give its family more inducing points.", self.small),
             (f"the guide treats {of_apart}, which meet in densities, as independent. Compare with NUTS.", are_apart),
             (
                 f"training may not have brought {of_late} to the optimum. {_LONGER} If this line stays, call "
                 "guide.integrate, or compare with NUTS.",
                 late,
             ),
-            (f"{family} restricts the covariance of f. Take SVGP(64).", family not in _FULL),
+            (f"{families.get(name)} restricts the covariance of f. Take SVGP(64).", name in narrow),
             ("the noise is not far above the jitter. Take float64 and GaussianProcess(..., jitter=1e-12).", is_exact),
             (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
             ("weighted points miss a part of it. Give integrate more, or compare with NUTS.", is_integrated),
@@ -287,10 +251,10 @@ class Compared:
         return "because " + next(cause for cause, applies in causes if applies)
 
     def _is_gaussian(self) -> bool:
-        """Whether data are normal around linear predictors."""
+        """Whether data are normal around linear predictors, and there are no hyperparameters."""
         data = {name for name, site in self.search.sites.items() if is_observation(site)}
         kinds = all(type(bare(self.search.sites[name]["fn"])) is dist.Normal for name in data)
-        return kinds and self.nested.links == {name: {"loc": "identity"} for name in data}
+        return kinds and not self.hyper.size and self.nested.links == {name: {"loc": "identity"} for name in data}
 
     def _regressed(self, values: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The constant and the slopes, by ε, of values at each draw."""
@@ -323,7 +287,7 @@ class Compared:
         step, wide = self.root @ moved / sd, (self.root @ widths).norm(dim=-1) / sd
         return [(name, *beside(step[rows], wide[rows])) for name, rows in self.hyper.rows.items()]
 
-    def of_newton(self, small: dict[str, str]) -> dict[str, str]:
+    def of_newton(self) -> dict[str, str]:
         """Of hyperparameters whose mean or width the bound would still move."""
         # Rᵀ∇F ≈ g − Hε: its best step is H⁻¹g, its best width H^(−½)
         first, slopes = self._regressed([self.root.mT @ found.slope for found in self.found])
@@ -345,29 +309,25 @@ class Compared:
             # T = AΛ^(−p/2): the entropy gains −½p log Λ, the trace ½(Λ − Λ^(1−p))
             gain = gain + 0.5 * (values - values ** (1 - part) - part * values.log()).sum()
             if not off or (left(moved + draws @ widths.mT) - left(draws)).mean() > -0.5 * gain:
-                return {
-                    name: f"{name!r}: {said(away, 1 / ratio)}, {self._cause(name, {name: ''}, small)}"
-                    for name, away, ratio, _ in off
-                }
+                told = {name: said(away, 1 / ratio) for name, away, ratio, _ in off}
+                return {name: f"{name!r}: {words}, {self._cause(name, [name])}" for name, words in told.items()}
         return {}
 
-    def of_a_second_start(self, whole: bool) -> list[str]:
-        """Whether searches from each of some draws of the prior, or from the best, end at another mode."""
-        nested, draws = self.nested, self.hyper.draws(_STARTS)
-        starts = [[draw] for draw in draws] if whole else [draws]
-        ends = [nested.mode(map(nested.tried, some)) for some in starts]
+    def of_a_second_start(self) -> list[str]:
+        """Whether searches from draws of the prior end at another mode."""
+        nested, draws, num = self.nested, self.hyper.draws(_STARTS), self.num_starts
+        ends = [nested.mode(map(nested.tried, draws[i : i + num])) for i in range(0, len(draws), num)]
         # q may be on a plateau, where all is noise
         ends += [nested.across(self.best), nested.beyond(self.best)]
-        ends = [end for end in ends if end is not nested.none]
         ends = [end for end in ends if torch.linalg.solve(self.root, end.theta - self.loc).norm() > _APART]
-        if not ends or (here := nested.mode([nested.tried(self.loc)])) is nested.none:
+        if not ends:
             return []
+        here = nested.mode([self.best])
         # by F's widths, where q's are too narrow to tell modes apart
         width = torch.maximum(self.width, nested.covariance(here).diagonal().sqrt())
-        others = [end for end in ends if ((end.theta - here.theta) / width).norm() > _APART]
-        told = [end for end in others if end.value >= here.value + (0.1 if whole else _NATS)]
-        if whole:  # lower ones, too, that widen an interval
-            told += [end for end in others if _beyond(end, here, width).max() >= _BEYOND]
+        ends = [end for end in ends if ((end.theta - here.theta) / width).norm() > _APART]
+        told = [end for end in ends if end.value >= here.value + self.higher]
+        told += [end for end in ends if _beyond(end, here, width).max() >= self.beyond]
         if not told:
             return []
         there = max(told, key=attrgetter("value"))
@@ -375,17 +335,36 @@ class Compared:
         sites, _ = nested.run(there.theta, self.loc.new_zeros(nested.layout.extended))
         single = [name for name, rows in self.hyper.rows.items() if rows.stop - rows.start == 1]
         place = ", ".join(f"{name} = {float(sites[name]['value']):.3g}" for name in single)
-        if higher >= 0.1:
+        if higher >= self.higher:
             return [
                 f"a second start found a mode that is {higher:.1f} nats higher, at {place}. Make a new guide with "
                 "init_loc_fn=init_to_value(values={...}) of these."
             ]
         lower, beyond = max(-higher, 0.0), _beyond(there, here, width)
-        names = ", ".join(repr(name) for name, rows in self.hyper.rows.items() if beyond[rows].max() > _BEYOND)
+        names = ", ".join(repr(name) for name, rows in self.hyper.rows.items() if beyond[rows].max() > self.beyond)
         return [
             f"there is a second mode, {lower:.1f} nats lower, at {place}. Intervals of {names} leave it out. Compare "
             "with NUTS."
         ]
+
+
+class Glance(Compared):
+    """The check at the end of a fit: of GP sites at the medians of all else, and by one other search."""
+
+    num_draws = 8, 2, 1000
+    num_starts = 6
+    higher = 3.0
+    beyond = math.inf
+    of_bound = staticmethod(lambda guide, args, kwargs: [])
+
+    def of_values(self) -> list[str]:
+        right, gps = moments_of([self.moments(self.best)], self.loc.new_ones(1)), self.guide.facts.gps
+        # given the medians of latents a posterior that is read given these is narrower
+        right = {n: right[n] for n in gps if not (self.search.normal and self.guide.q.is_of_rows)}
+        with torch.no_grad():
+            found = self.of_gps(self.guide.run_at(*self.call, draws_data=False, at_medians=True))
+        own = {name: (mean, variance.sqrt()) for name, (mean, variance) in found.items()}
+        return self.differing(right, own)
 
 
 def _beyond(there: Optimum, here: Optimum, width: Tensor) -> Tensor:
@@ -393,3 +372,29 @@ def _beyond(there: Optimum, here: Optimum, width: Tensor) -> Tensor:
     # p(1 − p)Δ² of modes with the shares p and 1 − p
     share = torch.sigmoid(there.value - here.value)
     return share * (1 - share) * ((there.theta - here.theta) / width).square()
+
+
+def check(guide: Any, args: tuple, kwargs: dict[str, Any], kind: type[Compared] = Compared) -> list[str]:
+    """A line for each latent and GP site whose posterior is wrong, with the cause and what to do."""
+    with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
+        run = Priors(guide, at_medians=True).perform(args, kwargs)
+        if is_of_others(run, args, kwargs):
+            return ["these are not the rows that the guide was trained on. Give check those, or no arguments."]
+        if not all(site["value"].isfinite().all() for site in run.data.values()):
+            return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
+        with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
+            bound = kind.of_bound(guide, args, kwargs)
+            with attempt() as asked:
+                search = partial(Search, guide, run, (args, kwargs), [], bar.update)
+                first = search(AtValues) if obstacle(guide) else search()  # a family may have no basis
+                compared = kind(guide, first, lambda: search(AtValues).nested())
+                return compared.of_rounding() or bound + compared.lines((args, kwargs))
+            names = ", ".join(map(repr, (*guide.facts.latents, *guide.facts.gps)))
+            why = str(asked.error).splitlines()[0].rstrip(".")
+            return [*bound, f"check cannot judge {names}: {why}. Compare with NUTS."]
+
+
+def is_of_others(run: Run, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a run's data are not of the rows of training; more rows may be all, of mini-batches."""
+    is_more = any(site["value"].numel() > run.guide.core.sizes[name] for name, site in run.data.items())
+    return run.guide.relation(args, kwargs).others and not is_more

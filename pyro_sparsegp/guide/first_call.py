@@ -9,6 +9,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide.utils import deep_setattr
 from pyro.util import check_site_shape
 from torch import Tensor
@@ -24,6 +25,7 @@ from ..posterior.drawing import Site
 from ..process import GaussianProcess
 from ..program import checks, rules, traces
 from ..program.data import TrainingData, switches_of, tensors
+from ..program.enumeration import Enumeration
 from ..program.explore import ClosedForms, explore
 from ..program.handlers import Rerun, held_runs
 from ..program.owners import stacked_runs
@@ -31,7 +33,7 @@ from ..program.parts import moved_by_rows
 from .field import is_normal_prior
 from .known import Core, KnownGuide
 from .moving import moved_by
-from .runs import Priors, Run, note_rows, probed
+from .runs import Priors, Run, note_rows, probed, require_inputs
 from .start import start
 
 _FAR = 10  # times a jitter: data's sd is 5 % too wide there
@@ -105,19 +107,25 @@ class _Setup(Run):
     from_draws: Collection[str] = ()  # latents that start at a draw from the prior, whatever init_loc_fn says
     inner: Collection[str] = ()  # GP sites whose values enter others
 
+    def look_ahead(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.enumeration = Enumeration({})
+
+    def is_new(self, name: str, prior: TorchDistribution) -> bool:
+        return False  # before anything is learned every latent is the guide's
+
     def module(self, name: str, process: GaussianProcess) -> Any:
         guide, x = self.guide, process.x
-        if not self.from_draws and x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
-            met = traces.sample_sites(guide.trace).items()
-            free = {n: s for n, s in met if traces.is_free(s) and s["value"].numel() > 1}
-            # normal ones of several values, which inputs and weights of layers are
-            several = [other for other, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
-            if several:
-                raise _FlatInputsError(*several)
+        require_inputs(name, process)
+        free = {n: site for n, site in traces.sample_sites(guide.trace).items() if traces.is_free(site)}
+        # normal latents of several values, which inputs and weights of layers are
+        normal = [n for n, site in free.items() if is_normal_prior(site["infer"].get("prior"))]
+        several = [n for n in normal if free[n]["value"].numel() > 1]
+        is_flat = (x == x[..., :1, :]).flatten(0, -2).all(0).any()
+        if several and not self.from_draws and x.shape[-2] > 1 and is_flat:
+            raise _FlatInputsError(*several)
         guide.like = x.new_empty(0)
         module = guide.family_of(name).build(process, name)
-        # A kernel whose diagonal depends on the rows has a correction there that families know of:
-        # test_guide.py::test_noise_in_the_kernel_is_told_of.
+        # A kernel whose diagonal depends on the rows has a correction there that families know of.
         share = 0.0 if process.kernel.depends_on_rows else float(white_share(process.kernel, x).amax())
         if share > 0.01:
             warnings.warn(
@@ -206,9 +214,10 @@ def _require_together(guide: KnownGuide) -> None:
 
 def _require_unmasked(run: Run, rerun: Rerun) -> None:
     """Raise if ``poutine.mask`` leaves out entries of a latent on which other densities depend."""
-    for name, site in run.sites.items():
-        seen = None if site["mask"] is None else traces.unmasked(site["fn"], site["value"], site["mask"])
-        if not traces.is_free(site) or seen is None or seen.all():
+    masked = {n: s for n, s in run.sites.items() if traces.is_free(s) and s["mask"] is not None}
+    for name, site in masked.items():
+        seen: Any = traces.unmasked(site["fn"], site["value"], site["mask"])
+        if seen.all():
             continue
         values = {name: site["value"]}, {name: site["value"].masked_fill(~seen, math.nan)}
         shown = stacked_runs(lambda moved, name=name: traces.log_densities(rerun(moved), [name]), values)  # type: ignore[misc]

@@ -38,7 +38,7 @@ def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) 
     bar = tqdm(desc="points", unit=" evaluations", delay=PATIENCE, leave=False)
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad(), bar:
         run = Priors(guide, at_medians=True).perform(args, kwargs)
-        if is_of_others(guide, {name: site["value"] for name, site in run.data.items()}, args, kwargs):
+        if is_of_others(run, args, kwargs):
             raise ValueError("integrate: these are not the rows that the guide was trained on. Give it those, or none.")
         fixed = list(filter(guide.is_point, guide.able_to_couple))
         with attempt() as asked:

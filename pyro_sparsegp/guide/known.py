@@ -104,7 +104,7 @@ class KnownGuide(AutoNormalMessenger):
     together: Any  # q(θ) of hyperparameters
     field: Any  # q(x) of all that is normal given them
     q: Any  # the kind of its posterior, of :mod:`.posteriors`
-    kind_of: Any  # the same, or that of draws at weighted points of the hyperparameters
+    at_points: Any  # that of draws at weighted points of the hyperparameters
 
     def __init__(
         self, model: Callable, families: Families, named: Mapping[str, Any], start: Optional[str], **options: Any
@@ -201,6 +201,10 @@ class KnownGuide(AutoNormalMessenger):
     def is_independent(self, name: str) -> bool:
         """Whether a latent's posterior is to be independent of all others'."""
         return self.independent is True or name in self.independent
+
+    def may_join(self, name: str) -> bool:
+        """Whether a latent's posterior may be one with others'."""
+        return not (self.is_point(name) or self.is_independent(name))
 
     @property
     def has_random_latents(self) -> bool:

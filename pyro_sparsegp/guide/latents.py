@@ -7,7 +7,7 @@ x.
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Union
 
 import torch
 from pyro.distributions import TorchDistribution
@@ -114,14 +114,14 @@ class _Part(OfPrior):
         self.drawn: Any = drawn
         self.rows, self.sizes, self.name = rows, shape, name
         self.transform: Any = biject_to(prior.support)
-        self.draw: Optional[tuple[Tensor, Tensor]] = None  # z and its value, once asked for
+        self.draw: tuple[Any, Any] = None, None  # z and its value, once asked for
 
     def rsample(self, sample_shape: object = torch.Size()) -> Tensor:
         if sample_shape:
             raise ValueError(f"site {self.name!r} stands {SAMPLES_ARE_VECTORISED}")
         z = self.drawn.value[self.rows].reshape(self.sizes)
         self.draw = z, self.transform(z)
-        return self.draw[1]
+        return self.draw[1]  # type: ignore[no-any-return]
 
     def expand(self, batch_shape: torch.Size, _instance: object = None) -> Any:
         """As any distribution; GP sites refuse plates over samples: test_guide.py, test_vectorised_samples."""
@@ -137,7 +137,7 @@ class _Part(OfPrior):
 
     def log_prob(self, value: Tensor) -> Tensor:
         # log q(v) = log q(z) − log |dv/dz|; of its own draw ε is known
-        if self.draw is not None and value is self.draw[1]:
+        if value is self.draw[1]:
             z, density = self.draw[0], self.drawn.densities[self.rows]
         elif isinstance(self.drawn, Point):  # whose value is held in a run after that which has drawn it
             z, density = self.transform.inv(value), self.drawn.densities[self.rows]
@@ -166,7 +166,7 @@ def _place(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[slic
     """Where a latent's entries are among all, and its values' shape: in plates of one, as its prior has it."""
     latents, coupled = guide.facts.latents, guide.joint.hyper
     start = sum(latents[other].numel for other in coupled[: coupled.index(name)])
-    known = torch.Size(latents[name].shape or ())
+    known = torch.Size(latents[name].shape)  # type: ignore[arg-type]
     shape = prior.batch_shape + known[len(known) - latents[name].event_dim :]
     if shape.numel() != known.numel():
         raise ValueError(
@@ -202,7 +202,7 @@ def posterior_at_point(run: Any, point: Point, name: str, prior: TorchDistributi
 def condition_on_held(guide: KnownGuide, run: Any, name: str) -> None:
     """After the site of one of them: if a handler holds it at a value of its own, q of all others is that given it."""
     part = run.parts.pop(name, None)
-    if part is None or part.draw is not None or run.conditions.drawn is not None:
+    if part is None or part.draw[0] is not None or run.conditions.drawn is not None:
         return
     noise = part.drawn.noise.clone()
     # Given z the others are a + Rε still, with z's own ε fixed: R is triangular in the order of sites.
@@ -218,7 +218,7 @@ class FieldLatent(OfPrior):
     def __init__(self, prior: TorchDistribution, share: Share) -> None:
         super().__init__(prior)
         self.share = share
-        self.drawn: Optional[list[Tensor]] = None  # x, where its value is a draw of its own
+        self.drawn: list[Tensor] = []  # x, where its value is a draw of its own
 
     @property
     def mean(self) -> Tensor:
@@ -231,7 +231,7 @@ class FieldLatent(OfPrior):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log dq/dp of the draw of all, where this is the member that counts it."""
-        return self.spread(self.share.log_ratio(self.drawn or []))
+        return self.spread(self.share.log_ratio(self.drawn))
 
     def spread(self, total: Tensor) -> Tensor:
         """A number of the whole field, an equal part of it for each element of the batch."""

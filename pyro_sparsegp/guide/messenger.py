@@ -1,7 +1,6 @@
 """How Pyro and torch meet a guide: it answers at a program's sites, and is saved, loaded, copied and moved whole."""
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import pyro
@@ -11,55 +10,20 @@ from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide.initialization import init_to_sample
 from pyro.infer.autoguide.utils import helpful_support_errors
-from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..modules import drop_stored, path_of, take_name, unique_name
+from ..modules import at_path, drop_stored, path_of, take_name, unique_name
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import PriorProcess
-from ..program import checks, handlers, rules, traces
+from ..program import handlers, rules, traces
 from ..program.asking import answers
 from ..program.data import map_tensors
-from ..program.structure import Role
 from .absorb import settle
 from .known import KnownGuide
 from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params
 from .state import resume, saved_of
-
-
-def _is_new(guide: KnownGuide, name: str, prior: TorchDistribution) -> bool:
-    """Whether a latent is none of the guide's, or under the data plate and at other data than there were."""
-    own, call = guide.core.facts.latents.get(name), guide.run.call
-    if own is None:
-        classes = guide.run.conditions.values  # of groups, which are held
-        if name in classes:
-            _require_sizes(name, tuple(classes[name].shape), tuple(prior.shape()))
-        return True
-    here = get_plates()
-    sizes = {**own.plates, **{plate.name: plate.full_size or plate.size for plate in here}}
-    sizes = {plate: sizes[plate] for plate in own.plates}
-    if own.role == Role.ALL:
-        _require_sizes(name, own.plates, sizes)
-        return False
-    if sizes != own.plates:
-        return True
-    is_part = any(plate.full_size not in (None, plate.size) for plate in here)
-    if call.inputs or (is_part and not call.new):  # row numbers of a part say which rows they are
-        return False
-    if own.role == Role.GROUP:
-        checks.warn_of_groups(guide.warned, name, own.plates)
-    return True
-
-
-def _require_sizes(name: str, learned: object, here: object) -> None:
-    """Raise where values of other groups would be taken: test_known_groups.py."""
-    if learned != here:
-        raise ValueError(
-            f"latent site {name!r} was learned in plates of the sizes {learned}, here {here}. Give plates of those "
-            "sizes; or put the data into the latent's own plate, so that new groups' values come from the model."
-        )
 
 
 def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
@@ -96,36 +60,29 @@ class SiteMessenger(KnownGuide):
         if name in self.core.joint.hyper:
             return coupled_params(self, name, prior)
         path = path_of(name)
-        try:
-            loc = attrgetter(path)(self.locs)
-        except AttributeError:
+        loc = at_path(self, f"locs.{path}")
+        if loc is None:
             _new_latent(self, name, prior)
             return self._get_params(name, prior)
-        return loc, loc if self.is_point(name) else attrgetter(path)(self.scales)
+        return loc, loc if self.is_point(name) else at_path(self, f"scales.{path}")
 
     def get_posterior(self, name: str, prior: TorchDistribution) -> Any:
         """The posterior of a site, given its prior under the values drawn upstream: of GP sites a
         :class:`SparsePosterior`. Override it for others, as in Pyro.
         """
-        (process, event_dim), run, facts = traces.as_process(prior), self.run, self.core.facts
+        (process, event_dim), run = traces.as_process(prior), self.run
         if process is None:
             return self._posterior_of_latent(name, prior)
         process.require_place(f"site {name!r}")
-        if run.call.new or not facts.gps:  # such as an output's number that is none
-            try:
-                process.kernel.check_inputs(process.x)
-            except ValueError as error:
-                raise ValueError(f"GP site {name!r}: {error}") from None
         module = run.module(name, process)
-        rules.require("GP site", name, process, module, facts, run.processes)
+        rules.require("GP site", name, process, module, self.core.facts, run.processes)
         run.processes[name] = process
         answer = run.answer(name, process, module)
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
 
     def _posterior_of_latent(self, name: str, prior: TorchDistribution) -> Any:
         run = self.run
-        # Before anything is learned every latent is the guide's.
-        if self.core.facts.gps and _is_new(self, name, prior):
+        if run.is_new(name, prior):
             if name in self.core.joint.row_effects:
                 run.normal[name] = prior
             return prior
@@ -164,7 +121,7 @@ class SiteMessenger(KnownGuide):
         super()._pyro_post_sample(msg)
         traces.fill_masked(self.trace.nodes[msg["name"]])
         is_held = msg["is_observed"] and msg["name"] in self.core.joint.field
-        if is_held or (isinstance(msg["fn"], FieldLatent) and msg["fn"].drawn is None):
+        if is_held or (isinstance(msg["fn"], FieldLatent) and not msg["fn"].drawn):
             raise ValueError(
                 f"site {msg['name']!r} is held at a value by a handler, but its posterior is one with GP sites. "
                 f"Give the guide independent=({msg['name']!r},), or condition the model before it goes to AutoSparseGP."

@@ -9,9 +9,10 @@ _AWAY = 0.3  # standard deviations of a mean that are told
 _WIDTHS = 0.75, 1.33  # ratios of standard deviations beyond which they are told
 
 Moments = dict[str, tuple[Tensor, Tensor]]  # by name means and variances
+Widths = dict[str, tuple[Tensor, Tensor]]  # by name means and standard deviations
 
 
-def moments_of(values: list[Moments], weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def moments_of(values: list[Moments], weights: Tensor) -> Widths:
     """By name means and standard deviations over weighted draws of means and variances."""
     found = {}
     for name in values[0]:

@@ -69,8 +69,8 @@ def _places(guide: KnownGuide) -> dict[str, Tensor]:
     if data.some is None:
         data.some = _some_rows(guide, data)
     run = _run(guide, *data.some)
-    sizes = {name: sum(guide.module_of(name).basis.sizes) for name in guide.core.moving}
-    return {name: some_of(run.processes[name].x, size) for name, size in sizes.items()}
+    sizes = {name: guide.joint.field.get(name, guide.module_of(name).basis.sizes) for name in guide.core.moving}
+    return {name: some_of(run.processes[name].x, sum(size)) for name, size in sizes.items()}
 
 
 def _run(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Run:

@@ -37,6 +37,7 @@ from .latents import Hyperparameters
 from .newton import Local, Slopes, ascent, by_derivatives, by_precision, grads, gram_of, root_of
 from .predictors import Densities, Links, Place, Predictors
 
+_START = 0.03  # of a draw of x, where steps begin beside products
 _NEWTON = 50  # steps of x, at most
 _NEAR = 1e-10  # nats that a step of x may still gain; an error of x̂ is one of F in its first order
 _EVALUATIONS = 60  # of F, at most
@@ -89,9 +90,10 @@ class Nested:
         x, theta = (torch.zeros(num).to(guide.like) for num in (layout.num, hyper.size))
         # where the program has no density
         self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, layout.precision(layout.nothing(x)), {})
-        # x̂ and P of the last θ; products stand still at 0
+        # x̂ and P of the last θ, at first at 0, or near it, where products stand still: far from it their factors may
+        # have other signs than data say
         noise = torch.randn(layout.num, generator=torch.Generator().manual_seed(0)).to(x)
-        self.start = self.last = 0.3 * noise if drawn else x, self.none.precision
+        self.start = self.last = _START * noise if drawn else x, self.none.precision
         self.weight, self.tilt = 1.0, theta  # of rows that stand for more; and of θ
         self.is_smooth: Optional[bool] = None  # whether densities have curvatures
 
@@ -120,10 +122,6 @@ class Nested:
         zero = theta.new_zeros(self.layout.extended, requires_grad=True)
         sites, handler = self.run(theta, zero)
         return Predictors(sites, self.links, zero, self.layout, lambda f: self.run(theta, zero, f)[0]), handler
-
-    def densities(self, theta: Tensor) -> Densities:
-        """Those of sites without linear predictors, at θ."""
-        return Densities(lambda at: self.run(theta, at)[0], self.drawn, self.layout)
 
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
@@ -166,8 +164,7 @@ class Nested:
                 x = x - step
                 continue
             # of normal densities it stays
-            others = [] if here.matrix is None else [here.matrix.detach().diagonal()]
-            if not torch.equal(held, now := torch.cat([*here.weights.values(), *others])):
+            if not torch.equal(held, now := torch.cat([*here.weights.values(), here.matrix.diagonal()]).detach()):
                 (root, is_mode), held = root_of(found, here), now
             (step, still), gain, best = ascent(here.slope, root, x), value - best, value
             if is_mode and still < near and (self.is_smooth or gain < near):
@@ -184,9 +181,10 @@ class Nested:
         """
         found = self.predictors(best.theta)[0].detached()
         density, slopes, weights = self._by_expectation(found, found.at(best.x), best.precision)
-        slope, matrix = found.back(slopes), None
+        slope, matrix = found.back(slopes), best.x.new_zeros(0, 0)
         if self.drawn:
-            more, matrix = self.densities(best.theta).local_mean(best.x, best.precision.root)  # type: ignore[union-attr]  # dense, where some are drawn
+            densities = Densities(lambda at: self.run(best.theta, at)[0], self.drawn, self.layout)
+            more, matrix = densities.local_mean(best.x, best.precision.root)  # type: ignore[union-attr]  # which is dense
             slope = slope + more
         root, _ = root_of(found, Local(density, slope, weights, matrix, slope[:0]))
         return best.x + ascent(slope, root, best.x)[0], root
@@ -198,10 +196,12 @@ class Nested:
             curvatures = by_derivatives(found, eta)[-1]
             self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
         parts = by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
-        here = Local(parts[0], found.back(parts[1]), parts[2], None, x.new_zeros(self.layout.extended - len(x)))
+        nothing = x.new_zeros(self.layout.extended - len(x))
+        here = Local(parts[0], found.back(parts[1]), parts[2], x.new_zeros(0, 0), nothing)
         if not self.drawn:
             return here
-        density, slope, matrix = self.densities(theta).local(x)
+        drawn = Densities(lambda at: self.run(theta, at)[0], self.drawn, self.layout)
+        density, slope, matrix = drawn.local(x)
         own, rest = matrix[: len(x), : len(x)], matrix.diagonal()[len(x) :]
         return Local(here.density + density, here.slope + slope, here.weights, own, rest)
 
@@ -263,7 +263,7 @@ class Nested:
         x = best.x + best.precision.solve(pull.mT) @ (theta - theta.detach())
         here, rows = self._local(found, theta, x, best.precision), found.detached().rows
         parts = [weight @ (rows[one] * rows[other]).sum(-1) for (one, other), weight in here.weights.items()]
-        total: Any = sum(parts, 0 * theta.sum()) + (0.0 if here.matrix is None else here.matrix.diagonal().sum())
+        total: Any = sum(parts, 0 * theta.sum()) + here.matrix.diagonal().sum()
         return jacobian(total.clamp(min=1e-3).log()[None], theta).detach()[:, 0]
 
     def follow(
@@ -376,7 +376,4 @@ def by_values(
     if layout.num > _LARGEST:
         raise Unsupported(f"{layout.num} values are too many for a dense matrix")
     drawn = [name for name in sites if name in {*facts.data, *facts.downstream} - {*members}]
-    nested = Nested(guide, layout, {}, hyper, run, AtValues, drawn)
-    # At 0 a product stands still, and far from it its factors may have other signs than data say.
-    nested.start = nested.last = 0.1 * nested.start[0], nested.start[1]
-    return nested
+    return Nested(guide, layout, {}, hyper, run, AtValues, drawn)

@@ -1,7 +1,7 @@
 """Newton's steps of x: slopes, curvatures and precisions of densities by their predictors."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Local(NamedTuple):
     density: Tensor  # ℓ
     slope: Tensor  # ∇ℓ by x
     weights: Slopes  # W, −∇²ℓ by pairs of a datum's predictors
-    matrix: Optional[Tensor]  # −∇²ℓ by x of densities without predictors, if there are such
+    matrix: Tensor  # −∇²ℓ by x of densities without predictors, (num, num); (0, 0) if there are none
     of_residuals: Tensor  # and by each residual
 
 
@@ -35,8 +35,7 @@ def root_of(found: Predictors, here: Local) -> tuple[Any, bool]:
     root, info = torch.linalg.cholesky_ex(precision)
     if not info:
         return Dense(root), True
-    # Where ℓ is not log-concave negative curvatures count by their size, of which a step is no longer than the model
-    # holds: test_a_mixture_is_a_likelihood_of_a_field.
+    # Where ℓ is not log-concave negative curvatures count by their size: no step is longer than the model holds.
     values, axes = torch.linalg.eigh(precision)
     return Dense(torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT)), False
 
@@ -70,7 +69,7 @@ def by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tens
 def by_precision(found: Predictors, here: Local, precision: Union[Dense, Arrow]) -> Tensor:
     """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
     total: Any = found.x.new_zeros(())
-    if here.matrix is not None:
+    if len(here.matrix):
         total = 0.5 * (precision.covariance * here.matrix).sum()  # type: ignore[union-attr]
     # JC, where J has entries
     along = {place: precision.covariances(rows.detach()) for place, rows in found.rows.items()}
@@ -84,7 +83,7 @@ def by_precision(found: Predictors, here: Local, precision: Union[Dense, Arrow])
 def gram_of(found: Predictors, here: Local) -> Union[Tensor, Arrow]:
     """G = JᵀWJ = P − I, and what other densities add to it, without its graph."""
     total = found.layout.nothing(found.x.detach())
-    if here.matrix is not None:
+    if len(here.matrix):
         total = here.matrix.detach().clone()
     for (one, other), weight in here.weights.items():
         first, second = found.rows[one].detach(), found.rows[other].detach()

@@ -15,6 +15,11 @@ from ..gaussians.product import Product, Whole
 from ..numerics.arrow import Arrow
 
 
+def worth(weights: Tensor) -> float:
+    """1/Σw²: how many draws of one weight tell as much."""
+    return float(1 / weights.square().sum())
+
+
 class Point:
     """One of the points, in a run: θ, ``(D,)``, and q(x | θ) of all that is normal a priori, ``whole``."""
 
@@ -59,8 +64,8 @@ class Points:
 
     @property
     def effective_size(self) -> float:
-        """1/Σw²: as many points without weights would be as good."""
-        return float(1 / self.weight.square().sum())
+        """How many points without weights would be as good."""
+        return worth(self.weight)
 
     def __repr__(self) -> str:
         names = ", ".join(self.shapes) or "no hyperparameters"

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import combinations_with_replacement, cycle, product
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
@@ -54,8 +54,7 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
     """
     # It is affine if densities are those of predictors that move from one draw of x, with each member and with all, as
     # their slopes at another draw say: products have other slopes there, kinks other values, and comparisons no slope
-    # that tells: test_what_bends_at_a_kink_is_no_predictor. At x = 0 a product of two members would stand still:
-    # test_a_product_is_no_predictor.
+    # that tells. At x = 0 a product of two members would stand still.
     x, base = torch.randn(2, layout.extended, generator=torch.Generator().manual_seed(0)).to(like)
     x, base, members = x.requires_grad_(), 0.5 * base, [name for name in layout.field for _ in _MOVED]
     places = base.repeat(len(members) + 1, 1)
@@ -69,10 +68,10 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
     def found(name: str, of_site: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         """The members in which predictors are not affine, and their links."""
         its = Predictors(here, {name: of_site}, x, layout, lambda given: run(x, given).nodes).detached()
+        its.sure[name] = its.sure[name] & _are_sure(start, name, of_site)  # slopes are of here
         its.sites, its.again = start, lambda given: run(base, given).nodes
         its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
-        sure = _are_sure(here, name, of_site)  # slopes are of here
-        tells = [its.tells(name, sites, its.moved(place - base), sure) for place, sites in zip(places, ends)]
+        tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
         return _untold(members, tells), of_site
 
     linked, total = Linked({}, {}, [], []), 0.0 * x.sum()
@@ -85,17 +84,14 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         total = total + scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]).sum()
         made_of = {} if fn.event_shape else traces.parameters(fn)
         moving = [key for key, part in made_of.items() if depends(part, x)]
-        # What is observed may move, as in obs=y - a: test_what_is_observed_may_be_made_of_latents.
-        keys = [] if depends(site["value"], x) or not _is_made_of(fn, moving, site["value"]) else moving
-        options = [dict(zip(keys, each)) for each in product(*(traces.candidates(fn, key) for key in keys)) if keys]
-        tried = [found(name, option) for option in options]
+        tried = [found(name, option) for option in _options(fn, moving, site["value"], x)]
         # What moves without a slope jumps, as by a comparison.
         still = [(key, sites[name]["fn"]) for key in made_of if key not in moving for sites in ends]
-        jumps = any(not torch.equal(traces.parameters(there)[key], made_of[key]) for key, there in still)
-        if jumps or getattr(fn, "piecewise_constant", False):
+        moved = [key for key, there in still if not torch.equal(traces.parameters(there)[key], made_of[key])]
+        if moved or getattr(fn, "piecewise_constant", False):
             linked.jumps.append(name)
         # Links come first, as in mu + k f without k; then the values of f, if each datum has one.
-        if not jumps and all(not layout.residuals.keys().isdisjoint(off) for off, _ in tried):
+        elif all(not layout.residuals.keys().isdisjoint(off) for off, _ in tried):
             tried += [found(name, {gp: VALUE}) for gp in _one_each(here, density, layout)[:1]]
         # Where no parameter is to be asked, densities move with these members all the same.
         (by_x,) = torch.autograd.grad(density.sum(), x, retain_graph=True)
@@ -134,13 +130,9 @@ def _are_sure(sites: Mapping[str, Any], name: str, of_site: Mapping[str, str]) -
     """Where rounding of parameters moves no predictor, ``(N,)``: where one saturates, as 1 − Φ(6) does in float32, it
     does.
     """
-    return functools.reduce(torch.logical_and, [_is_sure(sites, name, *each) for each in of_site.items()])
-
-
-def _is_sure(sites: Mapping[str, Any], name: str, key: str, link: str) -> Tensor:
-    part, function = _made_of(sites, name, key, link)
-    low, high = (function(part.detach() + sign * torch.finfo(part.dtype).eps) for sign in (-1, 1))
-    return (high - low).abs() < _ROUNDING[part.dtype]
+    made, signs = [_made_of(sites, name, *each) for each in of_site.items()], (-1, 1)
+    ends = [[function(p.detach() + sign * torch.finfo(p.dtype).eps) for sign in signs] for p, function in made]
+    return torch.stack([(high - low).abs() < _ROUNDING[low.dtype] for low, high in ends]).all(0)
 
 
 def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
@@ -163,13 +155,15 @@ def _density_of(site: Any) -> Tensor:
     return (site["fn"] if hasattr(site["fn"], "without_masks") else bare(site["fn"])).log_prob(site["value"])
 
 
-def _is_made_of(fn: Any, moving: list[str], value: Tensor) -> bool:
-    """Whether a density of single data can be made anew of one or two parameters that move, and all others."""
-    # Grids have two axes at most. Whether a subclass is no more than its parameters, numbers tell.
-    is_single = len(moving) <= 2 and all(traces.parameters(fn)[key].dim() <= len(fn.batch_shape) for key in moving)
+def _options(fn: Any, moving: list[str], value: Tensor, x: Tensor) -> list[dict[str, str]]:
+    """The links of one or two parameters that move, if a density of single data can be made anew of all parameters."""
+    # Grids have two axes at most. What is observed may move, as in obs=y - a. Numbers tell whether a subclass is more.
+    are_single = all(traces.parameters(fn)[key].dim() <= len(fn.batch_shape) for key in moving)
+    is_single, is_made_of = 0 < len(moving) <= 2 and are_single and not depends(value, x), False
     with attempt(), asks_program():
-        return is_single and torch.equal(traces.rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
-    return False
+        is_made_of = is_single and torch.equal(traces.rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
+    links = product(*(traces.candidates(fn, key) for key in moving))
+    return [dict(zip(moving, each)) for each in links] if is_made_of else []
 
 
 def design(num: int, like: Tensor) -> Tensor:
@@ -342,17 +336,18 @@ class Predictors(Likelihoods):
         x, t = move.tensor_split([self.layout.num])
         return {place: self.eta[place] + row @ x + self.residuals[place] @ t for place, row in self.rows.items()}
 
-    def tells(
-        self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor], sure: Union[Tensor, bool] = True
-    ) -> bool:
+    @functools.cached_property
+    def sure(self) -> dict[str, Tensor]:
+        """By site which data's predictors no rounding moves, ``(N,)``."""
+        return {name: _are_sure(self.sites, name, of_site) for name, of_site in self.links.items()}
+
+    def tells(self, name: str, sites: Mapping[str, Any], eta: Mapping[Place, Tensor]) -> bool:
         """Whether a site's densities in another run of its program follow from predictors. Data whose predictors
-        rounding moves are left out, if a tenth remains, and those that are not ``sure``, ``(N,)``.
+        rounding moves are left out, if a tenth remains.
         """
         site, here, rounding = sites[name], self.sites[name], _ROUNDING[self.x.dtype]
         one, other = _density_of(site), self.log_prob(name, eta)
-        for run in (self.sites, sites):
-            sure = sure & _are_sure(run, name, self.links[name])
-        known: Any = sure.view(one.shape)  # type: ignore[union-attr]
+        known = (self.sure[name] & _are_sure(sites, name, self.links[name])).view(one.shape)
         one = torch.where(known | (10 * known.sum() <= known.numel()), one, other)
         pairs = [(one, other)] + [(site[k], here[k]) for k in ("scale", "mask") if isinstance(site[k], Tensor)]
         return all(torch.allclose(a * 1.0, b * 1.0, rounding, rounding, equal_nan=True) for a, b in pairs)

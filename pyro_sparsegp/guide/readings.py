@@ -134,7 +134,7 @@ class Readings:
         names = {reading.name for reading in readings}
         meets = any(not reading.direct or self.reader.found.neighbours(reading.name) & names for reading in readings)
         if meets and all(reading.quadratic for reading in readings) and self._solve(tolerance):
-            for reading in readings if trained else ():  # once more, for the gradient
+            for reading in readings:  # once more, for the gradient
                 reading.sites = self._target(reading)[1]
             return
         for left in reversed(range(most)):

@@ -13,6 +13,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.poutine.runtime import get_plates
 from torch import Tensor, nn
 
 from ..gaussians.drawn import Drawn
@@ -26,6 +27,7 @@ from ..program.asking import asks_program
 from ..program.data import TrainingData
 from ..program.enumeration import Enumeration
 from ..program.owners import kept_buffers
+from ..program.structure import Role
 from ..warned import warn_once
 from .calls import Call, Evaluation
 from .field import basis_of
@@ -74,11 +76,11 @@ class Run(ABC):
         self.drawn = self.drawn or self.conditions.drawn
         if self.takes_points and self.drawn is None:
             self.drawn = core.points.chosen(self.at_medians)  # type: ignore[union-attr]
-        self.kind = guide.kind_of(isinstance(self.drawn, Point))
+        self.kind = guide.at_points if isinstance(self.drawn, Point) else guide.q
         self.look_ahead(args, kwargs)
         before, held = guide.run, self.conditions
         guide.run = self
-        if self.sums_out and (core.facts.discrete or not core.facts.gps):
+        if self.sums_out and core.facts.discrete:
             self.enumeration = Enumeration(held.values)
         try:
             # Only a step of training moves what modules keep of their inputs.
@@ -114,8 +116,32 @@ class Run(ABC):
         """The answer at a latent of the field."""
         raise NotImplementedError  # of a first run, which knows none
 
+    def is_new(self, name: str, prior: TorchDistribution) -> bool:
+        """Whether a latent is none of the guide's, or under the data plate and at other data than there were."""
+        own = self.guide.core.facts.latents.get(name)
+        if own is None:
+            classes = self.conditions.values  # of groups, which are held
+            if name in classes:
+                _require_sizes(name, tuple(classes[name].shape), tuple(prior.shape()))
+            return True
+        here = {plate.name: plate.full_size or plate.size for plate in get_plates()}
+        sizes = {plate: here.get(plate, size) for plate, size in own.plates.items()}
+        if own.role == Role.ALL:
+            _require_sizes(name, own.plates, sizes)
+            return False
+        if sizes != own.plates:
+            return True
+        is_part = any(plate.size != here[plate.name] for plate in get_plates())
+        if self.call.inputs or (is_part and not self.call.new):  # row numbers of a part say which rows they are
+            return False
+        if own.role == Role.GROUP:
+            checks.warn_of_groups(self.guide.warned, name, own.plates)
+        return True
+
     def module(self, name: str, process: GaussianProcess) -> Any:
         """The site's variational module."""
+        if self.call.new:
+            require_inputs(name, process)
         return self.guide.module_of(name)
 
     @abstractmethod
@@ -187,11 +213,31 @@ class AtNodes(Posteriors):
 
     nodes: Mapping[str, Optional[Tensor]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.joint_up_to = 0 if self.guide.training else math.inf
+
     def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Union[Tensor, SparsePosterior]:
         if name not in self.nodes:
             return super().answer(name, process, module)
         posterior = self.posteriors[name] = self.kind.answer(self, name, process, module, NodeSite)
         return posterior.at_node(self.nodes[name])
+
+
+def _require_sizes(name: str, learned: object, here: object) -> None:
+    """Raise where values of other groups would be taken: test_known_groups.py."""
+    if learned != here:
+        raise ValueError(
+            f"latent site {name!r} was learned in plates of the sizes {learned}, here {here}. Give plates of those "
+            "sizes; or put the data into the latent's own plate, so that new groups' values come from the model."
+        )
+
+
+def require_inputs(name: str, process: GaussianProcess) -> None:
+    """Raise if inputs are none of a GP site's kernel, such as an output's number that is none."""
+    try:
+        process.kernel.check_inputs(process.x)
+    except ValueError as error:
+        raise ValueError(f"GP site {name!r}: {error}") from None
 
 
 @torch.no_grad()
@@ -252,8 +298,7 @@ def require_data(run: Run) -> None:
     """Raise if an objective's run met no data: the model has drawn them, y=None."""
     guide, rows, sites = run.guide, run.guide.facts.data, run.sites
     observed = [name for name, site in sites.items() if traces.is_observation(site)]
-    # Beside what is given, data that are left out, not drawn, may be another step's:
-    # test_data.py::test_measurements_that_are_not_of_f_are_data.
+    # Beside what is given, data that are left out, not drawn, may be another step's.
     drawn = not observed or any(traces.is_free(sites[name]) for name in rows if name in sites)
     if rows and drawn and all(guide.is_given(name, sites[name]) for name in observed):
         known = ", ".join(map(repr, rows))
@@ -301,12 +346,10 @@ def share_of_rows(run: Run) -> float:
     """The share of all rows that a step has, the least of all sites, 0 if unknown; warns where no plate scales up."""
     guide, facts, sites = run.guide, run.guide.core.facts, run.sites
     # A plate that scales rows up does so whatever handlers' scales are.
-    shares = [traces.share_of(site) for site in run.data.values()]
-    least, known = min(shares, default=1.0), True
+    shares = {name: traces.share_of(site) for name, site in run.data.items()}
+    least, known = min(shares.values(), default=1.0), True
     scales = [sites[name]["scale"] for name in facts.gps if name in sites]  # of all that is scored, if that is scaled
-    for (name, site), share in zip(run.data.items(), shares):
-        if share < 1:
-            continue
+    for name, site in [(name, site) for name, site in run.data.items() if shares[name] == 1]:
         num, before, told = site["value"].numel(), guide.core.sizes[name], ("rows", name)
         # A handler's number may scale a batch up to the first call's rows: others are weights
         # (test_data.py::test_a_weight_of_the_data_is_no_size).

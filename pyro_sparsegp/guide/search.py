@@ -71,7 +71,7 @@ class Search:
         self.order = torch.randperm(self.num, generator=torch.Generator().manual_seed(0))
         self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
         self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
-        self.stay, self.kept = dict[str, Tensor](), list[str]()  # and latents that are not eliminated
+        self.stay, self.eliminates = dict[str, Tensor](), True
         self.given, self.why = set[str](), ""  # what predictors are affine given; why there is no F, and what to do
         self.is_exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (MOST_VALUES, MOST_VALUES) if self.is_exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
@@ -81,8 +81,7 @@ class Search:
         self._take(self.most[0])
         # what a trained guide has for hyperparameters stays so: random points of another search may show it otherwise
         normal = without(self._normal(), guide.joint.hyper)
-        # Without a field f follows hyperparameters alone, where its sites are exact:
-        # test_exact_of_many_rows_follows_an_intercept.
+        # Without a field f follows hyperparameters alone, where its sites are exact.
         are_few = sum(prior.shape().numel() for prior in normal.values()) <= _MOST_BESIDE
         if self.is_exact and self.rows < self.num and are_few and all(gp.is_quadratic for gp in self.gps.values()):
             normal = {}
@@ -157,8 +156,7 @@ class Search:
         numbers = layout.extended - layout.num + layout.dense
         if layout.dense > LARGEST or numbers * rows > _MOST_SLOPES:
             raise Unsupported(f"{numbers} numbers that are normal a priori, at {rows} rows, are too many")
-        # Beside their start, where a hyperparameter may hide what it multiplies, as an LKJCholesky's identity does:
-        # test_a_check_of_points_constant_entries_and_another_dtype.
+        # Beside their start, where a hyperparameter may hide what it multiplies, as an LKJCholesky's identity does.
         with repeatable(guide.like):
             first = self.hyper.parts(self.hyper.of(self.held))
             beside = {name: value + _BESIDE * torch.randn_like(value) for name, value in first.items()}
@@ -170,7 +168,7 @@ class Search:
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
         seen = {*linked.links, *linked.bent} - {*linked.jumps}
         if eliminated and linked.bent:  # a datum may have several of its values
-            self.kept.append(eliminated)
+            self.eliminates = False
             return self.nested()
         # Given a few latents in which predictors are not affine, they may be affine in all else: these are
         # hyperparameters. Else densities are taken as they are.
@@ -205,9 +203,9 @@ class Search:
     def _eliminated(self) -> str:
         """The latent with the most values, if each datum may have one of them, and all are in the field."""
         free = {n: p.shape().numel() for n, p in self.normal.items() if type(bare(p)) is dist.Normal}
-        most = max(free, key=lambda name: free[name], default="")
-        stays = most in self.kept or any(map(self.guide.is_independent, self.normal)) or {*self.fixed} & {*self.normal}
-        return "" if stays or free.get(most, 0) < _ELIMINATED else most
+        many = {name: num for name, num in free.items() if num >= _ELIMINATED}
+        apart = [name for name in self.normal if name in self.fixed or self.guide.is_independent(name)]
+        return max(many, key=lambda name: many[name], default="") if self.eliminates and not apart else ""
 
     def at_rows(self, nested: Nested, most: int) -> Nested:
         """F at more rows, or as it is."""

@@ -51,10 +51,8 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     few = not holds_part(run.trace) and max(guide.core.sizes.values(), default=0) <= ALL_ROWS
     effects = [name for name, prior in local.items() if few and type(bare(prior)) is dist.Normal]
     guide.join(row_effects=tuple(effects))
-    try:
-        why = _start(guide, run, args, kwargs)
-    finally:
-        guide.join(row_effects=tuple(name for name in effects if name in guide.joint.field))
+    why = _start(guide, run, args, kwargs)
+    guide.join(row_effects=tuple(name for name in effects if name in guide.joint.field))
     if not why:
         return
     apart, follows = _apart(guide, run, args, kwargs), guide.q.follows_latents(guide)
@@ -72,7 +70,7 @@ def _apart(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     facts = guide.facts
     others = without(facts.latents, [*guide.joint.field, *guide.joint.hyper, *facts.local_latents])
     names = [n for n in others if is_normal_prior(run.sites[n]["infer"]["prior"])]
-    values = {n: run.values[n].detach() for n in names if not (guide.is_point(n) or guide.is_independent(n))}
+    values = {n: run.values[n].detach() for n in filter(guide.may_join, names)}
     with torch.enable_grad(), pyro.validation_enabled(False):
         moved = {name: value.requires_grad_() for name, value in values.items()}
         sites = held_runs(guide.model, run.trace, args, kwargs)(moved).nodes
@@ -93,8 +91,10 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     if why := obstacle(guide):
         return why
     bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
+    joint = guide.joint
     with torch.enable_grad(), whole_plates(), bar:
         for as_they_are in (False, True):  # densities, where their predictors lead to no mode
+            guide.core.joint = joint
             with attempt() as sought:
                 return _find(Search(guide, run, (args, kwargs), [], bar.update, as_they_are=as_they_are))
     names = list(facts.latents) or sorted({name for pair in facts.meeting for name in pair})
@@ -163,14 +163,15 @@ class _Mode:
     def start(self) -> str:
         """Start q there; what keeps latents apart, if anything does."""
         guide, facts, hyper, layout = self.guide, self.facts, self.search.hyper, self.layout
-        free = {n for n in facts.latents if not guide.is_point(n) and not guide.is_independent(n)}
+        free = set(filter(guide.may_join, facts.latents))
         joint = [name for name in hyper.rows if name in free]
         guide.join(hyper=tuple(joint))
         field = [name for name in layout.field if name in {*facts.gps, *free}]
         self._make_field(field)
         self.weights = self._weights(index_of(hyper.rows, [] if guide.joint.followed else joint, self.theta))
         intercepts = self._intercepts()
-        if not self._wants_field(field, intercepts):
+        why = next((why for applies, why in self._obstacles(field, intercepts) if applies), None)
+        if why is not None:
             del guide.field
             field = []
             guide.join(field={}, factors={}, eliminated="", followed=())
@@ -186,21 +187,13 @@ class _Mode:
         if joint:
             index = index_of(hyper.rows, joint, self.theta)
             couple(guide, self.best.theta[index], torch.linalg.cholesky(self.covariance[index][:, index]))
-        if field:
+        if why is None:
             self._start_field(field, intercepts)
             return ""
         for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
             if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
                 self._put(q, q.anchor_of(self.handler.bases[name]), [name])
-        search, names = self.search, ", ".join(self.facts.gps)
-        classes = "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS."
-        whys = [
-            (self._is_classes, classes),
-            (not search.is_exact, ""),
-            (search.rows < search.num, f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."),
-            (True, f"inputs of {names} move, or plates take a part of the rows. Take SVGP(64)."),
-        ]
-        return next(why for applies, why in whys if applies)
+        return why
 
     def _set_others(self, joint: Collection[str]) -> None:
         """Start independent posteriors at the mode, with the variances given all other latents."""
@@ -214,8 +207,8 @@ class _Mode:
         given = 1 / best.precision.diagonal  # 1/Pᵢᵢ, in units of the field
         alone |= {n: there.priors[n].variance.reshape(-1).to(given) * given[self.layout.rows[n]] for n in normal}
         for name, latent in others.items():
-            both, shape = (loc[name], alone[name].sqrt()), latent.shape or ()
-            mean, scale = (part.detach().reshape(shape).clone() for part in both)
+            both, shape = (loc[name], alone[name].sqrt()), latent.shape
+            mean, scale = (part.detach().reshape(shape).clone() for part in both)  # type: ignore[arg-type]
             self.guide.set_latent(name, mean, latent.event_dim, scale.to(mean))
 
     def _make_field(self, field: list[str]) -> None:
@@ -307,21 +300,25 @@ class _Mode:
         narrows = 0.5 * by.square() * informed * self.covariance.diagonal() > _NARROWER
         return torch.zeros_like(by).index_copy(0, index, (by * narrows)[index])
 
-    def _wants_field(self, field: list[str], intercepts: Collection[str]) -> bool:
-        """Whether GP sites meet in a density, or a latent is to be joint with them."""
+    def _obstacles(self, field: list[str], intercepts: Collection[str]) -> list[tuple[Any, str]]:
+        """What may keep GP sites and latents apart, whether it does, and what to say of it if latents are."""
         search, facts, modules = self.search, self.facts, self.guide.modules_by_site().values()
-        if self._is_classes or any(isinstance(module, ExpectationGP) for module in modules):
-            return False
-        # Values at all rows are a basis if all are here, and stay where they are:
-        # test_exact_is_no_field_of_a_batch_or_of_inputs_that_move.
-        moves = any(as_process(self.handler.priors[name])[0].x.requires_grad for name in facts.gps)  # type: ignore[union-attr]
-        if search.is_exact and (search.rows < search.num or search.is_part or moves):
-            return False
-        if len(field) > len(modules) or facts.meeting or self.guide.together_by_name or facts.has_outputs_that_meet:
-            return True
+        classes = "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS."
+        many = f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."
+        moves = f"inputs of {', '.join(facts.gps)} move, or plates take a part of the rows. Take SVGP(64)."
+        meet = len(field) > len(modules) or facts.meeting or self.guide.together_by_name or facts.has_outputs_that_meet
         # an intercept of another prior, which f follows by itself on sites
-        follows = intercepts or self.weights.any() or (self.nested.drawn and self.guide.joint.hyper)
-        return bool(follows) and all(type(module) is SparseGP for module in modules) and not self.own
+        moved = intercepts or self.weights.any() or (self.nested.drawn and self.guide.joint.hyper)
+        follows = moved and all(type(module) is SparseGP for module in modules) and not self.own
+        # Values at all rows are a basis if all are here, and stay where they are.
+        parts = [search.is_part, *(as_process(self.handler.priors[name])[0].x.requires_grad for name in facts.gps)]  # type: ignore[union-attr]
+        return [
+            (self._is_classes, classes),
+            (any(isinstance(module, ExpectationGP) for module in modules), ""),
+            (search.is_exact and search.rows < search.num, many),
+            (search.is_exact and any(parts), moves),
+            (not (meet or follows), ""),
+        ]
 
     @property
     def _is_classes(self) -> bool:

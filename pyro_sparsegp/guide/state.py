@@ -47,8 +47,7 @@ def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Te
     joint = Coupling(**{key: part for key, part in saved["joint"].items() if key in Coupling.__dataclass_fields__})
     found = Core(Structure.from_json(saved["structure"]), joint, dict(saved["sizes"]), loaded=True)
     found.num_nodes = saved["num_nodes"]
-    # A guide that was called keeps its parameters, which an optimiser may have:
-    # test_guide.py::TestState::test_loading_into_a_used_guide_keeps_its_parameters
+    # A guide that was called keeps its parameters, which an optimiser may have.
     before, after = ((core.facts.latents, core.joint.hyper, core.joint.field) for core in (now, found))
     if modules != saved["modules"] or before != after:
         guide.forget()
@@ -95,29 +94,25 @@ def _of_earlier_release(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A state whose facts of the program were lists of names, in today's form; some had no more than the first ones."""
     of: Any = {"data_plates": [], "grouped": [], "inner": [], "groups": {}, "quadratic": [], "columns": {}}
     of |= {"enumerated": [], "classes": [], "interactions": [], "summed": [], "kinds": {}, "num_nodes": 20, **saved}
-    gps, latents = dict[str, Any](), dict[str, Any]()
-    for name, spec in of["gps"].items():
-        gps[name] = {"outputs": spec["batch_shape"], "columns": of["columns"].get(name)}
-        gps[name] |= {"depends": of["dependence"][name], "is_inner": name in of["inner"]}
-        gps[name] |= {"is_quadratic": name in of["quadratic"]}
-        if name in of["groups"]:
-            gps[name]["group"] = dict(zip(("size", "layer"), of["groups"][name]))
-    for name, own in of["latents"].items():
-        local = "group" if name in of["grouped"] else "row"
-        latents[name] = {**own, "role": local if own["plates"].keys() & {*of["data_plates"]} else "all"}
-    # It is not known on which GP sites a density depends.
-    moved, sites = of["downstream"], dict.fromkeys([*of["rows"], *of["downstream"]])
+    groups = {name: dict(zip(("size", "layer"), group)) for name, group in of["groups"].items()}
+    gps = {
+        name: {"outputs": spec["batch_shape"], "columns": of["columns"].get(name), "group": groups.get(name)}
+        | {"depends": of["dependence"][name], "is_inner": name in of["inner"], "is_quadratic": name in of["quadratic"]}
+        for name, spec in of["gps"].items()
+    }
+    roles = dict.fromkeys(of["latents"], "row") | dict.fromkeys(of["grouped"], "group")
+    apart = [name for name, own in of["latents"].items() if own["plates"].keys().isdisjoint(of["data_plates"])]
+    roles |= dict.fromkeys(apart, "all")
+    densities = {
+        name: {"distribution": of["kinds"].get(name, ""), "is_observed": name in of["rows"]}
+        for name in [*of["rows"], *of["downstream"]]
+    }
+    for name in of["downstream"]:  # it is not known on which GP sites it depends
+        densities[name]["gps"] = [*gps]
     structure = {
         "gps": gps,
-        "latents": latents,
-        "densities": {
-            name: {
-                "distribution": of["kinds"].get(name, ""),
-                "gps": [*gps] if name in moved else [],
-                "is_observed": name in of["rows"],
-            }
-            for name in sites
-        },
+        "latents": {name: {**own, "role": roles[name]} for name, own in of["latents"].items()},
+        "densities": densities,
         "discrete": {name: "all" if name in of["classes"] else "row" for name in of["enumerated"]},
         "meeting": of["interactions"],
         "summed": of["summed"],

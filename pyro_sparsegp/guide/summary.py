@@ -8,6 +8,8 @@ from typing import Optional, Self
 import torch
 from torch import Tensor
 
+from .points import Points
+
 _MOST = 100  # rows that are printed
 
 
@@ -20,23 +22,24 @@ class Summary:
     sd: Tensor
     low: Tensor  # the 5 % quantile
     high: Tensor  # the 95 % quantile
-    effective_size: Optional[float] = None  # of the weighted points that draws are from
+    points: Optional[Points] = None  # which draws are from
 
     @classmethod
-    def of(cls, draws: Mapping[str, Tensor], effective_size: Optional[float] = None) -> Self:
+    def of(cls, draws: Mapping[str, Tensor], points: Optional[Points] = None) -> Self:
         """The summary of draws, ``(S, ...)``, by name."""
         names = [
             name + (f"[{', '.join(map(str, place))}]" if place else "")
             for name, value in draws.items()
             for place in product(*map(range, value.shape[1:]))
         ]
-        values = (
-            torch.cat([value.reshape(len(value), -1) for value in draws.values()], 1) if draws else torch.zeros(2, 0)
-        )
-        low, high = values.quantile(values.new_tensor([0.05, 0.95]), 0) if draws else values
+        if not draws:
+            nothing = torch.zeros(0)
+            return cls((), nothing, nothing, nothing, nothing, points)
+        values = torch.cat([value.reshape(len(value), -1) for value in draws.values()], 1)
+        low, high = values.quantile(values.new_tensor([0.05, 0.95]), 0)
         mean = values.mean(0)
         sd = ((values - mean).square().sum(0) / (len(values) - 1)).sqrt()  # of one draw NaN, without torch's warning
-        return cls(tuple(names), mean, sd, low, high, effective_size)
+        return cls(tuple(names), mean, sd, low, high, points)
 
     def __repr__(self) -> str:
         width = max(map(len, self.names), default=0)
@@ -45,6 +48,6 @@ class Summary:
         lines += [f"{name:{width}}" + "".join(f"{number:10.3g}" for number in row) for name, *row in list(rows)[:_MOST]]
         if len(self.names) > _MOST:
             lines.append(f"... {len(self.names) - _MOST} more")
-        if self.effective_size is not None:
-            lines.append(f"weighted points of hyperparameters, effective size {self.effective_size:.0f}")
+        if self.points is not None:
+            lines.append(f"weighted points of hyperparameters, effective size {self.points.effective_size:.0f}")
         return "\n".join(lines)

@@ -25,6 +25,7 @@ from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP
 from ..guide.predictors import Likelihoods, Place
+from ..guide.runs import AtNodes
 from ..numerics.linalg import above_rounding
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import traces
@@ -219,7 +220,7 @@ class Grid:
         return self._at(dict.fromkeys([*self.closed.axes, *self.closed.gps]))
 
     def _at(self, places: dict[str, Any]) -> Ran:
-        return self.guide.at_nodes(places, *self.call, self.given)
+        return self.guide.at_nodes(AtNodes(self.guide, nodes=places), *self.call, self.given)
 
     def expectations(self, *ran: poutine.Trace) -> Tensor:
         """The sum of those in closed form, whatever the node."""

@@ -28,7 +28,7 @@ def bound_of_field(inputs: Inputs) -> Tensor:
     """The bound at a draw of the hyperparameters."""
     guide, args, kwargs = inputs.guide, inputs.args, inputs.kwargs
     facts, joint, ahead = guide.facts, guide.joint, Priors(guide)
-    model_trace, guide_trace, whole_trace = guide.at_nodes({}, inputs.wrapped, args, kwargs, ahead=ahead)
+    model_trace, guide_trace, whole_trace = guide.at_nodes(ahead, inputs.wrapped, args, kwargs)
     require_rows_of_effects(guide, ahead.normal)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
     whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.eliminated)

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
-from ..guide.check import check
+from ..guide.check import Glance, check
 from ..numerics.arguments import require_choice, require_count
 from ..numerics.functions import if_known
 from ..numerics.processes import Workers, sharing
@@ -328,7 +328,7 @@ class _Loop:
         if len(self.losses) >= 2 * last > 2:
             found += fell(np.array(self.losses[-2 * last :]).reshape(2, last), self.size or 0)
         if self.batches.whole and self.workers.num == 1 and self.total >= _CHECKED:
-            found += check(self.guide, *self.call(next(self.batches.epoch(0))), whole=False)
+            found += check(self.guide, *self.call(next(self.batches.epoch(0))), Glance)
         if inner := self.guide.facts.inner:
             found.append(
                 f"inner layers ({', '.join(inner)}) have several modes: fits from other seeds end at other losses. Fit "

@@ -21,6 +21,7 @@ from ..guide import AutoSparseGP
 from ..guide.changes import watch
 from ..guide.first_call import explain_nan
 from ..guide.moving import following
+from ..guide.runs import AtNodes
 from ..guide.search import ALL_ROWS
 from ..numerics.arguments import require_count
 from ..numerics.decisions import decided
@@ -210,7 +211,7 @@ class TraceQuadrature_ELBO(ELBO):
         """Minus the bound as a scalar tensor."""
         unwrapped = own_guide(model, guide, "TraceQuadrature_ELBO")
         unwrapped.prepare(*args, **kwargs)
-        watch(unwrapped, args, kwargs, is_step=False)
+        watch(unwrapped, args, kwargs, is_due=False)
         return self._minus_bound(unwrapped, guide, args, kwargs)
 
     def _minus_bound(self, unwrapped: AutoSparseGP, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -261,7 +262,7 @@ class ProjectedLikelihood(TraceQuadrature_ELBO):
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         facts = guide.facts
         nodes = dict.fromkeys(facts.gps, guide.like.new_zeros(()))
-        model_trace, guide_trace, _ = guide.at_nodes(nodes, wrapped, args, kwargs)
+        model_trace, guide_trace, _ = guide.at_nodes(AtNodes(guide, nodes=nodes), wrapped, args, kwargs)
         # Σ log p(Sᵀy) of the GP sites, lemma S2, log p(y) of sites that are not after one, − Σ KL of other latents
         total = log_density_minus_kl(model_trace, guide_trace, {*facts.gps, *facts.downstream})
         for name in facts.gps:

@@ -155,19 +155,18 @@ def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, cal
     for name in run.moves:
         _read_off(readings[name], run, learns)
     left = [reading for name, reading in readings.items() if name not in run.moves]
-    if left:
-        most, tolerance = _SETTLED, _TOLERANCE[guide.like.dtype]
-        if learns:
-            most, tolerance = max(reading.module.updates for reading in left), 0.0
-            for reading in left:
-                reading.resume(call.same)
-            if guide.has_random_latents:  # sites that were kept are those of another draw
-                most, tolerance = max(most, 5), 0.05
-        others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
-        Readings(reader, left, others).settle(most, tolerance)
-        for reading in () if learns else left:
-            reading.module.require_settled(reading.change, reading.name, guide.warned)
+    most, tolerance = _SETTLED, _TOLERANCE[guide.like.dtype]
+    if learns:
+        most, tolerance = max((reading.module.updates for reading in left), default=0), 0.0
+        for reading in left:
+            reading.resume(call.same)
+        if guide.has_random_latents:  # sites that were kept are those of another draw
+            most, tolerance = max(most, 5), 0.05
+    others = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
+    Readings(reader, left, others).settle(most, tolerance)
     for reading in readings.values():
+        if not learns:
+            reading.module.require_settled(reading.change, reading.name, guide.warned)
         # To look at a guide does not change how it trains.
         reading.end(learns or reading.module.sites.empty or (reading.direct and run.at_medians))
     return readings

@@ -33,7 +33,7 @@ class Separate:
     def describe(self, guide: KnownGuide) -> str:
         """Which functions and latents have one Gaussian, and how others are distributed."""
         joint = guide.joint
-        apart = [name for name in guide.facts.latents if name not in joint.field and name not in joint.hyper]
+        apart = [name for name in guide.facts.latents if name not in {*joint.field, *joint.hyper}]
         kinds = {
             "jointly normal": list(joint.hyper),
             "independent": [name for name in apart if not guide.is_point(name)],
