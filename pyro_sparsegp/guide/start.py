@@ -143,10 +143,6 @@ def _find(search: Search) -> str:
         best = nested.at(theta)
     if not best.value.isfinite():
         raise Unsupported("no start has a finite density")
-    # Where the scale of a latent's prior is 0 its density is infinite: test_slopes_of_groups_whose_scale_may_be_0.
-    there = nested.run(best.theta, nested.layout.extend(best.x))[1].priors
-    if any((there[name].stddev < 0.01 * search.priors[name].stddev).any() for name in search.given):
-        raise Unsupported("a density is infinite")
     return _Mode(search, nested, best).start()
 
 
@@ -159,6 +155,10 @@ class _Mode:
         self.covariance = nested.covariance(best)
         self.theta = best.theta.clone().requires_grad_()  # which shows whether inputs move with θ
         self.found, self.handler = nested.predictors(self.theta)
+        # Where the scale of a latent's prior is 0 its density is infinite: test_slopes_of_groups_whose_scale_may_be_0.
+        there = self.handler.priors
+        if any((there[name].stddev < 0.01 * search.priors[name].stddev).any() for name in search.given):
+            raise Unsupported("a density is infinite")
 
     def start(self) -> str:
         """Start q there; what keeps latents apart, if anything does."""
