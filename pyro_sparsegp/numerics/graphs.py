@@ -118,8 +118,8 @@ def _written(node: Node) -> list[Any]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = {argument.name: value for argument, value in zip(schema.arguments, node.args)} | node.kwargs
-    found = [given[argument.name] for argument in schema.arguments if argument.is_write and argument.name in given]
+    given = [*zip(schema.arguments, node.args), *((one, node.kwargs.get(one.name)) for one in schema.arguments)]
+    found = [value for one, value in given if value is not None and getattr(one.alias_info, "is_write", False)]
     return [each for value in found for each in (value if isinstance(value, list) else [value])]
 
 
