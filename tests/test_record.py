@@ -308,7 +308,63 @@ def test_a_program_that_counts_its_calls_is_not_recorded():
     assert jit == plain
     assert not none
     assert len(told) == 1
-    assert "the model changes calls['count'] when it is called" in told[0]
+    assert "when it is called, the model changes calls. Give what changes as an argument" in told[0]
+
+
+def test_a_cache_that_is_filled_is_no_change_of_the_program():
+    def steps(elbo):
+        cache = {}
+
+        def model(x, y=None, size=None):
+            weight = cache.setdefault(len(x), torch.full((), 0.5, dtype=x.dtype))
+            return counts(x, y, size, lambda f: weight)
+
+        svi = stepper(elbo, model, SVGP(6))
+        return svi, [svi.step(*rows(20 + 2 * (step % 3)), 80) for step in range(30)]
+
+    (_, plain), (svi, jit) = steps(TraceQuadrature_ELBO(10)), steps(elbo := JitTraceQuadrature_ELBO(10))
+    assert jit == plain
+    assert not elbo._recordings[svi.guide].why
+    assert replayed(elbo._recordings[svi.guide]) > 2
+
+
+def test_a_program_that_asks_an_iterator_is_not_recorded():
+    def steps(elbo):
+        each = iter([0.0] * 30 + [0.3] * 300)
+        return told_of(elbo, lambda f: next(each), 20)
+
+    (plain, none), (jit, told) = steps(TraceQuadrature_ELBO(10)), steps(JitTraceQuadrature_ELBO(10))
+    assert jit == plain
+    assert not none
+    assert len(told) == 1
+    assert "each is an iterator, and a replay would see no change of it. Give what" in told[0]
+
+
+@pytest.mark.filterwarnings("ignore:.* was not registered in the param store")
+@pytest.mark.parametrize("change", ["freezes", "evaluates", "stores"])
+def test_changes_of_networks_and_parameters_are_seen(change):
+    def steps(elbo):
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Dropout(0.2), torch.nn.Linear(3, 1)).double()
+
+        def model(x, y=None):
+            pyro.module("net", net)
+            level = pyro.param("level", torch.zeros((), dtype=x.dtype))
+            return counts(x, y, change=lambda f: level + net(x)[:, 0])
+
+        svi = stepper(elbo, model, SVGP(6))
+        losses = [svi.step(*rows(24)) for _ in range(11)]
+        if change == "freezes":
+            net[0].requires_grad_(False)
+        elif change == "evaluates":
+            net.eval()
+        else:
+            pyro.get_param_store()["level"] = torch.tensor(0.5, dtype=torch.float64)
+        losses += [svi.step(*rows(24)) for _ in range(3)]
+        net.train().requires_grad_(True)
+        return losses + [svi.step(*rows(24)) for _ in range(6)]
+
+    assert steps(JitTraceQuadrature_ELBO(10)) == steps(TraceQuadrature_ELBO(10))
 
 
 def test_a_program_that_changes_unseen_ends_the_recording():

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from traceback import extract_tb
@@ -15,22 +16,23 @@ import torch
 from pyro import poutine
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..guide import AutoSparseGP
 from ..numerics.decisions import Decisions, deciding
 from ..numerics.processes import is_shared
 from ..program.data import walk
-from ..program.names import Named, Same, known
+from ..program.names import Named, Same
 from ..program.traces import RandomState
 from .optimisers import FallingAdam
 from .quadrature import TraceQuadrature_ELBO, own_guide
 from .record import Recording, record
 
 _AFTER = 3  # steps of one kind, of which the last is recorded
-_MOST = 8  # recordings of a guide, those that were given up among them
+_MOST = 8  # recordings of a guide, those that were given up among them, and changes by its program
 _REMEMBERED = 64  # kinds of steps
 _PATIENCE = 8  # replays that end as plain steps, and are more than half of all, before a recording is given up
+_CURE = "Give what changes as an argument, in a tensor"
 # Of frames in these files a message names none.
 _LIBRARIES = (*torch.__path__, *pyro.__path__, str(Path(__file__).parents[1]))
 
@@ -46,10 +48,10 @@ class JitTraceQuadrature_ELBO(TraceQuadrature_ELBO):
     (numbers, strings and objects in closures, globals and attributes) is a recording; there are at most eight. Where a
     factorisation fails or the loss is not finite, the plain step is taken.
 
-    A program that changes what it names, such as a count of its calls, is not recorded, nor is one that reads a
-    tensor's numbers, by ``if f.max() > 1`` or ``x.item()``: a warning says where, and steps are plain. For what names
-    do not show, steps 1, 2, 4, 8, … after a recording, and the last one of ``fit``, are taken plainly, too, and
-    compared. If the program has changed, all further steps are plain, and a warning says so.
+    A program that changes what it names, such as a count of its calls, is not recorded, nor one that asks an iterator
+    or reads a tensor's numbers, by ``if f.max() > 1`` or ``x.item()``: a warning says where, and steps are plain. For
+    what names do not show, steps 1, 2, 4, 8, … after a recording, and the last one of ``fit``, are taken plainly, too,
+    and compared. If the program has changed, all further steps are plain, and a warning says so.
 
     :param num_nodes: K, the number of quadrature nodes per axis.
     :param num_particles: the number of draws of other latents to average over.
@@ -107,21 +109,27 @@ class Step:
         """What the graph depends on but tensors' numbers."""
         places: dict[int, int] = {}  # a tensor may stand at several
 
-        def kind(leaf: object) -> Any:
-            if isinstance(leaf, Tensor):
-                place = places.setdefault(id(leaf), len(places))
-                return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, place
-            return known(leaf)
+        def kind(leaf: Tensor) -> Any:
+            place = places.setdefault(id(leaf), len(places))
+            return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, place
 
-        core, model = self.guide.core, self.guide.model
-        modules = model.modules() if isinstance(model, nn.Module) else ()
-        modes = self.guide.training, tuple(module.training for module in modules), torch.get_default_dtype()
-        parts = tuple((path, kind(leaf)) for path, leaf in walk((self.args, self.kwargs)))
+        core, modes = self.guide.core, (self.guide.training, torch.get_default_dtype())
+        parts = tuple((path, kind(leaf)) for path, leaf in self.leaves if isinstance(leaf, Tensor))
         return parts, modes, Same(self.wrapped), Same(core), Same(core.plan), named.key, getattr(core.plan, "way", None)
+
+    @cached_property
+    def leaves(self) -> list[tuple[tuple, Any]]:
+        """The arguments, by their places."""
+        return list(walk((self.args, self.kwargs)))
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [leaf for _, leaf in walk((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        return [leaf for _, leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def others(self) -> dict[tuple, Any]:
+        """The arguments that are no tensors."""
+        return {path: leaf for path, leaf in self.leaves if not isinstance(leaf, Tensor)}
 
 
 @dataclass
@@ -132,14 +140,15 @@ class Recordings:
     found: dict[Any, Recording] = field(default_factory=dict)
     seen: dict[Any, int] = field(default_factory=dict)
     made: int = 0  # how many recordings there were
+    changes: int = 0  # how many plain steps have changed what the program names
     named: Any = None  # what the program named before this step
     way: tuple[bool, ...] = ()  # of the last plain step
     why: str = ""  # steps are plain from now on
 
     def step(self, step: Step) -> float:
         """Take a step: the loss."""
-        if self.named is None or not self.named.hold():
-            self.named = Named(step.guide.model)
+        if self.named is None or not self.named.hold(step.others):
+            self.named = Named(step.guide.model, step.others)
         key = step.key(self.named), self.way
         recording = self.found.get(key)
         if recording is None or not recording.fits():
@@ -185,19 +194,21 @@ class Recordings:
             self.seen.clear()
         self.seen[key] = self.seen.get(key, 0) + 1
         loss, sites = self._plain(step)
-        # A program that counts is another kind in each step.
-        if max(len(self.seen), self.seen[key]) >= _AFTER and self._has_changed(step):
+        has_changed = self._has_changed(step)
+        if self.seen[key] < _AFTER or self.made >= _MOST or self.way != key[1] or has_changed:
             return loss
-        if self.seen[key] < _AFTER or self.made >= _MOST or self.way != key[1]:
-            return loss
-        state, held = RandomState(step.guide.like), [(each, each.clone()) for each in self.named.buffers]
+        state = RandomState(step.guide.like)
+        held = [(each, each.clone()) for each in self.named.tensors]
         try:
+            self.named.require_seen()
             how = self.compile, step.elbo.optim
             self.found[key] = record(step.loss, step.guide, sites, step.tensors, *how)
             self.made += 1
         except Exception as error:  # of whatever the program does
             with torch.no_grad():
-                _ = [each.copy_(before) for each, before in held]
+                # Versions do not count what batch_norm writes.
+                moved = [pair for pair in held if not torch.equal(*(each.nan_to_num() for each in pair))]
+                _ = [each.copy_(before) for each, before in moved]
             self._end(f"a step cannot be recorded: {_place_of(error)}")
         finally:
             state.restore()
@@ -224,11 +235,13 @@ class Recordings:
         return loss
 
     def _has_changed(self, step: Step) -> bool:
-        """Whether the program changes what it names, which a replay would not do: recording ends."""
-        if self.named.hold():
+        """Whether the program has changed what it names, as a replay would not. If this goes on, recording ends."""
+        if self.named.hold(step.others):
             return False
-        places = [place.rpartition(" ")[-1] for place in Named(step.guide.model).changed(self.named)]
-        self._end(f"a step cannot be recorded: the model changes {', '.join(places[:3])} when it is called")
+        self.changes += 1
+        if self.changes > _MOST:  # more than a cache is filled
+            names = ", ".join(Named(step.guide.model, step.others).changed(self.named)[:3])
+            self._end(f"a step cannot be recorded: when it is called, the model changes {names}. {_CURE}")
         return True
 
     def _end(self, why: str) -> None:

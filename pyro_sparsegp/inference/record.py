@@ -107,16 +107,19 @@ class Recording:
     failures: int = 0  # nor left to them
 
     def __post_init__(self) -> None:
-        self.shapes = self._shapes()
+        self.own = list(self.guide.parameters())
+        self.kinds = self._kinds()
 
-    def _shapes(self) -> list[Any]:
-        return [getattr(slot.value, "shape", None) for slot in self.slots]
+    def _kinds(self) -> list[Any]:
+        """What is known of parameters and state but their numbers."""
+        free = [parameter.requires_grad for parameter in self.own]
+        return [*free, *(getattr(slot.value, "shape", None) for slot in self.slots)]
 
     def fits(self) -> bool:
         """Whether parameters and state are what they were, but for their numbers."""
-        store = pyro.get_param_store()
-        names = all(store.param_name(p) == name for p, name in zip(self.params, self.sites))
-        holds = self._shapes() == self.shapes and not any(module.is_tilted for module in self.tapes)
+        stored = dict(pyro.get_param_store().named_parameters())
+        names = all(stored.get(name) is p for p, name in zip(self.params, self.sites))
+        holds = self._kinds() == self.kinds and not any(module.is_tilted for module in self.tapes)
         return names and holds and self.update.fits()
 
     def inputs(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -175,6 +178,7 @@ def record(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     params = [site["value"].unconstrained() for site in sites.values()]
+    free = [p for p in params if p.requires_grad]
     zero = torch.zeros((), dtype=guide.like.dtype, device=guide.like.device)
     tapes = {module: Tape(zero.clone()) for module in steppers(guide)}
     known = {name: _stand_in(site, leaf) for (name, site), leaf in zip(sites.items(), params)}
@@ -188,13 +192,13 @@ def record(
             with recording(guide.like) as record:
                 loss = loss_of()
             record.retain()
-            grads = torch.autograd.grad(loss, [*record.tensors, *params], allow_unused=True)
+            grads = torch.autograd.grad(loss, [*record.tensors, *free], allow_unused=True)
             for value, grad in zip(record.tensors, grads):
                 value.grad = grad
             for row, sign in record.signs.items():
                 row.is_signed = decided(sign, serves_both=True)
             record.step(guide.row_share)
-        pairs = [(p, grad) for p, grad in zip(params, grads[len(record.tensors) :]) if grad is not None]
+        pairs = [(p, grad) for p, grad in zip(free, grads[len(record.tensors) :]) if grad is not None]
         moved = [(slot, new) for slot, old in zip(found.slots, before) if (new := slot.recorded) is not old]
         found.leaves, found.moving = [p for p, _ in pairs], [slot for slot, _ in moved]
         broken = ~torch.stack([loss.detach(), *(grad.sum() for _, grad in pairs)]).sum().isfinite()
@@ -219,9 +223,9 @@ def record(
         guide.core.plan.way = way  # of a program that cannot be recorded no mapped run succeeds: plain steps have one
     found.share = guide.row_share
     read = [*inputs, *(getattr(graph, n.target) for n in graph.graph.nodes if n.op == "get_attr")]
-    versions = [value._version for value in read]
+    versions = [getattr(value, "_version", 0) for value in read]
     graph = simplified(graph, inputs)
-    if versions != [value._version for value in read]:
+    if versions != [getattr(value, "_version", 0) for value in read]:
         raise ValueError("the program writes to a tensor in place, as BatchNorm does")
     require_known_sizes(graph)
     found.update = update_of(optim, found.leaves, zero)
