@@ -123,6 +123,10 @@ class Nested:
         sites, handler = self.run(theta, zero)
         return Predictors(sites, self.links, zero, self.layout, lambda f: self.run(theta, zero, f)[0]), handler
 
+    def densities(self, theta: Tensor) -> Densities:
+        """Those of sites without linear predictors, at θ."""
+        return Densities(lambda at: self.run(theta, at)[0], self.drawn, self.layout)
+
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
         theta = theta.detach().requires_grad_()
@@ -183,8 +187,7 @@ class Nested:
         density, slopes, weights = self._by_expectation(found, found.at(best.x), best.precision)
         slope, matrix = found.back(slopes), best.x.new_zeros(0, 0)
         if self.drawn:
-            densities = Densities(lambda at: self.run(best.theta, at)[0], self.drawn, self.layout)
-            more, matrix = densities.local_mean(best.x, best.precision.root)  # type: ignore[union-attr]  # which is dense
+            more, matrix = self.densities(best.theta).local_mean(best.x, best.precision.root)  # type: ignore[union-attr]  # which is dense
             slope = slope + more
         root, _ = root_of(found, Local(density, slope, weights, matrix, slope[:0]))
         return best.x + ascent(slope, root, best.x)[0], root
@@ -200,8 +203,7 @@ class Nested:
         here = Local(parts[0], found.back(parts[1]), parts[2], x.new_zeros(0, 0), nothing)
         if not self.drawn:
             return here
-        drawn = Densities(lambda at: self.run(theta, at)[0], self.drawn, self.layout)
-        density, slope, matrix = drawn.local(x)
+        density, slope, matrix = self.densities(theta).local(x)
         own, rest = matrix[: len(x), : len(x)], matrix.diagonal()[len(x) :]
         return Local(here.density + density, here.slope + slope, here.weights, own, rest)
 
