@@ -532,7 +532,7 @@ def test_a_check_finds_a_second_mode_and_missing_inducing_points():
     guide, _ = _step(model, families.SVGP(3, trainable=False), (x, y), 5)
     lines = "".join(guide.check(x, y))
     assert re.search(r"there is a second mode, 0.* nats lower, at b = -|a second start found a mode", lines)
-    assert re.search(r"'f': a basis of 3 functions is too small. It costs [1-9]", lines)
+    assert re.search(r"'f': 3 inducing points are too few. They cost [1-9]", lines)
 
 
 def test_the_search_can_be_left_out():
@@ -1030,7 +1030,7 @@ def test_check_tells_of_few_inducing_points_where_there_are_no_latents():
 
     guide = AutoSparseGP(model, families.SVGP(4))
     guide(x, torch.sin(6 * x[:, 0]))
-    assert any("a basis of 4 functions is too small" in line for line in guide.check())
+    assert any("4 inducing points are too few" in line for line in guide.check())
 
 
 BENT = {

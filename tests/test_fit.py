@@ -314,9 +314,8 @@ def test_a_fit_that_is_resumed_where_the_bound_stood_ends_where_it_would_have(tm
     for options in ({}, {"checkpoint": file, "stopping": lambda losses: len(losses) == 12}, {"checkpoint": file}):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        result, _ = fitted(
-            fit_worker.rows(20), steps=None, resume="stopping" not in options and bool(options), **options
-        )
+        resume = "stopping" not in options and bool(options)
+        result, _ = fitted(fit_worker.rows(20), steps=None, resume=resume, **options)
         results.append(result)
     whole, cut, again = results
     assert (whole.steps, cut.steps) == (30, 12)
@@ -405,12 +404,15 @@ def test_a_hyperparameter_that_is_given_is_no_data():
     assert fitted(fit_worker.rows(40), model=model, batch_size=20)[0].steps == 3
 
 
-def test_a_bar_with_the_loss_and_a_rule_that_stops(capsys):
-    result, _ = fitted(fit_worker.rows(40), steps=9, progress=True, stopping=lambda losses: len(losses) == 3)
+@pytest.mark.parametrize("progress", [True, False])
+def test_bars_that_show_or_hide_and_a_rule_that_stops(progress, monkeypatch, capsys):
+    monkeypatch.setattr("pyro_sparsegp.program.draws._PATIENCE", 0.0)
+    rows, shown = fit_worker.rows(20), ["fit: ", "loss ", "3/100", "finding the posterior mode: ", "checking latents: "]
+    result, guide = fitted(rows, steps=100, progress=progress, stopping=lambda losses: len(losses) == 3)
     assert (result.steps, len(result.losses), result.reason) == (3, 3, "the stopping rule says so")
-    shown = capsys.readouterr().err
-    assert "loss " in shown
-    assert "3/9" in shown
+    text = capsys.readouterr().err
+    guide.check(progress=progress)
+    assert [*(part in text for part in shown), shown[-1] in capsys.readouterr().err] == [progress] * 6
 
 
 BATCH = (torch.zeros(4, 1), torch.zeros(4))

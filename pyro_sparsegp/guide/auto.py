@@ -16,7 +16,7 @@ from ..numerics.functions import held
 from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import handlers, rules, traces
-from ..program.draws import all_draws
+from ..program.draws import SHOWN, all_draws
 from .absorb import absorb
 from .calls import Call, NewRows, classify
 from .changes import STEPS, watch
@@ -181,16 +181,17 @@ class AutoSparseGP(SiteMessenger):
         self.core.points = None
         absorb(self, args, kwargs, forget)
 
-    def check(self, *args: object, **kwargs: object) -> list[str]:
+    def check(self, *args: object, progress: bool = True, **kwargs: object) -> list[str]:
         """Check the posteriors of the latents and of f after training: a line for each that is wrong, with what to do.
 
         The reference is the nested Laplace approximation of the posterior at draws of the hyperparameters, above 20,000
-        rows with the curvature of every k-th row. The check asks whether the bound would still move q(θ), compares
-        means and widths with importance-weighted draws, searches for another mode, and tests whether the inducing
-        points are enough. An empty list says that q's means are all within 0.3 standard deviations of the reference,
-        and q's widths within a factor of 0.75 to 1.33. Arguments are the training data, by default the first call's.
+        rows with the curvature of every k-th row. It asks whether the bound would still move q(θ), compares means and
+        widths with importance-weighted draws, searches for another mode, and tests whether inducing points are enough.
+        An empty list says that q's means are within 0.3 standard deviations of the reference, and widths within a
+        factor of 0.75 to 1.33. Arguments are the training data, by default the first call's. ``progress`` shows a bar.
         """
-        return check(self, *self._with_data("check", args, kwargs))
+        with held(SHOWN, progress):
+            return check(self, *self._with_data("check", args, kwargs))
 
     def integrate(self, *args: object, num_points: int = 200, **kwargs: object) -> Points:
         """After training replace q(θ) by weighted points, each with its own q(u | θ), as INLA does.

@@ -21,12 +21,11 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to
-from tqdm.auto import tqdm
 
 from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
 from ..program.data import map_tensors
-from ..program.draws import Draw, all_draws
+from ..program.draws import Draw, all_draws, late_bar
 from ..program.handlers import Held
 from ..program.traces import bare, is_observation, repeatable, whole_plates
 from .adaptive import WIDER, drawn, weighted
@@ -40,7 +39,7 @@ from .nested import Nested, Optimum, by_values
 from .points import worth
 from .runs import Posteriors, Priors, Run
 from .search import ALL_ROWS, Search, without
-from .start import PATIENCE, obstacle
+from .start import obstacle
 
 _OWN = 100  # draws of q
 _STARTS = 6  # of searches for other modes
@@ -54,7 +53,8 @@ _APART = 3.0  # standard deviations between two modes
 _FEW = 50  # of a latent's values whose covariance is asked for
 _EXACT = 150  # rows at which GP sites' values have no basis
 _ROUNDED = 0.3  # of an entry of P⁻¹ that rounding may move
-_LONGER = "Train longer, at a learning rate that falls, such as fit(..., steps=2000)."
+_LONGER = "Train longer, at a learning rate that falls: fit(..., steps=2000) does not stop where the bound stands."
+_ELSE = "call guide.integrate, or compare with NUTS."
 _FULL = "SVGP", "SGPR", "Exact", "OrthogonalInducing", "CoupledCovariance"  # families of a full Gaussian
 
 
@@ -120,10 +120,7 @@ class Compared:
         if float(self.best.precision.diagonal.max()) * torch.finfo(self.loc.dtype).eps <= _ROUNDED:
             return []
         names = ", ".join(map(repr, self.guide.facts.gps))
-        return [
-            f"{names}: the posterior is wrong, because {self.loc.dtype} is too coarse for data this precise. Make "
-            "a new guide, and give it data in float64."
-        ]
+        return [f"{names}: {self.loc.dtype} is too coarse for data this precise. Give a new guide data in float64."]
 
     def lines(self, call: Any) -> list[str]:
         """All that is told."""
@@ -237,16 +234,12 @@ class Compared:
             (of_argument("independent", guide.independent, its, "independent"), beside_alone),
             (f"the basis of {of_small} is too small. Give its family more inducing points.", self.small),
             (f"the guide treats {of_apart}, which meet in densities, as independent. Compare with NUTS.", are_apart),
-            (
-                f"training may not have brought {of_late} to the optimum. {_LONGER} If this line stays, call "
-                "guide.integrate, or compare with NUTS.",
-                late,
-            ),
+            (f"training may not have brought {of_late} to the optimum. {_LONGER} If this line stays, {_ELSE}", late),
             (f"{families.get(name)} restricts the covariance of f. Take SVGP(64).", name in narrow),
             ("the noise is not far above the jitter. Take float64 and GaussianProcess(..., jitter=1e-12).", is_exact),
             (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
             ("weighted points miss a part of it. Give integrate more, or compare with NUTS.", is_integrated),
-            ("the posterior is far from normal. Call guide.integrate, or compare with NUTS.", True),
+            (f"the posterior is far from normal: {_ELSE}", True),
         ]
         return "because " + next(cause for cause, applies in causes if applies)
 
@@ -275,9 +268,8 @@ class Compared:
             names = ", ".join(repr(other) for other, *_, is_off in moved if is_off)
             if nats > _LOST or names:
                 lines[name] = (
-                    f"{name!r}: a basis of {num} functions is too small. It costs {nats:.1f} nats of the bound, and "
-                    f"makes the function too smooth{names and f'. It also biases {names}'}. Give the family more "
-                    "inducing points."
+                    f"{name!r}: {num} inducing points are too few. They cost {nats:.1f} nats of the bound, and make "
+                    f"the function too smooth{names and f'. They also bias {names}'}. Give the family more."
                 )
         return lines
 
@@ -382,7 +374,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], kind: type[Compared] 
             return ["these are not the rows that the guide was trained on. Give check those, or no arguments."]
         if not all(site["value"].isfinite().all() for site in run.data.values()):
             return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
-        with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
+        with late_bar("checking latents") as bar:
             bound = kind.of_bound(guide, args, kwargs)
             with attempt() as asked:
                 search = partial(Search, guide, run, (args, kwargs), [], bar.update)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from pyro import poutine
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..numerics.arrow import Arrow
 from ..program.asking import attempt
+from ..program.draws import late_bar
 from ..program.traces import repeatable, whole_plates
 from .check import Compared, is_of_others
 from .known import KnownGuide
@@ -22,7 +22,7 @@ from .nested import Optimum
 from .points import Points
 from .runs import Priors
 from .search import Search
-from .start import PATIENCE, obstacle
+from .start import obstacle
 
 _STEP = 1.5  # standard deviations along an axis at which F is looked at
 _WIDTHS = 0.3, 4.0  # of a half of it, of those at the mode
@@ -35,8 +35,7 @@ def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) 
     """So many weighted points."""
     if why := obstacle(guide):
         raise ValueError(f"integrate needs latents and GP sites that share one posterior, and {why}")
-    bar = tqdm(desc="points", unit=" evaluations", delay=PATIENCE, leave=False)
-    with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad(), bar:
+    with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad(), late_bar("points") as bar:
         run = Priors(guide, at_medians=True).perform(args, kwargs)
         if is_of_others(run, args, kwargs):
             raise ValueError("integrate: these are not the rows that the guide was trained on. Give it those, or none.")

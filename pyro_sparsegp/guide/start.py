@@ -13,7 +13,6 @@ import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import ExactGP, ExpectationGP, OptimalGP
@@ -25,6 +24,7 @@ from ..numerics.functions import depends
 from ..numerics.linalg import eye_like
 from ..program.asking import Unsupported, attempt
 from ..program.checks import holds_part
+from ..program.draws import late_bar
 from ..program.handlers import held_runs
 from ..program.traces import as_process, bare, whole_plates
 from .field import LARGEST, anchor_of, index_of, is_normal_prior, make_field
@@ -39,7 +39,6 @@ _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from 
 _NARROWER = 0.2  # of a hyperparameter's precision, from which data's precision follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 _MODULES = SparseGP, OptimalGP, ExactGP, ExpectationGP  # that may be a part of a field
-PATIENCE = 2.0  # seconds, after which a search shows a bar
 _DRAWS = 3  # of the prior, beside the first call's own values
 
 
@@ -90,9 +89,8 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
         return ""
     if why := obstacle(guide):
         return why
-    bar = tqdm(desc="finding the posterior mode", unit=" evaluations", delay=PATIENCE, leave=False)
     joint = guide.joint
-    with torch.enable_grad(), whole_plates(), bar:
+    with torch.enable_grad(), whole_plates(), late_bar("finding the posterior mode") as bar:
         for as_they_are in (False, True):  # densities, where their predictors lead to no mode
             guide.core.joint = joint
             with attempt() as sought:

@@ -23,9 +23,10 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import Glance, check
 from ..numerics.arguments import require_choice, require_count
-from ..numerics.functions import if_known
+from ..numerics.functions import held, if_known
 from ..numerics.processes import Workers, sharing
 from ..program.data import TrainingData, signature_of
+from ..program.draws import SHOWN
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .checkpoints import read, write
 from .expectation import ExpectationPropagation
@@ -114,7 +115,7 @@ def fit(
     :param group: a ``torch.distributed`` process group, under ``torchrun``: each process gives its own rows. The
         result is that of one process with the batches joined. Give each process its own checkpoint file.
     :param device: the device that batches are moved to.
-    :param progress: whether to show a bar with the bound, the rate and the time left.
+    :param progress: whether to show bars and print the notes.
     :raises ValueError: naming the argument that does not fit.
     """
     if own_guide(model, guide, "fit") is not guide:
@@ -134,12 +135,13 @@ def fit(
     path = if_known(Path, checkpoint)
     settles = steps is None and epochs is None and stopping is None
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
-    if resume and path is not None and path.exists():
-        loop.resume(path)
-    else:
-        loop.begin()
-    reason = loop.run(checkpoint_every, progress)
-    notes = [] if reason == _INTERRUPTED else loop.notes()  # who interrupts does not want to wait for a check
+    with held(SHOWN, progress):
+        if resume and path is not None and path.exists():
+            loop.resume(path)
+        else:
+            loop.begin()
+        reason = loop.run(checkpoint_every)
+        notes = [] if reason == _INTERRUPTED else loop.notes()  # who interrupts does not want to wait for a check
     for line in notes if progress else ():
         tqdm.write(line)
     return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds, tuple(notes))
@@ -280,10 +282,10 @@ class _Loop:
 
     # Steps.
 
-    def run(self, checkpoint_every: float, progress: bool) -> str:
+    def run(self, checkpoint_every: float) -> str:
         """Take the steps; why it stopped."""
         began, written, why = time.monotonic() - self.seconds, time.monotonic(), ""
-        bar = tqdm(total=self.total, initial=len(self.losses), disable=not progress, unit="step", desc="fit")
+        bar = tqdm(total=self.total, initial=len(self.losses), disable=not SHOWN.get(), unit="step", desc="fit")
         try:
             with _interrupts() as interrupts, bar:
                 stream = self._stream()

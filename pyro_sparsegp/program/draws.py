@@ -3,9 +3,10 @@
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import partial
 from operator import itemgetter
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import pyro
 import torch
@@ -22,16 +23,22 @@ from .data import map_tensors, tensors
 from .traces import RandomState
 
 Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
+SHOWN: ContextVar[bool] = ContextVar("whether bars are shown", default=True)
+_PATIENCE = 2.0  # seconds without a bar
 
 _AT_ONCE = 2**21  # numbers that draws made at once may hold in one place: more is slower, in memory that is new
 _MOST = 100  # draws at once
 _FEW, _POOR = 0.2, 3  # after so many runs of which this share of draws is right all go one by one
-_PATIENCE = 2.0  # seconds without a bar
 _DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
 _NEW = "zeros", "ones", "full", "empty"
 _MAKES = {getattr(torch, name) for kind in _NEW for name in (kind, f"{kind}_like")}
 _MAKES |= {getattr(Tensor, f"new_{kind}") for kind in _NEW}
 _WRITES = "more elements than `self`"  # in what torch.func.vmap says of writing mapped numbers to what is not mapped
+
+
+def late_bar(desc: str, unit: str = " evaluations", total: Optional[int] = None) -> tqdm:
+    """A bar that shows after two seconds, and leaves nothing behind."""
+    return tqdm(total=total, desc=desc, unit=unit, delay=_PATIENCE, leave=False, disable=not SHOWN.get())
 
 
 def vmapped(function: Callable[..., Any], *stack: object, **options: Any) -> Any:
@@ -88,7 +95,7 @@ def in_blocks(
         bar.update()
         return map_tensors(lambda value: value[None], found), decisions.read
 
-    with tqdm(total=num, desc="draws", delay=_PATIENCE, leave=False) as bar:
+    with late_bar("draws", "it", total=num) as bar:
         every = torch.arange(num)
         first, way = alone(every[0])
         yield first

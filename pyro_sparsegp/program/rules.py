@@ -102,7 +102,7 @@ def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, mod
 def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> None:
-    """A value may read several inputs, such as all patches of an image. Each call must bring as many as the first."""
+    """A value may read a group of inputs, such as the patches of an image. Each call needs groups of the same size."""
     groups = [(below, gp.group.size) for below, gp in facts.gps.items() if gp.group and gp.group.layer == name]
     for below, size in groups:
         if below in met and met[below].event_shape[0] != process.event_shape[0] * size:
