@@ -315,8 +315,7 @@ def test_a_fit_that_is_resumed_where_the_bound_stood_ends_where_it_would_have(tm
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         resume = "stopping" not in options and bool(options)
-        result, _ = fitted(fit_worker.rows(20), steps=None, resume=resume, **options)
-        results.append(result)
+        results.append(fitted(fit_worker.rows(20), steps=None, resume=resume, **options)[0])
     whole, cut, again = results
     assert (whole.steps, cut.steps) == (30, 12)
     np.testing.assert_array_equal(again.losses, whole.losses)
@@ -324,14 +323,13 @@ def test_a_fit_that_is_resumed_where_the_bound_stood_ends_where_it_would_have(tm
 
 def test_rates_fall_to_the_end_and_those_of_many_points_are_smaller():
     assert [round(falling(step, 1000), 3) for step in (0, 400, 700, 999)] == [1.0, 1.0, 0.505, 0.01]
-    x, y = fit_worker.rows(40)
     optim, rates = FallingAdam(0.1), []
 
     def rule(losses):  # after the next step's rates are set
         rates.append({group["lr"] for one in optim.optim_objs.values() for group in one.param_groups})
         return False
 
-    fitted((x, y), SVGP(torch.rand(300, 2)), optim=optim, steps=20, stopping=rule)
+    fitted(fit_worker.rows(40), SVGP(torch.rand(300, 2)), optim=optim, steps=20, stopping=rule)
     assert len(rates) == 20
     for step, found in enumerate(rates, 1):
         factor = 0.1 * min(1, (step + 1) / 3) * falling(step, 20)
