@@ -165,8 +165,8 @@ class Model(BoTorchModel, FantasizeMixin):
         return self.guide.run_at(arguments, {}, at_medians=True, draws_data=False), arguments
 
     def _noise(self, name: str, f: Tensor, moved: Mapping[str, Any], data: Mapping[str, Any]) -> Tensor:
-        # The variance of an observation of each of a site's values, (P, N); a mixture has no mean to be around f.
-        for site in data:
+        # The variance of an observation of each of a site's values, (P, N); mixtures are not around f.
+        for site in () if self.guide.facts.discrete else data:
             try:
                 centre, variance = bare(moved[site]["fn"]).mean, bare(data[site]["fn"]).variance
             except (AttributeError, NotImplementedError):
