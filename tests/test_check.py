@@ -286,3 +286,25 @@ def test_weighted_draws_are_the_posterior_s_wherever_q_is():
     own, wide = moments(weights, found)
     assert ((own - mean) / sd).abs().max() < 0.3
     assert (wide / sd - 1).abs().max() < 0.2
+
+
+@pytest.mark.slow  # test_weighted_draws_are_the_posterior_s_wherever_q_is sees the same
+def test_slopes_of_groups_are_judged():
+    """Weighted draws about q, nine hyperparameters of it, were worth 1.4: slopes and f have one scale."""
+
+    def noise(seed, num):
+        return torch.randn(num, generator=torch.Generator().manual_seed(seed))
+
+    x, group = 3 * torch.rand(90, 1, generator=torch.Generator().manual_seed(4)), torch.arange(90) % 6
+    y = 0.3 + (1 + 0.5 * noise(5, 6))[group] * (torch.sin(2 * x[:, 0]) + 0.5) + 0.3 * noise(6, 90)
+
+    def model(x, y=None):
+        mu, tau = pyro.sample("mu", dist.Normal(0.0, 1.0)), pyro.sample("tau", dist.HalfNormal(1.0))
+        s, length = pyro.sample("s", dist.HalfNormal(0.5)), pyro.sample("length", dist.LogNormal(0.0, 0.5))
+        with pyro.plate("groups", 6):
+            b = pyro.sample("b", dist.Normal(1.0, tau))
+        observed(dist.Normal(mu + b[..., group] * pyro.sample("f", GaussianProcess(kernels.RBF(length), x)), s), y)
+
+    lines = _trained(model, families.SVGP(12), x, y, steps=100).check()
+    told = {line.split("'")[1] for line in lines if "the interval is" in line and "far from normal" in line}
+    assert "tau" in told

@@ -501,7 +501,7 @@ def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
 
     monkeypatch.setattr("pyro_sparsegp.guide.check.drawn", broken)
     guide, _ = _step(_wide, families.SVGP(8), data, 30)
-    assert check(guide, data, {}, kind=Glance) == []
+    assert guide.check(*data) == []
 
 
 def test_a_check_of_points_constant_entries_and_another_dtype():
@@ -516,7 +516,7 @@ def test_a_check_of_points_constant_entries_and_another_dtype():
         observed(dist.Normal(mu + a * x[:, 0] + f + b, NOISE), y)
 
     guide, _ = _step(model, families.SVGP(8), (x, group, y), 30, point_estimates=["mu"])
-    lines = "".join(check(guide, (x, group, y), {}, kind=Glance))
+    lines = "".join(guide.check())
     assert "nan" not in lines
     assert re.search(r"'f': the interval is [1-9].* 'mu' as known. Remove 'mu' from point_estimates=", lines)
 

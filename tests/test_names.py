@@ -177,6 +177,11 @@ def test_what_shows_no_change_is_told():
     assert ({name_of(place) for place in unseen}, {*unseen.values()}) == ({"count", "generator", "large"}, said)
 
 
+def test_sparse_tensors_are_left_alone():
+    sparse, dense = torch.eye(3).to_sparse(), torch.eye(3)
+    assert [each.layout for each in Named(lambda x: sparse @ dense @ x).tensors] == [torch.strided]
+
+
 def test_networks_buffers_are_known():
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     assert {id(each) for each in Named(lambda x: net(x)).tensors} == {id(each) for each in net.buffers()}

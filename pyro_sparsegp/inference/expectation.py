@@ -177,7 +177,8 @@ class ExpectationPropagation:
                 self._whole, guide.core.data = guide.like.dtype, TrainingData(guide.model, args, kwargs)
         if loss.requires_grad:
             loss.backward()
-            put_gradients(parameters, self.workers.sum)
+            if self.workers.num > 1:  # which gives parameters without a gradient one
+                put_gradients(parameters, self.workers.sum)
             self.optim(parameters)
         pyro.infer.util.zero_grads(parameters)
         return value

@@ -202,7 +202,7 @@ class _Loop:
     def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
         """The model's arguments."""
         more, left = {"size": self.size, "indices": batch.indices}, list(self.takes)[len(batch.args) :]
-        return batch.args, {name: value for name, value in more.items() if name in left} | batch.kwargs
+        return batch.args, {n: value for n, value in more.items() if n in left and value is not None} | batch.kwargs
 
     def _first(self) -> Batch:
         # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches. Others

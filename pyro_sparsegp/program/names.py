@@ -90,9 +90,10 @@ class Named:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among them that are no parameters: data, and what networks keep of their inputs."""
+        """The dense tensors among them that are no parameters: data, and what networks keep of their inputs."""
         found = {id(each.value): each.value for each in self.places.values() if isinstance(each, Same)}
-        return [each for each in found.values() if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
+        tensors = [each for each in found.values() if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
+        return [each for each in tensors if each.layout == torch.strided]
 
     def require_seen(self) -> None:
         """Refuse what changes unseen."""
