@@ -33,15 +33,15 @@ from ..program.asking import Unsupported, asks_program, attempt
 from ..program.checks import graph_of
 from ..program.draws import mapped
 from ..program.explore import ClosedForms
-from ..program.handlers import Rerun, held_trace
+from ..program.handlers import Rerun, held_runs
 from ..program.reader import normal_nodes
 
 
 def _variances_of(
-    found: ClosedForms, again: Callable[[], Rerun], model_trace: poutine.Trace, guide_trace: poutine.Trace
+    found: ClosedForms, run: Rerun, model_trace: poutine.Trace, guide_trace: poutine.Trace
 ) -> dict[str, Tensor]:
-    """Var θ under q's marginals of the sites that know E[log p(y | θ)], by a second run, which ``again`` gives. Both
-    traces have GP sites at their means.
+    """Var θ under q's marginals of the sites that know E[log p(y | θ)], by one more run. Both traces have GP sites at
+    their means.
     """
     sites: Any = model_trace.nodes
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
@@ -51,7 +51,6 @@ def _variances_of(
     known = {name: at.get(_place(traces.parameter_of(sites[name]["fn"]))) for name in rows}
     variances = {name: q.variance for name, q in known.items() if q is not None}
     others = {name: traces.bare(sites[name]["fn"]) for name in rows if name not in variances}
-    run = again()
     if others:
         variances |= _variances_by_axes(run, guide_trace, found.of_rows.axes(torch.inf), others)
     if functions:
@@ -224,7 +223,7 @@ class Grid:
 
     def expectations(self, *ran: poutine.Trace) -> Tensor:
         """The sum of those in closed form, whatever the node."""
-        variances = _variances_of(self.closed, partial(self.again, *ran), *ran[:2])
+        variances = _variances_of(self.closed, self.again(ran[2]), *ran[:2])
         self.variances = {name: variances.pop(name) for name in self.closed.given if name in variances}
         return _sum_of_expectations(variances, *ran[:2])
 
@@ -232,19 +231,19 @@ class Grid:
         """The bound's terms of one run at a node."""
         return log_density_minus_kl(*self._at(places_at(node, self.closed.axes))[:2])
 
-    def again(self, model_trace: poutine.Trace, _: poutine.Trace, whole: poutine.Trace) -> Rerun:
+    def again(self, whole: poutine.Trace) -> Rerun:
         """Runs the model with some values moved, all others as in a run."""
+        held = held_runs(self.guide.model, whole, self.inputs.args, self.inputs.kwargs)
 
         def run(moved: Mapping[str, Tensor]) -> poutine.Trace:
             with pyro.validation_enabled(False):
-                values, args, kwargs = {**traces.free_values(whole), **moved}, self.inputs.args, self.inputs.kwargs
-                return held_trace(self.guide.model, values, args, kwargs, model_trace)
+                return held(moved)
 
         return run
 
     def held(self, *ran: poutine.Trace) -> Callable[..., Tensor]:
         """The bound's terms at a node, of the model with all other values as in a run."""
-        guide_trace, again, rest = ran[1], self.again(*ran), self.closed.rest
+        guide_trace, again, rest = ran[1], self.again(ran[2]), self.closed.rest
         # Of those at their means that enter other densities, too, a draw stands for the expectation, as in Trace_ELBO.
         drawn = [name for name in self.closed.gps if name in rest.gps and name not in self.closed.axes]
         posteriors = {name: posterior_at(guide_trace, name) for name in drawn}

@@ -35,30 +35,15 @@ NO_RUN = poutine.Trace()  # which has met no site
 
 
 class Held(Messenger):
-    """Holds sites of a guide's run at values drawn before."""
+    """Holds sites that have no data at values; if these are taken ``as_data``, sites pass for observed."""
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], as_data: bool = False) -> None:
         super().__init__()
-        self.values = values
+        self.values, self.as_data = values, as_data
 
     def _pyro_sample(self, msg: dict[str, Any]) -> None:
         if not msg["is_observed"] and msg["name"] in self.values:
-            msg["value"] = self.values[msg["name"]]
-
-
-class _Holding(Messenger):
-    """Holds sites at values, whatever data the model has there, and at ``free`` those that it leaves free."""
-
-    def __init__(self, values: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values, self.free = values, free
-
-    def _pyro_sample(self, msg: dict[str, Any]) -> None:
-        name = msg["name"]
-        # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
-        values = self.values if name in self.values or msg["is_observed"] else self.free
-        if name in values:
-            msg["value"], msg["is_observed"] = values[name], True
+            msg["value"], msg["is_observed"] = self.values[msg["name"]], self.as_data
 
 
 def held_trace(
@@ -71,7 +56,9 @@ def held_trace(
     Held are all latents, and plates' rows, so that the run sees those that the values belong to.
     """
     free = {name: site["value"] for name, site in all_sites(like) if site["type"] == "sample"}
-    trace = trace_like(like, lambda: Enumeration({**values, **free})(model)(*args, **kwargs), _Holding(values, free))
+    # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
+    held = poutine.condition(Enumeration({**values, **free})(model), data=dict(values))
+    trace = trace_like(like, lambda: held(*args, **kwargs), Held(free, as_data=True))
     for name, site in sample_sites(trace).items():
         if not site["is_observed"]:
             raise ValueError(
