@@ -6,8 +6,8 @@ share; its sites are about Lx, whose meaning θ does not change. Each parameter 
 affine function of x: its linear predictor.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Optional, Union
+from collections.abc import Iterable, Mapping
+from typing import Any, Union
 
 import pyro
 import pyro.distributions as dist
@@ -19,16 +19,12 @@ from torch.distributions import biject_to
 from torch.nn.functional import pad
 
 from ..approximations.on_sites import ExactGP
-from ..bases.base import Features
 from ..gaussians import AtRows, NaturalGaussian
 from ..gaussians.following import Following
 from ..gaussians.natural_arrow import NaturalArrow
 from ..gaussians.product import Shared
-from ..kernels import Kernel
 from ..numerics.arrow import Arrow, Dense, OneEach
-from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import plus_one, residual_cholesky, side_by_side, sum_blocks, times
-from ..process import GaussianProcess
 from ..program.asking import answers
 from ..program.enumeration import Enumeration
 from ..program.handlers import NO_RUN, trace_like
@@ -316,71 +312,3 @@ def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, 
 
 def _unconstrained(site: Any) -> Tensor:
     return biject_to(site["infer"].get("prior", site["fn"]).support).inv(site["value"]).reshape(-1)
-
-
-class _MadeOf(Kernel):
-    """k + JJᵀ, of f = μ + Jz + r where a GP site's prior mean is made of latents that are normal, z ~ N(0, I).
-
-    :param here: the process at z = 0, and ``there`` with its graph to each latent's ``z``.
-    """
-
-    def __init__(self, here: GaussianProcess, there: GaussianProcess, z: list[Tensor]) -> None:
-        self.here, self.there, self.z = here, there, z
-
-    @property
-    def terms(self) -> tuple[Any, ...]:
-        return self.here.kernel.terms
-
-    def blocks(self, x: Tensor) -> list[Tensor]:
-        """J, by latent."""
-        with torch.inference_mode(False), torch.enable_grad():
-            # a clone has a graph, where x is of inference mode
-            mean = self.there.mean if x is self.here.x else self.there.mean_at(x.clone()).expand(x.shape[:-1])
-            found = [jacobian(mean.reshape(-1), z).mT.unflatten(0, mean.shape) for z in self.z]
-        return found if torch.is_grad_enabled() else [part.detach() for part in found]
-
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        first, second = side_by_side(self.blocks(x)), side_by_side(self.blocks(x if z is None else z))
-        return self.here.kernel(x, z) + first @ second.mT
-
-    def diag(self, x: Tensor) -> Tensor:
-        return self.here.kernel.diag(x) + side_by_side(self.blocks(x)).square().sum(-1)
-
-
-class _WithMean(Features):
-    """A GP site's features and its mean's."""
-
-    def __init__(self, basis: Features, kernel: _MadeOf) -> None:
-        super().__init__(kernel, basis.sizes + tuple(map(len, kernel.z)))
-        self.basis = basis
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        return [*self.basis(x), *self.kernel.blocks(x)]
-
-    def components(self) -> list[Any]:
-        return self.basis.components()
-
-
-def with_means(
-    processes: Callable[[Mapping[str, Tensor]], Mapping[str, GaussianProcess]],
-    normal: Mapping[str, Tensor],
-    bases: Mapping[str, Features],
-) -> dict[str, tuple[GaussianProcess, Features, list[str]]]:
-    """Of each GP site whose prior mean is made of latents of the field its process, features, and these latents.
-
-    Else its variance would be that of f − μ, test_a_posterior_whose_mean_is_made_of_latents.
-
-    :param processes: the GP sites' priors at standardised values of these latents.
-    :param normal: zeros, of the shape of each latent's.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        z = {name: zero.clone().requires_grad_() for name, zero in normal.items()}
-        there = processes(z)
-        made_of = {name: [n for n in z if depends(process.mean, z[n])] for name, process in there.items()}
-    here = processes(normal) if any(made_of.values()) else {}
-    found = dict[str, tuple[GaussianProcess, Features, list[str]]]()
-    for name, latents in made_of.items():
-        if latents:
-            kernel = _MadeOf(here[name], there[name], [z[latent] for latent in latents])
-            found[name] = here[name].with_kernel(kernel), _WithMean(bases[name], kernel), latents
-    return found

@@ -72,26 +72,18 @@ class SiteMessenger(KnownGuide):
         """
         (process, event_dim), run = traces.as_process(prior), self.run
         if process is None:
-            return self._posterior_of_latent(name, prior)
+            if not run.is_new(name, prior):
+                rules.require("latent", name, prior, self.trace)
+                return run.kind.latent(run, name, prior)
+            if name in self.core.joint.row_effects:
+                run.normal[name] = prior
+            return prior
         process.require_place(f"site {name!r}")
         module = run.module(name, process)
         rules.require("GP site", name, process, module, self.core.facts, run.processes)
         run.processes[name] = process
         answer = run.answer(name, process, module)
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
-
-    def _posterior_of_latent(self, name: str, prior: TorchDistribution) -> Any:
-        run = self.run
-        if run.is_new(name, prior):
-            if name in self.core.joint.row_effects:
-                run.normal[name] = prior
-            return prior
-        rules.require("latent", name, prior, self.trace)
-        return run.kind.latent(run, name, prior)
-
-    def own_posterior(self, name: str, prior: TorchDistribution, median: bool) -> Any:
-        """A latent's normal in unconstrained space, or its median."""
-        return self._get_posterior_median(name, prior) if median else super().get_posterior(name, prior)
 
     @answers()
     def _pyro_sample(self, msg: Any) -> None:
@@ -147,7 +139,11 @@ class SiteMessenger(KnownGuide):
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
                 "Train with TraceQuadrature_ELBO; to evaluate another objective use torch.no_grad()."
             )
-        self.q.require_gradients(self)
+        if torch.is_grad_enabled() and self.training and not self.q.has_bound:
+            raise ValueError(
+                "the guide's family trains by expectation propagation, and not by gradients: take "
+                "ExpectationPropagation(model, guide, optim) instead of SVI, or a family such as SVGP."
+            )
         site: Any
         for site in guide_trace.nodes.values():
             fn, event_dim = traces.without_event(site["fn"])

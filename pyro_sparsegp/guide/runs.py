@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..gaussians.drawn import Drawn
 from ..gaussians.product import Whole
 from ..numerics.decisions import is_recorded
-from ..posterior.drawing import GroupedSite, NodeSite, Site
+from ..posterior.drawing import NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks, handlers, traces
@@ -152,13 +152,6 @@ class Run(ABC):
         """A prior; at new inputs a diagonal that depends on the rows is that beside training's rows."""
         module = self.guide.corrected_modules().get(name) if self.call.new else None
         return process if module is None else module.settled(process)
-
-    def free(self, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]) -> Any:
-        """The posterior of a free family, in groups of the inputs that a layer above couples."""
-        posterior = module(self.settled(name, process), name, kind)
-        if isinstance(posterior, GroupedSite):
-            posterior.group = self.guide.facts.gps[name].group.size  # type: ignore[union-attr]
-        return posterior
 
 
 @dataclass(eq=False)

@@ -7,11 +7,16 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 
 from ...bases.base import Features
 from ...gaussians.product import Whole
+from ...kernels.algebra import Sum
+from ...kernels.features import FeatureKernel
+from ...numerics.functions import depends, jacobian
+from ...numerics.linalg import side_by_side
 from ...posterior.drawing import FunctionSite, Site
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
@@ -19,7 +24,7 @@ from ...program import handlers, traces
 from ...program.data import map_tensors
 from ...program.structure import Structure
 from ..calls import Evaluation, NewRows
-from ..field import Standardised, anchor_of, run_standardised, with_means
+from ..field import Standardised, anchor_of, run_standardised
 from ..known import KnownGuide
 from ..latents import posterior_at_point
 from ..points import Point
@@ -33,9 +38,6 @@ class Joint(Separate):
     is_marginal = False
     single = FunctionSite
 
-    def members(self, guide: KnownGuide) -> str:
-        return f"one Gaussian given the others: {', '.join(guide.joint.field)}"
-
     def before(self, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> None:
         guide, call = run.guide, NewRows() if run.call.new else Evaluation()
         ahead = Priors(guide, run.conditions, call, at_medians=run.at_medians, draws_data=False)
@@ -48,16 +50,7 @@ class Joint(Separate):
         values = {name: value for name, value in traces.free_values(ahead.trace).items() if name in others}
         run.conditions = replace(run.conditions, values=run.conditions.values | values)
         if run.marginal and run.call.new and ahead.normal:
-            held = values | {name: ahead.values[name] for name in ahead.bases}
-
-            def processes(z: Mapping[str, Tensor]) -> dict[str, GaussianProcess]:
-                # clones have a graph, where tensors are of inference mode
-                given, named, known = map_tensors(Tensor.clone, (args, kwargs, held))
-                sites = run_standardised(guide, given, named, Standardised(guide, z, {}), known).nodes
-                return {n: run.settled(n, traces.as_process(sites[n]["fn"])[0]) for n in ahead.bases}  # type: ignore
-
-            zeros = {name: guide.like.new_zeros(fn.shape().numel()) for name, fn in ahead.normal.items()}
-            run.with_means = with_means(processes, zeros, ahead.bases)
+            run.with_means = _with_means(run, args, kwargs, values | {n: ahead.values[n] for n in ahead.bases})
 
     def whole(self, run: Priors) -> Whole:
         """q(x | θ) at the hyperparameters of a run."""
@@ -71,9 +64,9 @@ class Joint(Separate):
         return run.guide.field(anchor_of(run.guide, run.bases, run.normal, run.trace.nodes))
 
     def answer(
-        self, run: Posteriors, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]
+        self, run: Any, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]
     ) -> SparsePosterior:
-        ahead: Priors = run.ahead  # type: ignore[assignment]
+        ahead: Priors = run.ahead
         alone: Any = run.settled(name, process), ahead.bases[name], ()
         process, basis, latents = run.with_means.get(name, alone)
         return kind(process, basis, ahead.whole.share(name, latents, process.batch_shape), name)
@@ -115,3 +108,70 @@ class AtPoints(Joint):
         if name in point.shapes:
             return posterior_at_point(run, point, name, prior)
         return super().latent(run, name, prior)
+
+
+class _Slopes(FeatureKernel):
+    """JJᵀ, of a GP site's prior mean μ + Jz that is made of latents, z ~ N(0, I) each.
+
+    :param process: the GP site with its graph to ``z``, of which the values at ``x``, and J there, are known.
+    """
+
+    def __init__(self, process: GaussianProcess, x: Tensor, z: list[Tensor]) -> None:
+        self.process, self.x, self.z = process, x, z
+
+    def blocks(self, x: Tensor) -> list[Tensor]:
+        """J, by latent."""
+        with torch.inference_mode(False), torch.enable_grad():
+            # a clone has a graph, where x is of inference mode
+            mean = self.process.mean if x is self.x else self.process.mean_at(x.clone()).expand(x.shape[:-1])
+            found = [jacobian(mean.reshape(-1), z).mT.unflatten(0, mean.shape) for z in self.z]
+        return found if torch.is_grad_enabled() else [part.detach() for part in found]
+
+    def features(self, x: Tensor) -> Tensor:
+        return side_by_side(self.blocks(x))
+
+
+class _Above(Sum):
+    """k + JJᵀ, whose terms are those of k: what f is beside its prior mean."""
+
+    @property
+    def terms(self) -> tuple[Any, ...]:
+        return self.parts[:-1]
+
+
+class _WithMean(Features):
+    """A GP site's features and its mean's."""
+
+    def __init__(self, basis: Features, kernel: _Above) -> None:
+        self.basis, self.slopes = basis, kernel.parts[-1]
+        super().__init__(kernel, basis.sizes + tuple(map(len, self.slopes.z)))
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        return [*self.basis(x), *self.slopes.blocks(x)]
+
+    def components(self) -> list[Any]:
+        return self.basis.components()
+
+
+def _with_means(
+    run: Posteriors, args: tuple, kwargs: dict[str, Any], held: Mapping[str, Tensor]
+) -> dict[str, tuple[GaussianProcess, Features, list[str]]]:
+    """Of each GP site whose prior mean is made of latents of the field its process, features, and these latents.
+
+    Else its variance would be that of f − μ, test_a_posterior_whose_mean_is_made_of_latents.
+    """
+    guide, found = run.guide, dict[str, tuple[GaussianProcess, Features, list[str]]]()
+    ahead: Priors = run.ahead  # type: ignore[assignment]
+    with torch.inference_mode(False), torch.enable_grad():
+        # clones have a graph, where tensors are of inference mode
+        given, named, known = map_tensors(Tensor.clone, (args, kwargs, held))
+        z = {n: guide.like.new_zeros(fn.shape().numel(), requires_grad=True) for n, fn in ahead.normal.items()}
+        sites = run_standardised(guide, given, named, Standardised(guide, z, {}), known).nodes
+        there: Any = {name: traces.as_process(sites[name]["fn"])[0] for name in ahead.bases}
+        made_of = {name: [n for n in z if depends(process.mean, z[n])] for name, process in there.items()}
+    for name, latents in made_of.items():
+        if latents:
+            here = run.settled(name, ahead.processes[name])
+            kernel = _Above(here.kernel, _Slopes(there[name], here.x, [z[n] for n in latents]))
+            found[name] = here.with_kernel(kernel), _WithMean(ahead.bases[name], kernel), latents
+    return found

@@ -24,7 +24,7 @@ from ...program.structure import Depends, Structure
 from ..calls import KINDS, Call, Evaluation
 from ..known import KnownGuide
 from ..readings import Readings, SiteReading
-from ..runs import Conditions, Posteriors, Priors, Run, require_rows, shown_by
+from ..runs import Conditions, Priors, Run, require_rows, shown_by
 from .separate import Separate, require_densities
 
 _SETTLED = 100  # updates of sites outside of training, at most
@@ -98,7 +98,7 @@ class OnSites(Separate):
         return Conditions(values, readings, run.drawn)
 
     def answer(
-        self, run: Posteriors, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]
+        self, run: Run, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]
     ) -> SparsePosterior:
         if not isinstance(module, SiteGP):
             return super().answer(run, name, process, module, kind)
@@ -134,7 +134,7 @@ class _UnderLatents(Priors):
         if isinstance(module, SiteGP):
             return process.mean
         kind = self.guide.q.kind_of_draws(self.guide, name)
-        posterior = self.posteriors[name] = self.free(name, process, module, kind)
+        posterior = self.posteriors[name] = self.kind.answer(self, name, process, module, kind)
         return posterior.mean
 
 

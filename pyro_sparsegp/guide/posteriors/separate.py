@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 from pyro.distributions import TorchDistribution
+from pyro.infer.autoguide import AutoNormalMessenger
 from torch import Tensor, nn
 
 from ...bases.base import Features
@@ -40,11 +40,8 @@ class Separate:
             "points": [name for name in apart if guide.is_point(name)],
         }
         others = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
-        return f"{self.members(guide)}\n{'; '.join(others) or 'no other latents'}"
-
-    def members(self, guide: KnownGuide) -> str:
-        """Which functions and latents have one Gaussian."""
-        return f"one Gaussian each: {', '.join(guide.facts.gps)}"
+        whole = f"given the others: {', '.join(joint.field)}" if joint.field else f"each: {', '.join(guide.facts.gps)}"
+        return f"one Gaussian {whole}\n{'; '.join(others) or 'no other latents'}"
 
     # Calls.
 
@@ -83,17 +80,22 @@ class Separate:
         return GroupedSite if gp.group else ExpectedSite
 
     def answer(
-        self, run: Posteriors, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]
+        self, run: Run, name: str, process: GaussianProcess, module: nn.Module, kind: type[Site]
     ) -> SparsePosterior:
-        """The posterior of a GP site."""
-        return run.free(name, process, module, kind)
+        """The posterior of a GP site, in groups of the inputs that a layer above couples."""
+        posterior = module(run.settled(name, process), name, kind)
+        if isinstance(posterior, GroupedSite):
+            posterior.group = run.guide.facts.gps[name].group.size  # type: ignore[union-attr]
+        return posterior  # type: ignore[no-any-return]
 
     def latent(self, run: Run, name: str, prior: TorchDistribution) -> Any:
         """The posterior of a latent that is no GP site, or its median: its own, or its part of a draw of several."""
-        guide, median = run.guide, run.at_medians or run.guide.is_point(name)
-        if median or name not in guide.joint.hyper:
-            return guide.own_posterior(name, prior, median)
-        return coupled_posterior(guide, name, prior)
+        guide = run.guide
+        if run.at_medians or guide.is_point(name):
+            return guide._get_posterior_median(name, prior)
+        if name in guide.joint.hyper:
+            return coupled_posterior(guide, name, prior)
+        return AutoNormalMessenger.get_posterior(guide, name, prior)
 
     def sums_of(self, run: Priors, name: str, features: Features) -> tuple[Any, Any]:
         """The coefficients that keep a GP site's sums over rows, and what these are about."""
@@ -112,9 +114,6 @@ class Separate:
 
     def require(self, run: Run) -> None:
         """Raise where a first run shows that it does not fit."""
-
-    def require_gradients(self, guide: KnownGuide) -> None:
-        """Raise where no gradient trains it."""
 
     def lacks(self, guide: KnownGuide, seen: Structure) -> list[str]:
         """What a program shows that it does not know of, in words."""
@@ -156,13 +155,6 @@ class ByExpectation(Separate):
 
     def require(self, run: Run) -> None:
         require_densities(run)
-
-    def require_gradients(self, guide: KnownGuide) -> None:
-        if guide.training and torch.is_grad_enabled():
-            raise ValueError(
-                "the guide's family trains by expectation propagation, and not by gradients: take "
-                "ExpectationPropagation(model, guide, optim) instead of SVI, or a family such as SVGP."
-            )
 
 
 def require_densities(run: Run) -> None:
