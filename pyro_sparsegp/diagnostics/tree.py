@@ -98,18 +98,14 @@ def to_datatree(
 
 def _constants(model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Mapping[str, Tensor]) -> Any:
     """The tensors among a model's arguments, by the names of its parameters, but those that are observed values."""
-    found = walk(signature_of(model).bind_partial(*args, **kwargs).arguments)
-    tensors = {_label(path): torch.as_tensor(v) for path, v in found if isinstance(v, (Tensor, np.ndarray))}
+    found = list(walk(signature_of(model).bind_partial(*args, **kwargs).arguments))
+    # A tensor's name is the last one on the way to it, and its places in lists from there on.
+    names = ("_".join(map(str, path[max(i for i, k in enumerate(path) if isinstance(k, str)) :])) for path, _ in found)
+    tensors = {n: torch.as_tensor(v) for n, (_, v) in zip(names, found) if isinstance(v, (Tensor, np.ndarray))}
     # An observed value has numbers in the place of NaN under a mask.
     pairs = ((n, v, y) for n, v in tensors.items() for y in observed.values() if v.shape == y.shape)
     seen = {name for name, value, y in pairs if ((value == y) | value.isnan()).all()}
     return {name: value for name, value in tensors.items() if name not in seen}
-
-
-def _label(path: tuple) -> str:
-    """The last name on the way to an argument, and its places in lists from there on."""
-    last = max(i for i, key in enumerate(path) if isinstance(key, str))
-    return "_".join(map(str, path[last:]))
 
 
 class Table:

@@ -95,7 +95,7 @@ class AutoSparseGP(SiteMessenger):
         """As the class says."""
         named = {"independent_draws": independent_draws, "independent": independent, "point_estimates": point_estimates}
         super().__init__(model, families, named, start, init_loc_fn=init_loc_fn, init_scale=init_scale)
-        kinds = [kind for own, kind in _KINDS if any(isinstance(family, own) for family in self.declared)]
+        kinds = [kind for own, kind in _KINDS if any(isinstance(family, own) for family in self.by_group.values())]
         self._own_kind = [*kinds, Separate()][0]
         self._asked: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call is for, if not draws
         self.row_share = 0.0  # of all rows, those of the last step of training

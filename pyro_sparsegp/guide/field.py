@@ -278,9 +278,7 @@ def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, 
     them by.
     """
     parts: list[Tensor] = []
-    for i, name in enumerate(guide.joint.field):
-        if name in guide.joint.followed:
-            continue
+    for i, name in [(i, name) for i, name in enumerate(guide.joint.field) if name not in guide.joint.followed]:
         # exp(bᵀθ)A: of a non-centred latent u is what it is multiplied to
         factors = guide.joint.factors.get(name, {}).items()
         logs = [_unconstrained(sites[other]) @ guide.like.new_tensor(slopes) for other, slopes in factors]

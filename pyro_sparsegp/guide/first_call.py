@@ -70,7 +70,6 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             if isinstance(family, FreeFormFamily) and family.start == "data" and name not in guide.facts.inner:
                 guide.module_of(name).inform(posterior.process, name)
         start(guide, run, args, kwargs)
-        _require_together(guide)
         guide.q.begin(guide)
         guide.core.data = TrainingData(guide.model, args, kwargs)
     except BaseException:
@@ -199,17 +198,6 @@ def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> C
     with traces.repeatable(guide.like), poutine.block():
         _, guide.core.forms = explore(run, held_runs(guide.model, run.trace, args, kwargs))
     return guide.core.forms
-
-
-def _require_together(guide: KnownGuide) -> None:
-    """Raise where GP sites lack a joint posterior that ``families`` names."""
-    for group in guide.together_by_name:
-        if not {*group} <= guide.joint.field.keys():
-            raise ValueError(
-                f"GP sites {list(group)} can't have one posterior here. One posterior needs GP sites that enter no "
-                "other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, such "
-                "as Normal(f + g[index], s) or Poisson((f + g).exp()). Give each site a family of its own."
-            )
 
 
 def _require_unmasked(run: Run, rerun: Rerun) -> None:

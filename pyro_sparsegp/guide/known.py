@@ -115,7 +115,7 @@ class KnownGuide(AutoNormalMessenger):
         points = by_expectation if named["point_estimates"] is None else named["point_estimates"]
         _require_arguments(model, by_group, {**named, "point_estimates": points}, start)
         super().__init__(model, **options)
-        self.families, self.declared = families, list(by_group.values())
+        self.families, self.by_group = families, by_group
         self.by_name = {name: family for group, family in by_group.items() for name in group}
         self.together_by_name = [group for group in by_group if len(group) > 1]  # GP sites that are to have one
         self.point_estimates: Any = points or ()  # names, or True for all
@@ -156,14 +156,13 @@ class KnownGuide(AutoNormalMessenger):
 
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""
-        if not isinstance(self.families, Mapping):
-            return self.families
-        if name not in self.by_name:
+        family = self.by_name.get(name, self.by_group.get(()))  # () of all
+        if family is None:
             raise ValueError(
                 f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.by_name)}. Add "
                 f"{{{name!r}: SVGP(64)}}, or give one family for all GP sites."
             )
-        return self.by_name[name]
+        return family
 
     def module_of(self, name: str) -> Any:
         """The variational module of a GP site."""
@@ -256,7 +255,6 @@ class KnownGuide(AutoNormalMessenger):
 
     def forget(self) -> None:
         """Return to the state before the first call."""
-        for name in ("gps", "locs", "scales", "together", "field"):
-            if name in self._modules:
-                delattr(self, name)
+        for name in {"gps", "locs", "scales", "together", "field"} & self._modules.keys():
+            delattr(self, name)
         self.core = Core()

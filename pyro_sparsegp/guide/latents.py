@@ -165,7 +165,7 @@ def couple(guide: KnownGuide, loc: Tensor, root: Tensor) -> None:
 def _place(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[slice, torch.Size]:
     """Where a latent's entries are among all, and its values' shape: in plates of one, as its prior has it."""
     latents, coupled = guide.facts.latents, guide.joint.hyper
-    start = sum(latents[other].numel for other in coupled[: coupled.index(name)])
+    rows = slices({other: latents[other].numel for other in coupled})[name]
     known = torch.Size(latents[name].shape)  # type: ignore[arg-type]
     shape = prior.batch_shape + known[len(known) - latents[name].event_dim :]
     if shape.numel() != known.numel():
@@ -174,7 +174,7 @@ def _place(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[slic
             "its posterior is joint with that of other latents. Leave its plates whole, or give the guide "
             f"independent=({name!r},)."
         )
-    return slice(start, start + known.numel()), shape
+    return rows, shape
 
 
 def coupled_params(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[Tensor, Tensor]:

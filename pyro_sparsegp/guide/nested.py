@@ -313,29 +313,33 @@ class Nested:
         """
         if self.is_informed(best):
             return best
-        values, moved = self.hyper.values(best.theta), list[Tensor]()
-        for name, value in values.items():
-            allowed = [value * factor for factor in _FACTORS if (value > 0).all()]
-            allowed = [v for v in allowed if self.hyper.priors[name].support.check(v).all()]
-            moved += [self.hyper.of({**values, name: v}) for v in allowed]
-        return self._mode_from(best, moved, lambda found: (self.is_informed(found), found.value))
+
+        def places(support: Any, value: Tensor) -> list[Tensor]:
+            moved = [value * factor for factor in _FACTORS if (value > 0).all()]
+            return [v for v in moved if support.check(v).all()]
+
+        return self._mode_from(best, places, lambda found: (self.is_informed(found), found.value))
 
     def across(self, best: Optimum) -> Optimum:
         """The mode from θ with one hyperparameter of bounded support elsewhere in it, if F is higher there: that of a
         change point has many (test_the_best_of_many_modes_is_the_start).
         """
-        values, moved = self.hyper.values(best.theta), list[Tensor]()
-        for name, value in values.items():
-            support: Any = self.hyper.priors[name].support
-            if isinstance(support, constraints.interval) and value.numel() == 1:
-                parts = value.new_tensor(_ACROSS)
-                places = support.lower_bound + parts * (support.upper_bound - support.lower_bound)
-                moved += [self.hyper.of({**values, name: place.expand_as(value)}) for place in places.reshape(-1)]
-        return self._mode_from(best, moved, attrgetter("value"))
 
-    def _mode_from(self, best: Optimum, moved: Iterable[Tensor], key: Callable[[Optimum], Any]) -> Optimum:
-        """The mode from the best of some other θ, if there is a better one and F is higher there."""
-        start = max([best, *map(self.tried, moved)], key=key)
+        def places(support: Any, value: Tensor) -> list[Tensor]:
+            if not isinstance(support, constraints.interval) or value.numel() > 1:
+                return []
+            moved = support.lower_bound + value.new_tensor(_ACROSS) * (support.upper_bound - support.lower_bound)
+            return [place.expand_as(value) for place in moved.reshape(-1)]
+
+        return self._mode_from(best, places, attrgetter("value"))
+
+    def _mode_from(
+        self, best: Optimum, places: Callable[[Any, Tensor], list[Tensor]], key: Callable[[Optimum], Any]
+    ) -> Optimum:
+        """The mode from the best θ with one hyperparameter at other places of its support, if F is higher there."""
+        priors, values = self.hyper.priors, self.hyper.values(best.theta)
+        moved = ({**values, n: there} for n, value in values.items() for there in places(priors[n].support, value))
+        start = max([best, *(self.tried(self.hyper.of(each)) for each in moved)], key=key)
         return best if start is best else max(best, self.mode([start]), key=attrgetter("value"))
 
     def covariance(self, mode: Optimum) -> Tensor:

@@ -72,7 +72,9 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         its.sites, its.again = start, lambda given: run(base, given).nodes
         its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
         tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
-        return _untold(members, tells), of_site
+        off = [member for member, is_told in zip(members, tells) if not is_told]
+        # all of them, if only the last move, of all at once, is not told
+        return list(dict.fromkeys(off if tells[-1] else off or members)), of_site
 
     linked, total = Linked({}, {}, [], []), 0.0 * x.sum()
     data = {name: site for name, site in here.items() if traces.is_observation(site)}
@@ -102,14 +104,11 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         elif links:
             linked.links[name] = links
     (pull,) = torch.autograd.grad(total, x)
-    linked.flat.extend(name for name, own in layout.rows.items() if _is_flat(here[name], pull[own]))
+    masks = {name: traces.unmasked(here[name]["fn"], here[name]["value"], None) for name in layout.field}
+    known = {name: seen.reshape(-1) for name, seen in masks.items() if seen is not None}
+    # A mask of a prior leaves out values that data pull at.
+    linked.flat.extend(name for name, seen in known.items() if pull[layout.rows[name]][~seen].any())
     return linked
-
-
-def _untold(members: list[str], tells: list[bool]) -> list[str]:
-    """The members whose own moves are not told; all of them, if only the last move, of all at once, is not."""
-    each = dict.fromkeys(member for member, is_told in zip(members, tells) if not is_told)
-    return list(each or dict.fromkeys([] if tells[-1] else members))
 
 
 def _one_each(sites: Mapping[str, Any], density: Tensor, layout: Layout) -> list[str]:
@@ -118,12 +117,6 @@ def _one_each(sites: Mapping[str, Any], density: Tensor, layout: Layout) -> list
     values = [sites[gp]["value"] for gp in gps] + [density]
     slopes = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
     return [gp for gp, by in zip(gps, slopes) if by is not None and by.shape == density.shape]
-
-
-def _is_flat(site: Any, pull: Tensor) -> bool:
-    """Whether the mask of a prior leaves out values that data pull at, so that theirs is flat."""
-    seen = traces.unmasked(site["fn"], site["value"], None)
-    return seen is not None and bool(pull[~seen.reshape(-1)].any())
 
 
 def _are_sure(sites: Mapping[str, Any], name: str, of_site: Mapping[str, str]) -> Tensor:

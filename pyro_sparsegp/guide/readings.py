@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Optional
 
 import torch
@@ -49,8 +50,7 @@ class SiteReading:
         self.moves: Any = None  # of that update, each row's
         # A share of the rate; updates that were cut since they lowered the bound.
         self.pace, self.halved = torch.ones_like(kept.progress["pace"]), 0
-        # Of passes over all rows: what gives posteriors, and that of the sites as they are, with its marginals.
-        self._answer: Optional[Callable[[Sites], SparsePosterior]] = None
+        # Of a pass over all rows: the posterior of the sites as they are, with its marginals.
         self._found: Optional[SparsePosterior] = None
         self._at: Optional[Marginal] = None
 
@@ -103,18 +103,22 @@ class SiteReading:
 
     def end(self, keeps: bool) -> None:
         """Let go of what is larger than the sites, which are read; the module may keep them."""
-        self._answer = self._found = self._at = None
+        self._found = self._at = None
+        vars(self).pop("_answer", None)
         kept = self.module.sites
         # What torch.func makes is of its transform, and nothing after it: test_forward_mode.py::test_posteriors.
         if keeps and not torch._C._are_functorch_transforms_active():
             kept.keep(self.sites, self.truncated)
             kept.progress |= {"pace": self.pace, "halved": kept.progress["halved"] + self.halved}
 
+    @cached_property
+    def _answer(self) -> Callable[[Sites], SparsePosterior]:
+        """What gives posteriors, of a pass over all rows."""
+        return self.module.by_sites(self.process, self.name)  # type: ignore[no-any-return]
+
     @torch.no_grad()
     def posterior(self, sites: Sites) -> tuple[SparsePosterior, Marginal]:
         """The posterior of these sites, and its marginals."""
-        if self._answer is None:
-            self._answer = self.module.by_sites(self.process, self.name)
         posterior = self._answer(sites)
         return posterior, (posterior.mean, posterior.variance)
 

@@ -52,9 +52,17 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     guide.join(row_effects=tuple(effects))
     why = _start(guide, run, args, kwargs)
     guide.join(row_effects=tuple(name for name in effects if name in guide.joint.field))
+    if apart := [list(group) for group in guide.together_by_name if not {*group} <= guide.joint.field.keys()]:
+        raise ValueError(
+            f"GP sites {apart[0]} can't have one posterior here. One posterior needs GP sites that enter no "
+            "other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, such "
+            "as Normal(f + g[index], s) or Poisson((f + g).exp()). Give each site a family of its own."
+        )
     if not why:
         return
-    apart, follows = _apart(guide, run, args, kwargs), guide.q.follows_latents(guide)
+    # Sites that are read off quadratic likelihoods give f its exact posterior given each draw of the latents.
+    follows = guide.q.is_of_rows and all(gp.is_quadratic for gp in facts.gps.values())
+    apart = _apart(guide, run, args, kwargs)
     gps = "" if follows else f" and GP sites {', '.join(map(repr, facts.gps))}"
     if sum(run.values[name].numel() for name in apart) > follows:  # f may follow one number alone
         warnings.warn(
@@ -214,8 +222,14 @@ class _Mode:
         guide, facts, inputs = self.guide, self.facts, self.search.inputs
         sizes = {name: self.layout.field[name] for name in field}
         guide.join(field=sizes, eliminated=self.layout.eliminated, factors=self._factors())
-        self.own = self._of_own_families(field)
-        guide.join(followed=tuple(self.own) if self._keeps(field) else ())
+        asked = {*chain(*guide.together_by_name)}  # to have one posterior
+        gps = {name: guide.module_of(name) for name in field if name in facts.gps}
+        free = {n: m.coefficients for n, m in gps.items() if isinstance(m, SparseGP) and n not in asked}
+        # whose families have another posterior than a full Gaussian by natural steps
+        self.own = [name for name, q in free.items() if not is_full(q)]
+        # It is kept by one GP site of one function, which latents alone follow.
+        others = self.layout.eliminated, self.nested.drawn, *(facts.gps[name].outputs for name in gps)
+        guide.join(followed=tuple(self.own) if len(gps) == 1 < len(field) and not any(others) else ())
         make_field(guide, sizes)
         for i, name in enumerate(field):
             if name in facts.gps and name not in guide.joint.followed:  # its inputs at which q(x) is about its values
@@ -244,19 +258,6 @@ class _Mode:
             guide.field.coefficients.begin(anchor, (best.root @ best.root.mT)[index][:, index], best.x[index])
             return
         self._put(guide.field.coefficients, anchor, field)
-
-    def _of_own_families(self, field: list[str]) -> list[str]:
-        """The GP sites whose families have another posterior than a full Gaussian by natural steps."""
-        modules = {name: self.guide.module_of(name) for name in field if name in self.facts.gps}
-        asked = {*chain(*self.guide.together_by_name)}  # to have one posterior
-        known = {n: m.coefficients for n, m in modules.items() if isinstance(m, SparseGP) and n not in asked}
-        return [name for name, q in known.items() if not is_full(q)]
-
-    def _keeps(self, field: list[str]) -> bool:
-        """Whether such a site keeps it: one of one function, which latents alone follow."""
-        gps = [self.facts.gps[name] for name in field if name in self.facts.gps]
-        is_plain = not (self.layout.eliminated or self.nested.drawn)
-        return bool(self.own) and is_plain and len(gps) == 1 < len(field) and not gps[0].outputs
 
     def _factors(self) -> dict[str, dict[str, list[float]]]:
         """By members whose values hyperparameters multiply in the program, by some exp(bᵀθ) near the mode, and by
@@ -310,21 +311,15 @@ class _Mode:
         follows = moved and all(type(module) is SparseGP for module in modules) and not self.own
         # Values at all rows are a basis if all are here, and stay where they are.
         parts = [search.is_part, *(as_process(self.handler.priors[name])[0].x.requires_grad for name in facts.gps)]  # type: ignore[union-attr]
+        # As logits of classes do: joint posteriors are integrated over points there, and updates of sites go astray.
+        are_normal = all(gp.is_quadratic for gp in facts.gps.values())
         return [
-            (self._is_classes, classes),
+            (facts.has_outputs_that_meet and self.nested.drawn and not are_normal, classes),
             (any(isinstance(module, ExpectationGP) for module in modules), ""),
             (search.is_exact and search.rows < search.num, many),
             (search.is_exact and any(parts), moves),
             (not (meet or follows), ""),
         ]
-
-    @property
-    def _is_classes(self) -> bool:
-        """Whether outputs meet in a density without a linear predictor, as logits of classes do, that is not normal:
-        joint posteriors are integrated over points there, and updates of sites go astray.
-        """
-        are_quadratic = all(gp.is_quadratic for gp in self.facts.gps.values())
-        return bool(self.nested.drawn) and self.facts.has_outputs_that_meet and not are_quadratic
 
     def _intercepts(self) -> dict[str, Tensor]:
         """By hyperparameters that q(x | θ) is to follow beside what its sites are about, such as an intercept, the

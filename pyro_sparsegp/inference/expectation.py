@@ -85,7 +85,7 @@ class ExpectationPropagation:
         require_choice(schedule, "ExpectationPropagation's schedule", "inner", "outer")
         require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
         require_count(max_sweeps, "ExpectationPropagation's max_sweeps")
-        if not all(isinstance(family, ExpectationFamily) for family in guide.declared):
+        if not all(isinstance(family, ExpectationFamily) for family in guide.by_group.values()):
             raise ValueError(
                 "ExpectationPropagation trains GP sites of the family SparseEP; the guide's families are "
                 f"{guide.families!r}. Give AutoSparseGP(model, SparseEP(...)), or take SVI."

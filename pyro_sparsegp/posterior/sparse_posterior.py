@@ -295,8 +295,10 @@ class _Sequential:
         known, mean = self.x.shape[-2], self.posterior.process.at(x).mean
         # An input that was asked for before, or stands twice in x, has one value: a diagonal term, which is drawn anew
         # at every row, would otherwise give it several.
-        first = _first_of_equal(torch.cat([self.x, x], -2))
-        fresh = first[known:] == torch.arange(known, len(first), device=x.device)
+        _, kind = torch.cat([self.x, x], -2).detach().movedim(-2, 0).flatten(1).unique(dim=0, return_inverse=True)
+        numbers = torch.arange(len(kind), device=x.device)
+        first = torch.full_like(numbers, len(kind)).scatter_reduce(0, kind, numbers, "amin")[kind]
+        fresh = first[known:] == numbers[known:]
         if fresh.any():
             self.x = torch.cat([self.x, x[..., fresh, :]], -2)
             drawn = torch.randn(*self.noise.shape[:-1], self.x.shape[-2] - known, dtype=x.dtype, device=x.device)
@@ -309,10 +311,3 @@ class _Sequential:
             self.values = torch.cat([self.values, value[..., known:]], -1)  # f − μ at the inputs asked for so far
         place = torch.cat([fresh.new_ones(known), fresh]).cumsum(0) - 1  # of each first one among the values
         return mean + self.values[..., place[first[known:]]]
-
-
-def _first_of_equal(x: Tensor) -> Tensor:
-    # For each row of (..., N, D) the number of the first that is equal to it, (N,).
-    _, kind = x.detach().movedim(-2, 0).flatten(1).unique(dim=0, return_inverse=True)
-    numbers = torch.arange(len(kind), device=x.device)
-    return torch.full_like(numbers, len(kind)).scatter_reduce(0, kind, numbers, "amin")[kind]

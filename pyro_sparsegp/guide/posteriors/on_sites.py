@@ -37,15 +37,14 @@ class OnSites(Separate):
     is_of_rows = True
 
     def takes_batches(self, guide: KnownGuide) -> bool:
-        modules = guide.site_modules().values()
-        return bool(modules) and all(module.takes_batches for module in modules)
+        return all(module.takes_batches for module in guide.site_modules().values())
 
     def of_rows(self, run: Run) -> list[str]:
-        about = list[str]()
-        for name, module in () if self.takes_batches(run.guide) else run.guide.site_modules().items():
-            checks.require_full_batch(name, module.family["name"], run.trace)
-            about.append(f"GP site {name!r} has the family {module.family['name']}, whose posterior")
-        return about
+        modules = run.guide.site_modules().items()
+        families = {name: module.family["name"] for name, module in modules if not module.takes_batches}
+        for name, family in families.items():
+            checks.require_full_batch(name, family, run.trace)
+        return [f"GP site {name!r} has the family {family}, whose posterior" for name, family in families.items()]
 
     def given_now(self, guide: KnownGuide, median: bool, known: bool = False) -> Conditions:
         """Read at the training data."""
@@ -108,9 +107,6 @@ class OnSites(Separate):
             # where the next step goes on
             module.sites.progress |= {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
         return posterior
-
-    def follows_latents(self, guide: KnownGuide) -> bool:
-        return all(gp.is_quadratic for gp in guide.facts.gps.values())
 
     def require(self, run: Run) -> None:
         require_densities(run)

@@ -119,10 +119,6 @@ class Separate:
         """What a program shows that it does not know of, in words."""
         return guide.facts.lacks(seen)
 
-    def follows_latents(self, guide: KnownGuide) -> bool:
-        """Whether f has its exact posterior given each draw of the latents."""
-        return False
-
     def begin(self, guide: KnownGuide) -> None:
         """After a first call: have natural steps know of joint draws, and warn of GP sites that are not joint."""
         facts = guide.facts
