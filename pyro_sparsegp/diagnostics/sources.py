@@ -129,12 +129,8 @@ class GuideSource(Source, Messenger):
         draw = self.draw = Draws()
         self.posteriors, self.log_q = dict[str, SparsePosterior](), dict[str, Tensor]()
         # Rows may be held-out ones, and a kernel's variance correction acts on q(w), too: as in predictions.
-        try:
-            with pyro.validation_enabled(False), poutine.block(), Held(item), self:
-                run = self.guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
-        finally:
-            # That of a mapped run has tensors that nobody can copy.
-            self.guide.trace = poutine.Trace()
+        with pyro.validation_enabled(False), poutine.block(), Held(item), self:
+            run = self.guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
         require_sites(run.sites)
         sites, values = run.sites, free_values(run.trace)
         self.sites = self.sites or {name: site for name, site in sites.items() if site["is_observed"]}

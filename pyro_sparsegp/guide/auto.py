@@ -232,6 +232,7 @@ class AutoSparseGP(SiteMessenger):
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
         run = self.run_at(args, kwargs, joint_up_to=torch.inf if joint else 0)
+        self.trace = run.trace
         # Classes of groups are known from the rows of training, unless all of these are here.
         known = () if run.call.inputs else self.facts.classes
         return run.values | handlers.given_data(self.model, run.trace, args, kwargs, known)
@@ -284,9 +285,7 @@ class AutoSparseGP(SiteMessenger):
             return {name: values[name] for name in names if name in values}
 
         # 128 features a value.
-        found = all_draws(one, items_of_draws(self, num_draws), lambda d: 128 * sum(map(torch.numel, d.values())))
-        self.trace = poutine.Trace()  # as in predict
-        return found
+        return all_draws(one, items_of_draws(self, num_draws), lambda d: 128 * sum(map(torch.numel, d.values())))
 
     def _or_of_training(self, what: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if args or kwargs:
@@ -320,6 +319,7 @@ class AutoSparseGP(SiteMessenger):
         with handlers.unrecorded(same=False, learns=False), traces.whole_plates(), held(PRECISE, True):
             run = Posteriors(self, conditions, NewRows(inputs=same), **asked).perform(args, kwargs)
         note_rows(run)
+        self.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
         return run
 
     def forget_data(self) -> None:
