@@ -52,9 +52,9 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     guide.join(row_effects=tuple(effects))
     why = _start(guide, run, args, kwargs)
     guide.join(row_effects=tuple(name for name in effects if name in guide.joint.field))
-    if apart := [list(group) for group in guide.together_by_name if not {*group} <= guide.joint.field.keys()]:
+    if not_one := [list(group) for group in guide.together_by_name if not {*group} <= guide.joint.field.keys()]:
         raise ValueError(
-            f"GP sites {apart[0]} can't have one posterior here. One posterior needs GP sites that enter no "
+            f"GP sites {not_one[0]} can't have one posterior here. One posterior needs GP sites that enter no "
             "other, up to 2,000 coefficients, and likelihoods whose parameters are affine in f under a link, such "
             "as Normal(f + g[index], s) or Poisson((f + g).exp()). Give each site a family of its own."
         )

@@ -166,7 +166,7 @@ def _with_means(
         # clones have a graph, where tensors are of inference mode
         given, named, known = map_tensors(Tensor.clone, (args, kwargs, held))
         z = {n: guide.like.new_zeros(fn.shape().numel(), requires_grad=True) for n, fn in ahead.normal.items()}
-        sites = run_standardised(guide, given, named, Standardised(guide, z, {}), known).nodes
+        sites: Any = run_standardised(guide, given, named, Standardised(guide, z, {}), known).nodes
         there: Any = {name: traces.as_process(sites[name]["fn"])[0] for name in ahead.bases}
         made_of = {name: [n for n in z if depends(process.mean, z[n])] for name, process in there.items()}
     for name, latents in made_of.items():
