@@ -52,6 +52,7 @@ _FACTORS = [10 ** (k / 2) for k in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4)]  # of t
 _ACROSS = [(k + 0.5) / 24 for k in range(24)]  # of an interval
 _LEAST = 0.1  # an eigenvalue of JᵀWJ, beside the prior's 1, from which x follows θ
 _LARGEST = 600  # values whose densities are taken as they are
+_Places = Callable[[constraints.Constraint, Tensor], list[Tensor]]  # of a hyperparameter, by its prior's support
 _WIDEST = 1.5  # a standard deviation of a hyperparameter, by its prior's width, where F is flat
 
 
@@ -314,7 +315,7 @@ class Nested:
         if self.is_informed(best):
             return best
 
-        def places(support: Any, value: Tensor) -> list[Tensor]:
+        def places(support: constraints.Constraint, value: Tensor) -> list[Tensor]:
             moved = [value * factor for factor in _FACTORS if (value > 0).all()]
             return [v for v in moved if support.check(v).all()]
 
@@ -325,7 +326,7 @@ class Nested:
         change point has many (test_the_best_of_many_modes_is_the_start).
         """
 
-        def places(support: Any, value: Tensor) -> list[Tensor]:
+        def places(support: constraints.Constraint, value: Tensor) -> list[Tensor]:
             if not isinstance(support, constraints.interval) or value.numel() > 1:
                 return []
             moved = support.lower_bound + value.new_tensor(_ACROSS) * (support.upper_bound - support.lower_bound)
@@ -333,9 +334,7 @@ class Nested:
 
         return self._mode_from(best, places, attrgetter("value"))
 
-    def _mode_from(
-        self, best: Optimum, places: Callable[[Any, Tensor], list[Tensor]], key: Callable[[Optimum], Any]
-    ) -> Optimum:
+    def _mode_from(self, best: Optimum, places: _Places, key: Callable[[Optimum], Any]) -> Optimum:
         """The mode from the best θ with one hyperparameter at other places of its support, if F is higher there."""
         priors, values = self.hyper.priors, self.hyper.values(best.theta)
         moved = ({**values, n: there} for n, value in values.items() for there in places(priors[n].support, value))
