@@ -125,10 +125,10 @@ class InducingPoints(Basis):
         for i, z in enumerate(sets):
             if isinstance(z, InducingVariables):
                 setattr(self, f"variables_{i}", z)
-            elif trainable:
-                setattr(self, f"inputs_{i}", PyroParam(self._in_units(i, z.detach().clone(), torch.div)))
             else:
-                self.register_buffer(f"inputs_{i}", self._in_units(i, z.detach().clone(), torch.div))
+                setattr(self, f"inputs_{i}", PyroParam(self._in_units(i, z.detach().clone(), torch.div)))
+        if not trainable:
+            freeze(self)
 
     def _in_units(self, i: int, z: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         # A set's inputs, divided by their units or multiplied.
@@ -162,7 +162,7 @@ class InducingPoints(Basis):
         found: list[Any] = []
         for z in sets:
             if isinstance(z, InducingVariables):
-                found.append(_own(z, x, trainable))
+                found.append(_own(z, x))
                 continue
             z = given_inputs(z, x, name, widths) if isinstance(z, Tensor) else next(chosen)
             found.append(those(z, columns) if columns is not None and z.shape[-1] == width else z)
@@ -242,7 +242,7 @@ class InducingPoints(Basis):
     ) -> InducingPoints:
         """A basis of the shapes of ``spec``, its values still to be loaded."""
         empty: list[Any] = [
-            _own(given, like, trainable) if isinstance(given, InducingVariables) else like.new_zeros(shape)
+            _own(given, like) if isinstance(given, InducingVariables) else like.new_zeros(shape)
             for given, shape in zip(sets, spec["shapes"])
         ]
         # Older states have no codes and no units; those without a jitter had that of their dtype.
@@ -270,23 +270,16 @@ def features_of(kernel: Kernel, variables: list[Variables], jitter: Optional[flo
     # residual's is then below 0 (test_joint_draws_are_as_wide_as_their_marginals).
     dtype = None if exact is variables or PRECISE.get() else variables[0].z.dtype  # type: ignore[attr-defined]
     sets = _join(exact)
-    whole = checked(sets[0].covariance(kernel), sets[0], "covariance", sets[0].size)
-    for b, part in enumerate(sets[1:], 1):
-        own = checked(part.covariance(kernel), part, "covariance", part.size)
-        below = side_by_side([between(kernel, part, other) for other in sets[:b]])
-        whole = side_by_side([side_by_side([whole, below.mT]).mT, side_by_side([below, own]).mT]).mT
+    whole = side_by_side([side_by_side([between(kernel, one, other) for other in sets]).mT for one in sets]).mT
     scale = whole.detach().diagonal(dim1=-2, dim2=-1)[..., : exact[0].size].mean(-1)  # of the first set for all
     what = f"{'K_ZZ' if {*map(type, sets)} == {Values} else 'K_uu'} of site {name!r}"
     whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)
     return InducingFeatures(kernel, variables, whitened, whole)
 
 
-def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVariables:
+def _own(given: InducingVariables, like: Tensor) -> InducingVariables:
     # A guide's own copy, with the dtype and device of like.
-    own = copy.deepcopy(given).to(dtype=like.dtype, device=like.device)
-    if not trainable:
-        freeze(own)
-    return own
+    return copy.deepcopy(given).to(dtype=like.dtype, device=like.device)
 
 
 def _join(variables: Sequence[Variables]) -> list[Variables]:

@@ -116,7 +116,9 @@ def freeze(module: nn.Module) -> None:
 
 
 def between(kernel: Kernel, first: Variables, second: Variables) -> Tensor:
-    """The covariance of two sets of inducing variables, ``(..., M, M')``."""
+    """The covariance of two sets of inducing variables, ``(..., M, M')``, or of one with itself."""
+    if first is second:
+        return checked(first.covariance(kernel), first, "covariance", first.size)
     if type(first) is Values:
         return second.cross(kernel, first.z)
     if type(second) is Values:
