@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 Graph = Callable[..., list[Tensor]]
 _LARGEST = 2**20  # numbers of a constant
@@ -23,6 +24,7 @@ _VIEWS = "detach", "alias", "view", "expand", "slice", "reshape", "_unsafe_view"
 _BY_ONE = "pow", "mul", "div"
 # What takes a tensor for its number.
 _OF_TWO = "add", "sub", "mul", "div", "rsub", "eq", "ne", "gt", "lt", "add_", "sub_", "mul_", "div_"
+_METHODS = {"_to_copy": "to"}
 _IN_NAMES = str.maketrans(".-+", "_mp")
 
 
@@ -33,8 +35,7 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
     """
     nodes = graph.graph.nodes
     for node in _copies(nodes):
-        if all(user.op != "output" for user in node.users):
-            node.replace_all_uses_with(node.all_input_nodes[0])
+        node.replace_all_uses_with(node.all_input_nodes[0])
     for node in nodes:
         if node.target is torch.ops.aten._to_copy.default and node.all_input_nodes:  # what it has is no change
             given = node.all_input_nodes[0].meta["val"]
@@ -45,9 +46,9 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
         if known is not node:
             node.replace_all_uses_with(known)
     graph.graph.eliminate_dead_code()
-    run = _Constants(graph, _constant(nodes))
+    run = _Constants(graph)
     run.run(*inputs)
-    for i, (node, value) in enumerate(run.values.items()):
+    for i, (node, value) in enumerate(run.used):
         graph.register_buffer(f"constant_{i}", value)
         with graph.graph.inserting_before(node):
             node.replace_all_uses_with(graph.graph.get_attr(f"constant_{i}"))
@@ -58,14 +59,10 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
 
 def _copies(nodes: Iterable[Node]) -> list[Node]:
     """The operations that give their first argument to the bit: its memory, or a copy where neither is written to."""
-    pure, found = set(_pure(nodes)), []
-    for node in nodes:
-        given, name = (*node.all_input_nodes, None)[0], _name(node)
-        if node.op == "call_function" and given is not None and given is node.args[0]:
-            one, other = node.meta.get("val"), given.meta.get("val")
-            is_by_one = name in _BY_ONE and node.args[1:] in [(1,), (1.0,)] and node in pure
-            found += [node] if (name in _VIEWS or is_by_one) and _are_alike(one, other) else []
-    return found
+    by_one = {node for node in _pure(nodes) if _name(node) in _BY_ONE and node.args[1:] in [(1,), (1.0,)]}
+    (*_, end) = nodes  # the output, which copies that are given stay for
+    inner = [node for node in nodes if (_name(node) in _VIEWS or node in by_one) and end not in node.users]
+    return [node for node in inner if _are_alike(node.meta.get("val"), node.args[0].meta.get("val"))]  # type: ignore[union-attr]
 
 
 def _name(node: Node) -> str:
@@ -92,13 +89,13 @@ def require_known_sizes(graph: Any) -> None:
 def _pure(nodes: Iterable[Node]) -> list[Node]:
     """The operations that draw nothing, read no memory that is written to, and whose own is neither that nor given."""
     roots: dict[Any, Any] = {}  # whose memory a node shares
-    written, given = set[Any](), set[Any]()
+    written = set[Any]()
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
         is_part = node.op == "call_function" and (schema is None or schema.is_mutable or node.target.is_view)  # type: ignore[union-attr]
         roots[node] = roots[node.args[0]] if is_part else node
         written |= {roots[each] for each in _written(node)}
-        given |= {roots[each] for each in node.all_input_nodes} if node.op == "output" else set()
+    given = {roots[each] for each in node.all_input_nodes}  # of the last one, the output
     return [
         node
         for node in nodes
@@ -115,37 +112,30 @@ def _is_draw(node: Node) -> bool:
 
 def _written(node: Node) -> list[Any]:
     """The arguments that an operation writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = [*zip(schema.arguments, node.args), *((one, node.kwargs.get(one.name)) for one in schema.arguments)]
-    found = [value for one, value in given if value is not None and getattr(one.alias_info, "is_write", False)]
-    return [each for value in found for each in (value if isinstance(value, list) else [value])]
-
-
-def _constant(nodes: Iterable[Node]) -> set[Node]:
-    """The operations that depend on no input."""
-    found = set[Node]()
-    for node in _pure(nodes):
-        own = node.all_input_nodes
-        is_made = _name(node) in _MADE or (own and found.issuperset(own))
-        found |= {node} if is_made else set()
-    return found
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    given = [*zip(arguments, node.args), *((one, node.kwargs.get(one.name)) for one in arguments)]
+    is_write = [(getattr(one.alias_info, "is_write", False), value) for one, value in given]
+    return [each for writes, value in is_write if writes for each in tree_leaves(value) if each is not None]
 
 
 class _Constants(torch.fx.Interpreter):
-    """A run of a graph that keeps its constants, of those that other nodes use."""
+    """A run of a graph that keeps what depends on no input, ``None`` for what is large."""
 
-    def __init__(self, graph: Any, nodes: set[Node]) -> None:
+    def __init__(self, graph: Any) -> None:
         super().__init__(graph)
-        self.constant, self.values = nodes, dict[Node, Tensor]()
+        self.pure, self.values = {*_pure(graph.graph.nodes)}, dict[Node, Any]()
 
     def run_node(self, node: Node) -> Any:
-        value = super().run_node(node)
-        is_used = node in self.constant and not self.constant.issuperset(node.users)
-        if is_used and isinstance(value, Tensor) and value.numel() <= _LARGEST:
-            self.values[node] = value
+        value, own = super().run_node(node), node.all_input_nodes
+        if node in self.pure and (_name(node) in _MADE or (own and self.values.keys() >= {*own})):
+            self.values[node] = value if isinstance(value, Tensor) and value.numel() <= _LARGEST else None
         return value
+
+    @property
+    def used(self) -> list[tuple[Node, Tensor]]:
+        """Those that other operations use."""
+        known = self.values
+        return [(node, value) for node, value in known.items() if not (value is None or known.keys() >= {*node.users})]
 
 
 @torch.no_grad()
@@ -165,13 +155,11 @@ class _Names(torch.fx.Interpreter):
     def run_node(self, node: Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         name, changes = _name(node), _written(node)
-        first, *_ = *args, None
-        first = first.clone() if changes and isinstance(first, Tensor) else first
-        value = super().run_node(node)
-        tags = getattr(node.target, "tags", None)
         # draws are none of those that are tried, nor is what writes elsewhere than to its first argument
-        if tags is None or not args or changes not in ([], [node.args[0]]) or torch.Tag.nondeterministic_seeded in tags:
-            return value
+        if not (hasattr(node.target, "tags") and args and changes in ([], [node.args[0]])) or _is_draw(node):
+            return super().run_node(node)
+        first = args[0].clone() if changes else args[0]
+        value = super().run_node(node)
 
         def is_same(function: Any, *more: object) -> bool:
             given = first.clone() if changes else first
@@ -180,7 +168,7 @@ class _Names(torch.fx.Interpreter):
                 return (changes or (found is given) == (value is given)) and _are_equal(found, value, not changes)
             return False
 
-        for owner, own in ((torch, name), (_LINALG, name), (Tensor, "to" if name == "_to_copy" else name)):
+        for owner, own in ((torch, name), (_LINALG, name), (Tensor, _METHODS.get(name, name))):
             if (function := getattr(owner, own, None)) and is_same(function, *args[1:]):
                 node.op, node.target = ("call_method", own) if owner is Tensor else ("call_function", function)
                 self._with_tensor(node, function, first, is_same, *args[1:])
