@@ -34,17 +34,17 @@ def _rows():
 
 
 def test_arrows_are_their_dense_matrices():
-    (phi, psi), h = _rows(), torch.rand(N)
+    (phi, psi), h, eye = _rows(), torch.rand(N), torch.eye(COMMON + OWN)
     first, second = _spread(phi), _spread(psi)
     arrow = phi.gram(h).plus(1.0)
-    precision = torch.eye(COMMON + OWN) + first.mT @ (first * h[:, None])
+    precision = eye + first.mT @ (first * h[:, None])
     dense, inverse = Dense.of(precision), torch.linalg.inv(precision)
     x, v, rows = torch.randn(COMMON + OWN), torch.randn(N), torch.randn(3, COMMON + OWN)
     turn, own_turn = torch.randn(COMMON, COMMON), torch.rand(OWN)
     whole = torch.block_diag(turn, own_turn.diag())
     along = first @ inverse
     pairs = {
-        "P": (arrow.dense, precision),
+        "P": (arrow @ eye, precision),
         "Φx": (phi @ x, first @ x),
         "a column": (phi @ x[:, None], first @ x[:, None]),
         "vᵀΦ": (v @ phi, v @ first),
@@ -57,9 +57,9 @@ def test_arrows_are_their_dense_matrices():
         "crossed": ((arrow.white(phi) * arrow.white(psi)).sum(0), (first @ inverse @ second.mT).diagonal()),
         "of rows": (arrow.white(rows).square().sum(0), (rows @ inverse @ rows.mT).diagonal()),
         "ΦP⁻¹": (arrow.covariances(phi), torch.cat([along[:, :COMMON], along[range(N), COMMON + phi.owner, None]], 1)),
-        "TᵀPT": (arrow.turned(turn, own_turn).dense, whole.mT @ precision @ whole),
+        "TᵀPT": (arrow.turned(turn, own_turn) @ eye, whole.mT @ precision @ whole),
         "a pair": (
-            sum(a.gram(h, b).dense for a, b in ((phi, psi), (psi, phi))),
+            sum(a.gram(h, b) @ eye for a, b in ((phi, psi), (psi, phi))),
             first.mT @ (h[:, None] * second) + second.mT @ (h[:, None] * first),
         ),
     }
@@ -100,7 +100,7 @@ def test_natural_steps_are_those_of_a_dense_one():
                 scale.grad = None
                 loss.backward()
                 record.step(1.0)
-            gram = q.gram.dense if q is made else q.gram
+            gram = q.gram @ torch.eye(COMMON + OWN) if q is made else q.gram
             found.append((loss.detach(), q.loc.detach().clone(), gram, scale.grad.clone()))
         for one, other in zip(*(each[:3] for each in found)):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -244,9 +244,3 @@ class Arrow:
         common = torch.linalg.solve_triangular(root.mT, eps[..., : len(root), None], upper=True)
         rest = eps[..., len(root) :] / own.sqrt() - (along @ common)[..., 0]
         return torch.cat([common[..., 0], rest], -1)
-
-    @property
-    def dense(self) -> Tensor:
-        """P, formed."""
-        common, cross, own = self.parts
-        return torch.cat([torch.cat([common, cross], 1), torch.cat([cross.mT, own.diag()], 1)])
