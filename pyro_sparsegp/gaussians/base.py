@@ -212,9 +212,9 @@ class Stack:
         """A vector of all blocks, ``(..., ΣM_b)``, as ``(..., C, M, 1)``."""
         return self.wide(x).view(*x.shape[:-1], len(self.sizes), self.size, 1)
 
-    def blocks(self, whole: Tensor, square: bool = False) -> list[Tensor]:
-        """The matrices that :meth:`rows`, or :meth:`squares`, made a stack of."""
-        return [part[..., :n, : n if square else None] for part, n in zip(whole.unbind(-3), self.sizes)]
+    def blocks(self, whole: Tensor) -> list[Tensor]:
+        """The matrices that :meth:`rows` made a stack of."""
+        return [part[..., :n, :] for part, n in zip(whole.unbind(-3), self.sizes)]
 
     def diagonal(self, whole: Tensor) -> Tensor:
         """A view of the blocks on the diagonal, ``(..., C, M, M)``, of a matrix, ``(..., C·M, C·M)``."""

@@ -251,20 +251,8 @@ class NaturalLowRank(NaturalGaussian):
             seat.move(features.places, self._stacked(features.anchors_at(before)), anchor)
         return seat
 
-    # States have the parts block by block.
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in _KEPT:
-            value = destination.pop(prefix + name)
-            parts = [value] * len(self.sizes)
-            if name == "loc":
-                parts = list(value.split(self.sizes, -1))
-            elif value.dim() > 2:  # else the seat of blocks about w, of which there is none
-                parts = self._stack.blocks(value, square=name != "low_rank")
-            destination.update((f"{prefix}{name}_{b}", part.contiguous()) for b, part in enumerate(parts))
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
+        # Older states have the parts block by block.
         joins = {"loc": side_by_side, "low_rank": self._stack.rows}
         for name in _KEPT:
             keys = [f"{prefix}{name}_{b}" for b in range(len(self.sizes))]

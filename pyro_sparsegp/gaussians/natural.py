@@ -119,8 +119,7 @@ class NaturalGaussian(Natural):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        shape = (len(self.sizes),) if len(self.sizes) > 1 else ()  # a number for each block, as before
-        destination[prefix + "softness"] = torch.full(shape, self.softness, dtype=torch.float64)
+        destination[prefix + "softness"] = torch.tensor(self.softness, dtype=torch.float64)
 
     def leave_seat(self) -> None:
         """Have the sums be about w until the next step, as a start's are."""

@@ -82,8 +82,7 @@ class Pass:
             for row in self.rows
             if (g := row.mean.grad) is not None
         ]
-        if self.draws:
-            total += [w.grad.reshape(-1, *loc.shape).sum(0) for _, w in self.draws if w.grad is not None]
+        total += [w.grad.reshape(-1, *loc.shape).sum(0) for _, w in self.draws if w.grad is not None]
         return sum(total, torch.zeros_like(loc))
 
     def curvature(self, like: Tensor, precision: Callable[[], Tensor]) -> tuple[Tensor, Optional[Tensor]]:
@@ -94,13 +93,12 @@ class Pass:
         # ΦᵀHΦ, and what lacks to Φᵀ|H|₊Φ
         grams = [phi.mT @ (phi * h[..., None]) if gram is None else gram for phi, h, gram, _ in found]
         cuts = [phi.mT @ (phi * (-h).clamp(min=0)[..., None]) for phi, h, _, is_signed in found if is_signed]
-        if self.draws:
-            # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
-            shape = (-1, *like.shape[:-1])
-            pairs = [(g, (precision() @ v[..., None])[..., 0]) for v, w in self.draws if (g := w.grad) is not None]
-            each = [torch.einsum("s...i,s...j->...ij", g.reshape(shape), c.reshape(shape)) for g, c in pairs]
-            drawn = [0.25 * (one + one.mT) for one in each]
-            grams, cuts = grams + drawn, cuts + [lift_to(one.nan_to_num(), 0.0) for one in drawn]
+        # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
+        shape = (-1, *like.shape[:-1])
+        pairs = [(g, (precision() @ v[..., None])[..., 0]) for v, w in self.draws if (g := w.grad) is not None]
+        each = [torch.einsum("s...i,s...j->...ij", g.reshape(shape), c.reshape(shape)) for g, c in pairs]
+        drawn = [0.25 * (one + one.mT) for one in each]
+        grams, cuts = grams + drawn, cuts + [lift_to(one.nan_to_num(), 0.0) for one in drawn]
         return sum(grams, torch.zeros_like(like)), sum(cuts[1:], cuts[0]) if cuts else None
 
     def curvatures(self) -> list[Curvature]:
@@ -228,6 +226,14 @@ class Tape:
     moved: dict[str, Tensor] = field(default_factory=dict)  # what parameters become
     passes: list[Pass] = field(default_factory=list)  # of which it is kept whether they have draws
 
+    def rate_of(self, passes: list[Pass], share: float) -> Tensor:
+        """The rate that replays read; what theirs is found by is kept."""
+        self.passes = [
+            Pass(None, None, draws=one.draws and [()], by_draws=one.by_draws, has_design=one.has_design)  # type: ignore
+            for one in passes
+        ]
+        return self.rate
+
 
 class Natural(Coefficients):
     """Coefficients that take natural steps by an objective's record; without one they are plain parameters.
@@ -277,12 +283,7 @@ class Natural(Coefficients):
         """Take one step by an objective's gradients, the mean over its passes, as its particles are."""
         if not passes:
             return
-        rate = self.last_rate = self.rate_of(passes, share) if self.tape is None else self.tape.rate
-        if self.tape is not None:
-            self.tape.passes = [
-                Pass(None, None, draws=one.draws and [()], by_draws=one.by_draws, has_design=one.has_design)  # type: ignore
-                for one in passes
-            ]
+        rate = self.last_rate = (self.tape or self).rate_of(passes, share)
         # c of each pass; the objective is their sum
         weights = joined(*map(methodcaller("weight", self.batch_shape), passes))
         total = sum(weights[1:], weights[0])
@@ -344,9 +345,7 @@ class Natural(Coefficients):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        like = next(self.parameters())
-        destination[prefix + "unit_unconstrained"] = like.new_zeros(())  # which earlier releases look for
-        destination[prefix + "steps"] = torch.tensor(self.steps, device=like.device)
+        destination[prefix + "steps"] = torch.tensor(self.steps, device=next(self.parameters()).device)
         for name, value in self.named_buffers(recurse=False):
             # A factor of LAPACK's lies by columns: test_families.py::test_contract.
             destination[prefix + name] = value.contiguous()
