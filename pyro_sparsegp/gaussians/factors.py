@@ -27,17 +27,10 @@ class Factor(Documented):
     root: Any  # R, triangular, ``(..., M, M)``
     upper = False  # whether it is upper triangular
 
-    # What is free in it beside the mean: its name, its constraint, and where it starts at the prior and at data.
-    scale_name: ClassVar[Optional[str]] = None
-    constraint: ClassVar[Any] = None
+    free: ClassVar[dict[str, Any]] = {}  # by name the constraint of what is free beside the mean
 
     def __init__(self, loc: Tensor) -> None:
         self.loc, self.batch_shape = loc, loc.shape[:-1]
-
-    @staticmethod
-    def scale_of(phi: Tensor) -> Tensor:
-        """What is free where S starts at (I + ΦᵀΦ)⁻¹; without rows, at the prior's."""
-        raise TypeError("this factor's covariance is not free")
 
     def scaled(self, phi: Tensor) -> Tensor:
         """ΦR, ``(..., N, M)``."""
@@ -118,7 +111,7 @@ class _Moments(Unmapped):
 class DenseFactor(Factor):
     """N(m, S) with a full covariance, S = RRᵀ, of a triangular R, ``(..., M, M)``, ``upper`` or lower."""
 
-    scale_name, constraint = "scale_tril", constraints.lower_cholesky
+    free: ClassVar = {"scale_tril": constraints.lower_cholesky}
 
     def __init__(self, loc: Tensor, root: Tensor, upper: bool = False) -> None:
         super().__init__(loc)
@@ -129,6 +122,7 @@ class DenseFactor(Factor):
 
     @staticmethod
     def scale_of(phi: Tensor) -> Tensor:
+        """What is free where S starts at (I + ΦᵀΦ)⁻¹; without rows, at the prior's."""
         return root_of_inverse(plus_one(phi.mT @ phi))
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,8 +164,7 @@ class CovarianceFactor(DenseFactor):
 class DiagonalFactor(Factor):
     """N(m, S) of independent coefficients, S = diag(s²) of s, ``(..., M)``."""
 
-    scale_name: ClassVar[Optional[str]] = "scale_diag"
-    constraint = constraints.positive
+    free: ClassVar = {"scale_diag": constraints.positive}
 
     def __init__(self, loc: Tensor, scale_diag: Tensor) -> None:
         super().__init__(loc)
@@ -203,7 +196,7 @@ class DiagonalFactor(Factor):
 class IdentityFactor(DiagonalFactor):
     """N(m, I): only the mean is free, and the variance stays the prior's."""
 
-    scale_name: ClassVar[Optional[str]] = None
+    free: ClassVar = {}
 
     def __init__(self, loc: Tensor) -> None:
         Factor.__init__(self, loc)

@@ -34,15 +34,15 @@ class _Factored(Coefficients):
             # At the prior, m = 0, S = I (Shi et al., 2020, appendix G), until start says more.
             nothing = like.new_zeros(*batch_shape, 1, own.stop - own.start)
             setattr(self, f"loc_{i}", PyroParam(nothing[..., 0, :].clone()))
-            if kind.scale_name is not None:
-                setattr(self, f"{kind.scale_name}_{i}", PyroParam(kind.scale_of(nothing), kind.constraint))
+            for name, constraint in kind.free.items():
+                setattr(self, f"{name}_{i}", PyroParam(kind.scale_of(nothing), constraint))
 
     def start(self, anchor: Optional[Tensor], features: Sequence[Tensor]) -> None:
         """Start each factor at (I + λΦᵀΦ)⁻¹ of its blocks; it was made at the prior."""
         for i, (kind, group) in enumerate(zip(self.kinds, self.groups)):
-            if kind.scale_name is not None:
+            for name in kind.free:
                 # (I + λΦ_bᵀΦ_b)⁻¹
-                self.put(f"{kind.scale_name}_{i}", kind.scale_of(side_by_side([features[b] for b in group])))
+                self.put(f"{name}_{i}", kind.scale_of(side_by_side([features[b] for b in group])))
 
     @classmethod
     def layout(cls, num_blocks: int) -> Layout:
@@ -53,10 +53,8 @@ class _Factored(Coefficients):
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         # a factor's own arguments are its mean and, where it is free, its scale
-        factors = [
-            kind(*(getattr(self, f"{name}_{i}") for name in ("loc", kind.scale_name) if name is not None))
-            for i, kind in enumerate(self.kinds)
-        ]
+        kinds = enumerate(self.kinds)
+        factors = [kind(*(getattr(self, f"{name}_{i}") for name in ("loc", *kind.free))) for i, kind in kinds]
         return Product(self.sizes, factors, self.groups)
 
 
