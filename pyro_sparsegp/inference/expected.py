@@ -305,7 +305,7 @@ def _functions(site: dict[str, Any], made: Mapping[Any, str], moving: Collection
     found: dict[str, tuple[str, str]] = {}
     # A wrapper may mask, a subclass be more than its parameters: test_a_mask_of_the_distribution_is_kept
     require_shown(not fn.event_shape and fn is traces.bare(fn) and type(fn).__module__.startswith("pyro.distributions"))
-    rest = [part for part in (site["scale"], site["mask"]) if isinstance(part, Tensor)]
+    rest = [part for part in (site["value"], site["scale"], site["mask"]) if isinstance(part, Tensor)]
     for key, part in traces.parameters(fn).items():
         node, link = part.grad_fn, ""
         while node not in made and node is not None and node.name() in _INVERTED:

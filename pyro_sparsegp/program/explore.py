@@ -28,7 +28,7 @@ from .traces import (
     is_free,
     is_normal,
     is_observation,
-    others_of,
+    normal_parameter,
     parameter_of,
     parameters,
     plate_sizes,
@@ -66,7 +66,7 @@ class ClosedForms:
     gps: tuple[str, ...]  # the GP sites that these sites' densities depend on
     rest: Structure  # how all other densities do
     kinds: dict[str, type]  # of the distributions of sites in closed form
-    moving: dict[str, list[str]]  # by site, which of its parameters, scale and mask depend on function values
+    moving: dict[str, list[str]]  # by site, which of its parameters, value, scale and mask depend on function values
 
     @cached_property
     def sites(self) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ class Program:
             if name in self.base or site["infer"].get("_deterministic"):
                 continue
             fn = bare(site["fn"])
-            made_of = {**parameters(fn), "its scale": site["scale"], "its mask": site["mask"]}
+            made_of = parameters(fn) | {f"its {key}": site[key] for key in ("value", "scale", "mask")}
             parts = {key: part for key, part in made_of.items() if isinstance(part, Tensor)}
             shown |= {(_PART + key, name): part.to(next(iter(self.base.values()))) for key, part in parts.items()}
             if not is_declared(fn):
@@ -242,7 +242,7 @@ class Program:
                 continue
             # Of a piecewise constant density NaN shows nothing, and of what it is made of all.
             self.kinds[name], shown[_THETA, name] = fn, parameter_of(fn)
-            rest = [part for part in (*others_of(fn), site["scale"], site["value"]) if isinstance(part, Tensor)]
+            rest = [part for key, part in parts.items() if key not in (normal_parameter(fn), "its mask")]
             none = shown[_THETA, name].new_zeros(fn.batch_shape)
             shown[_REST, name] = sum((_by_term(part, fn) for part in rest), none)
             shown[TERM, name] = _by_term(shown[_THETA, name], fn) + shown[_REST, name]
@@ -261,7 +261,7 @@ class Program:
 
     @property
     def moving(self) -> dict[str, list[str]]:
-        """By site of a density, which of its parameters, scale and mask depend on function values."""
+        """By site of a density, which of its parameters, value, scale and mask depend on function values."""
         moves = [key for key in self.first if any(own[key].touched.any() for own in self.owners.values())]
         parts = [(kind.removeprefix(_PART), site) for kind, site in moves if kind.startswith(_PART)]
         return {site: [part for part, its in parts if its == site] for _, site in parts}

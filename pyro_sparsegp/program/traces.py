@@ -268,15 +268,6 @@ def normal_parameter(fn: TorchDistribution) -> str:
     return getattr(bare(fn), "normal_parameter", "loc")
 
 
-def others_of(fn: TorchDistribution) -> list[Tensor]:
-    """The other tensors that a declared distribution is made of."""
-    fn = bare(fn)
-    # A covariance matrix is looked at as it was given: its inverse is not asked for.
-    made_of = vars(fn) if type(fn) in _MULTIVARIATE else parameters(fn)
-    own = normal_parameter(fn)
-    return [part for name, part in made_of.items() if name != own and isinstance(part, Tensor)]
-
-
 def over_scale(fn: TorchDistribution, rows: Tensor) -> Tensor:
     """L⁻¹A of a multivariate normal, in whose log density L⁻¹θ has variances of its own; A of another distribution."""
     fn = bare(fn)
@@ -358,12 +349,16 @@ def candidates(fn: TorchDistribution, parameter: str) -> list[str]:
     )
 
 
+# Names of one parameter: a distribution is made of one of these, and makes others of it where they are asked for.
+_ALIKE = ("probs", "logits"), ("gate", "gate_logits"), ("covariance_matrix", "precision_matrix", "scale_tril")
+
+
 def parameters(fn: TorchDistribution) -> dict[str, Tensor]:
-    """The tensors that a distribution of single numbers is made of, by the names that its constructor has for them."""
+    """The tensors that a distribution is made of, by the names that its constructor has for them."""
     fn = bare(fn)
     names = getattr(fn, "arg_constraints", {}).keys()
-    pairs = [(one, other) for one, other in (("probs", "logits"), ("gate", "gate_logits")) if {one, other} <= names]
-    made = {other if one in vars(fn) else one for one, other in pairs}  # of the other one
+    given = {group: next(filter(vars(fn).__contains__, group), group[-1]) for group in _ALIKE if {*group} <= names}
+    made = {name for group in given for name in group} - {*given.values()}
     found = ((name, getattr(fn, name, None)) for name in names if name not in made)
     return {name: value for name, value in found if isinstance(value, Tensor)}
 
