@@ -8,7 +8,7 @@ A :class:`Plan` is made where a structure is new, of closed forms, links and the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,17 +17,24 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from ..gaussians.base import Gaussian
+from ..gaussians.steps import recorded
 from ..guide import AutoSparseGP
+from ..guide.field import Layout, Standardised, require_rows_of_effects, run_standardised
 from ..guide.first_call import closed_forms_of
 from ..guide.posteriors.joint import Joint
+from ..guide.predictors import Densities, Pair, Place, Predictors, design
+from ..guide.runs import Priors
+from ..numerics.linalg import above_rounding
 from ..program.asking import Unsupported, attempt
 from ..program.draws import mapped, vmapped
 from ..program.explore import ClosedForms
 from ..program.structure import MAX_AXES
-from ..program.traces import RandomState
+from ..program.traces import RandomState, free_values, is_observation, repeatable
 from ..warned import warn_once
-from .expected import Grid, Inputs, Ran, log_density_minus_kl, require_shown
-from .field import bound_of_field
+from .expected import Grid, Inputs, Ran, log_density_minus_kl, require_shown, weighted_sum
+
+_LOOKS = {4**k for k in range(1, 16)}  # steps at which it is asked whether predictors are still affine where q is
 
 
 class Plan(ABC):
@@ -69,7 +76,13 @@ def plan_of(guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Plan:
 
 
 class OfPredictors(Plan):
-    """The bound of one joint Gaussian: over linear predictors, and over points where a density has none."""
+    """The bound of one joint Gaussian: over linear predictors, and over points where a density has none.
+
+    A parameter of a likelihood is θₙ = g⁻¹(ηₙ) with η = η(0) + Jx + Σ√ρt, affine in the field's x ~ N(m, S) and in
+    residuals t ~ N(0, I): ηₙ is normal with mean ηₙ(m) and variance (JSJᵀ)ₙₙ + ρₙ. J is a likelihood's features:
+    natural steps are a Gaussian process's on these features. Parameters of one density (a loc and a scale) are jointly
+    normal.
+    """
 
     def _way(self, name: str) -> str:
         links = self.joint.links.get(name)
@@ -79,7 +92,99 @@ class OfPredictors(Plan):
         return f"over a normal linear predictor, {' and '.join(parts)}"
 
     def bound(self, inputs: Inputs) -> Tensor:
-        return bound_of_field(inputs)
+        guide, args, kwargs = inputs.guide, inputs.args, inputs.kwargs
+        facts, joint, ahead = guide.facts, guide.joint, Priors(guide)
+        model_trace, guide_trace, whole_trace = guide.at_nodes(ahead, inputs.wrapped, args, kwargs)
+        require_rows_of_effects(guide, ahead.normal)
+        rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
+        whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.eliminated)
+        loc = torch.cat(whole.q.loc, -1).detach()
+        nodes: Any = model_trace.nodes  # a handler may hold some of the latents
+        held = free_values(whole_trace) | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
+        held = {name: value for name, value in held.items() if name not in joint.field}
+        with torch.enable_grad():
+            x = layout.extend(loc).requires_grad_()
+
+            def run(given: Mapping[str, Tensor] = {}, at: Tensor = x) -> Any:
+                handler = Standardised(guide, *layout.parts(at), bases=ahead.bases)
+                return run_standardised(guide, args, kwargs, handler, {**held, **given}, model_trace).nodes
+
+            sites = run()
+            data = [name for name in (*joint.links, *joint.drawn) if name in sites and is_observation(sites[name])]
+            seen = [name for name in data if sites[name]["mask"] is not False]
+            links = {name: joint.links[name] for name in seen if name in joint.links}
+            found = Predictors(sites, links, x, layout, run)
+            guide.core.looks += torch.is_grad_enabled()
+            if torch.is_grad_enabled() and guide.core.looks in _LOOKS:
+                with repeatable(x):
+                    # A draw that no step is told of. Features keep their graph, which points of q are to have, too:
+                    # test_record.py::test_a_joint_posterior_over_points_is_recorded.
+                    away = torch.cat([whole.q.draw(), torch.randn_like(x[layout.num :])], -1).detach()
+                    _warn_of_bends(guide, found, run({}, away), found.moved(away - x))
+            eta, covariance = _moments(whole.q, layout, found)
+        drawn = Densities(lambda at: run({}, at), [name for name in seen if name in joint.drawn], layout)
+        first = guide_trace.nodes[next(iter(joint.field))]
+        expected = found.expected(eta, covariance, inputs.num_nodes)
+        if joint.followed and recorded() is not None:
+            following = guide.field.coefficients
+            following.note(_gram(found, expected, covariance, following.places[1]))
+        total = expected - weighted_sum(whole.q.kl(), {**first, "mask": None})
+        if drawn.names:
+            # E ℓ over points of q, of which natural steps have E ∇ℓ and E ∇²ℓ
+            own, rest = design(layout.extended, loc).tensor_split([layout.num], -1)
+            total = total + drawn.expected(torch.cat([whole.q.at(own), rest], -1))  # type: ignore[attr-defined]
+        # Of latents below f, E log p(c | f) takes log p(c | f)'s place.
+        below = [name for name in data if name in guide_trace.nodes]
+        total = total - sum(
+            weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below
+        )
+        return total + log_density_minus_kl(model_trace, guide_trace, {*joint.field, *data} - {*below})
+
+
+def _warn_of_bends(guide: AutoSparseGP, found: Predictors, sites: Any, eta: Mapping[Place, Tensor]) -> None:
+    """Warn where another run's densities do not follow from linear predictors."""
+    for name in [name for name in found.links if not found.tells(name, sites, eta)]:
+        warn_once(
+            guide.warned,
+            "bent",
+            name,
+            f"densities of site {name!r} depend on {', '.join(guide.joint.field)} in another way than at the guide's "
+            "first call, because of other data or a kink: the bound is wrong. Make a new guide, and call it first with "
+            "these data; for a kink beside a latent give independent=True.",
+            stacklevel=7,
+        )
+
+
+def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor], of: Tensor) -> Tensor:
+    """Some rows of JᵀHJ with H = −E ∇²ℓ by each predictor, where that is positive."""
+    total = found.x.new_zeros(len(of), found.layout.num)
+    for place, rows in found.rows.items():
+        # E ∇²ℓ = 2 ∂E[ℓ]/∂C
+        (slope,) = torch.autograd.grad(expected, covariance[place, place], retain_graph=True)
+        total = total + rows.detach()[:, of].mT @ ((-2 * slope).clamp(min=0)[:, None] * rows.detach())
+    return total
+
+
+def _moments(q: Gaussian, layout: Layout, found: Predictors) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:
+    """The means of the linear predictors of a run with the field at its mean, and covariances of pairs."""
+    eta: dict[Place, Tensor] = {}
+    marginals: dict[Place, Any] = {}  # as they are recorded
+    covariance: dict[Pair, Tensor] = {}
+    blocks: dict[Place, Any] = dict(found.rows)
+    if not layout.eliminated:
+        blocks = {place: list(features.split(layout.sizes, -1)) for place, features in found.rows.items()}
+    for place, features in found.rows.items():
+        mean, change = q.moments(blocks[place])
+        marginals[place] = q.row
+        # η at m, whose derivative by m is that of the features' mean.
+        eta[place] = found.eta[place] - features @ found.x[: layout.num].detach() + mean
+        prior = features.square().sum(-1) + found.residuals[place].square().sum(-1)
+        covariance[place, place] = above_rounding(prior + change, prior)
+    for one, other in [pair for pair in found.pairs if pair not in covariance]:
+        prior = (found.rows[one] * found.rows[other]).sum(-1) + (found.residuals[one] * found.residuals[other]).sum(-1)
+        change = q.cross_change(blocks[one], blocks[other], (marginals[one], marginals[other]))
+        covariance[one, other] = prior + change
+    return eta, covariance
 
 
 AtMeans = Callable[[], Ran]  # a run with GP sites at their means
