@@ -259,17 +259,17 @@ def require_rows_of_effects(guide: KnownGuide, priors: Mapping[str, Any]) -> Non
 def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     """Make q(x | θ), instead of the members' own posteriors."""
     joint, sizes, like = guide.joint, [size for own in field.values() for size in own], guide.like.new_zeros(1)
+    numbers = {name: len(own) for name, own in field.items()}
     rates = [getattr(guide.family_of(name), "rate", None) for name in field if name in guide.facts.gps]
     rate = rates[0] if rates == rates[:1] * len(rates) else None
     made: Any
     if joint.followed:
         (own,) = joint.followed
-        start = sum(map(len, list(field.values())[: list(field).index(own)]))
-        blocks = range(start, start + len(field[own]))
-        made = Following(guide.module_of(own).coefficients, blocks, sizes, like, rate)
+        blocks = slices(numbers)[own]
+        made = Following(guide.module_of(own).coefficients, range(blocks.start, blocks.stop), sizes, like, rate)
     else:
         made = NaturalArrow(sizes, like, rate) if joint.eliminated else NaturalGaussian(sizes, (), like, rate=rate)
-    guide.field = Shared(made, {name: len(own) for name, own in field.items()})
+    guide.field = Shared(made, numbers)
 
 
 def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]) -> Any:

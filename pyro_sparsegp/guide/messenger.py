@@ -1,6 +1,5 @@
 """How Pyro and torch meet a guide: it answers at a program's sites, and is saved, loaded, copied and moved whole."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -26,22 +25,6 @@ from .latents import BaseMeasure, FieldLatent, condition_on_held, coupled_params
 from .state import resume, saved_of
 
 
-def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
-    if isinstance(traces.bare(prior), dist.Delta):
-        raise ValueError(f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic")
-    with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
-        transform = biject_to(prior.support)
-        event_dim = transform.domain.event_dim
-        # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
-        from_draws = getattr(guide.run, "from_draws", ())
-        init_loc_fn: Callable = init_to_sample if name in from_draws else guide.init_loc_fn
-        start = init_loc_fn({"name": name, "fn": prior}).detach().to(guide.like).clone()  # the user's may be held
-        if not start.isfinite().all() or not (prior.event_shape or prior.support.check(start).all()):
-            raise ValueError(f"init_loc_fn starts site {name!r} at {start}, which its prior {prior} does not allow")
-        loc = guide._adjust_plates(transform.inv(start), event_dim)
-    guide.set_latent(name, loc, event_dim)
-
-
 def _resume_name(guide: KnownGuide, name: str) -> bool:
     """Take the saved guide's name, if that guide is gone: a saved optimiser finds parameters by it."""
     before = guide._pyro_name
@@ -60,11 +43,23 @@ class SiteMessenger(KnownGuide):
         if name in self.core.joint.hyper:
             return coupled_params(self, name, prior)
         path = path_of(name)
-        loc = at_path(self, f"locs.{path}")
-        if loc is None:
-            _new_latent(self, name, prior)
-            return self._get_params(name, prior)
-        return loc, loc if self.is_point(name) else at_path(self, f"scales.{path}")
+        if (loc := at_path(self, f"locs.{path}")) is not None:
+            return loc, loc if self.is_point(name) else at_path(self, f"scales.{path}")
+        if isinstance(traces.bare(prior), dist.Delta):
+            raise ValueError(
+                f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic"
+            )
+        with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
+            transform = biject_to(prior.support)
+            event_dim = transform.domain.event_dim
+            init_loc_fn = init_to_sample if name in getattr(self.run, "from_draws", ()) else self.init_loc_fn
+            # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
+            start = init_loc_fn({"name": name, "fn": prior}).detach().to(self.like).clone()  # the user's may be held
+            if not start.isfinite().all() or not (prior.event_shape or prior.support.check(start).all()):
+                raise ValueError(f"init_loc_fn starts site {name!r} at {start}, which its prior {prior} does not allow")
+            loc = self._adjust_plates(transform.inv(start), event_dim)
+        self.set_latent(name, loc, event_dim)
+        return self._get_params(name, prior)
 
     def get_posterior(self, name: str, prior: TorchDistribution) -> Any:
         """The posterior of a site, given its prior under the values drawn upstream: of GP sites a
@@ -149,10 +144,11 @@ class SiteMessenger(KnownGuide):
             fn, event_dim = traces.without_event(site["fn"])
             if isinstance(fn, Site):
                 site["fn"] = fn.paired().to_event(event_dim)
-        for name, site in list(model_trace.nodes.items()):
-            if site["type"] == "sample" and site["is_observed"] and "prior" in site["infer"]:
-                # A latent that a handler around the guide gave its value.
-                model_trace.nodes[name] = {**site, "fn": site["infer"]["prior"]}
+        # Latents that a handler around the guide gave their values.
+        held = {n: site for n, site in traces.sample_sites(model_trace).items() if site["is_observed"]}
+        model_trace.nodes.update(
+            {n: {**site, "fn": site["infer"]["prior"]} for n, site in held.items() if "prior" in site["infer"]}
+        )
         return model_trace, guide_trace
 
     def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:

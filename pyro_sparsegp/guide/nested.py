@@ -34,7 +34,7 @@ from ..program.traces import all_sites, is_observation, share_of
 from .field import AtValues, Layout, Standardised, index_of, slices
 from .known import KnownGuide
 from .latents import Hyperparameters
-from .newton import Local, Slopes, ascent, by_derivatives, by_precision, grads, gram_of, root_of
+from .newton import Local, Slopes, by_derivatives, by_precision, grads, gram_of, root_of
 from .predictors import Densities, Links, Place, Predictors
 
 _START = 0.03  # of a draw of x, where steps begin beside products
@@ -66,11 +66,6 @@ class Optimum:
     x: Tensor  # x̂
     precision: Union[Dense, Arrow]  # P
     left: Mapping[str, Tensor]  # ½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats
-
-    @property
-    def root(self) -> Tensor:
-        """The Cholesky factor of a dense P."""
-        return self.precision.root  # type: ignore[union-attr]
 
 
 class Nested:
@@ -171,8 +166,9 @@ class Nested:
             # of normal densities it stays
             if not torch.equal(held, now := torch.cat([*here.weights.values(), here.matrix.diagonal()]).detach()):
                 (root, is_mode), held = root_of(found, here), now
-            (step, still), gain, best = ascent(here.slope, root, x), value - best, value
-            if is_mode and still < near and (self.is_smooth or gain < near):
+            up, gain, best = here.slope.detach() - x, value - best, value
+            step = root.solve(up)
+            if is_mode and float(up @ step) < near and (self.is_smooth or gain < near):
                 break
             x = x + step
         else:  # P's own, where steps ended at another's
@@ -191,7 +187,7 @@ class Nested:
             more, matrix = self.densities(best.theta).local_mean(best.x, best.precision.root)  # type: ignore[union-attr]  # which is dense
             slope = slope + more
         root, _ = root_of(found, Local(density, slope, weights, matrix, slope[:0]))
-        return best.x + ascent(slope, root, best.x)[0], root
+        return best.x + root.solve(slope.detach() - best.x), root
 
     def _local(self, found: Predictors, theta: Tensor, x: Tensor, root: Any) -> Local:
         """Densities at x; where predictors have kinks, their densities' expectations under N(x, P⁻¹)."""

@@ -40,13 +40,6 @@ def root_of(found: Predictors, here: Local) -> tuple[Any, bool]:
     return Dense(torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT)), False
 
 
-def ascent(slope: Tensor, root: Any, x: Tensor) -> tuple[Tensor, float]:
-    """Newton's step of x, and twice what it gains."""
-    up = slope.detach() - x
-    step = root.solve(up)
-    return step, float(up @ step)
-
-
 def grads(value: Tensor, by: Mapping[Any, Tensor]) -> Slopes:
     """The gradients of a number, with their graph."""
     # without predictors, of sites that have none, there is nothing to ask for

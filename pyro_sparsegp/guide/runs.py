@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Optional, Self, Union
+from typing import Any, ClassVar, Optional, Self, Union
 
 import pyro
 import torch
@@ -68,6 +68,7 @@ class Run(ABC):
     drawn: Union[Drawn, Point, None] = field(init=False, default=None)  # latents that are coupled
     parts: dict[str, Any] = field(init=False, default_factory=dict)  # of that draw, whose sites are not yet met
     kind: Any = field(init=False, default=None)  # of posterior
+    latent_of_field: ClassVar[Any]  # the answer at a latent of the field, which a first run does not know
 
     @checks.require_known_indices()
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> Self:
@@ -111,10 +112,6 @@ class Run(ABC):
         """Those that hold data, of the sites that did at the first call."""
         known = self.guide.core.facts.data
         return {name: site for name, site in self.sites.items() if site["is_observed"] and name in known}
-
-    def latent_of_field(self, name: str, prior: TorchDistribution) -> Any:
-        """The answer at a latent of the field."""
-        raise NotImplementedError  # of a first run, which knows none
 
     def is_new(self, name: str, prior: TorchDistribution) -> bool:
         """Whether a latent is none of the guide's, or under the data plate and at other data than there were."""

@@ -254,8 +254,7 @@ class _Mode:
             guide.join(intercepts=tuple(intercepts))
             anchor = anchor_of(guide, handler.bases, handler.priors, self.found.sites)
         if guide.joint.followed:
-            index, best = index_of(self.layout.rows, field, self.theta), self.best
-            guide.field.coefficients.begin(anchor, (best.root @ best.root.mT)[index][:, index], best.x[index])
+            guide.field.coefficients.begin(anchor, *self._given_others(field))
             return
         self._put(guide.field.coefficients, anchor, field)
 
@@ -275,6 +274,11 @@ class _Mode:
                 found[name] = {other: part.reshape(-1).tolist() for other, part in parts.items()}
         return found
 
+    def _given_others(self, members: list[str]) -> tuple[Tensor, Tensor]:
+        """P and x̂ of some members, all others held."""
+        index, root = index_of(self.layout.rows, members, self.theta), self.best.precision.root  # type: ignore[union-attr]
+        return (root @ root.mT)[index][:, index], self.best.x[index]
+
     @torch.no_grad()
     def _put(self, coefficients: NaturalGaussian, anchor: Seat, members: list[str]) -> None:
         """Put q of some members to their mode, all others held."""
@@ -282,9 +286,8 @@ class _Mode:
             precision = self.best.precision
             coefficients.put_sums(anchor, precision.gram, precision @ self.best.x)  # type: ignore[arg-type,operator]
             return
-        index = index_of(self.layout.rows, members, self.theta)
         # exp(−½ xᵀPx + xᵀPx̂) over the prior's exp(−½|x|²)
-        given, x = (self.best.root @ self.best.root.mT)[index][:, index], self.best.x[index]
+        given, x = self._given_others(members)
         # blocks of independent outputs
         shape = coefficients.batch_shape
         blocks = given.unflatten(0, (shape.numel(), -1)).unflatten(2, (shape.numel(), -1)).diagonal(dim1=0, dim2=2)

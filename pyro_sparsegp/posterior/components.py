@@ -131,17 +131,17 @@ class Components(Sequence):
             raise ValueError(f"the kernel of site {self._whole.name!r} has no term that varies")
         grids = [self._grid(box) for box in boxes]
         drawn = self.at([x for x, _ in grids]).rsample((num_draws,)).values()
-        parts = [f.square() @ weights if box else 0 * f[..., 0] for f, box, (_, weights) in zip(drawn, boxes, grids)]
+        parts = [f.square() @ weights for f, (_, weights) in zip(drawn, grids)]
         # S_c = V[f_c]/Σ_d V[f_d] of each draw (Durrande et al., 2013, section 3)
         shares = dict(zip(self.names, torch.stack(parts) / sum(parts)))
         ends = parts[0].new_tensor([(1 - prob) / 2, (1 + prob) / 2])
         return shares if draws else {n: (s.mean(0).tolist(), *s.quantile(ends, 0).tolist()) for n, s in shares.items()}
 
     def _grid(self, box: dict[int, Any]) -> tuple[Tensor, Tensor]:
-        # A product grid of Gauss-Legendre nodes over a box, (G, D), and weights (G,) that add up to 1.
+        # A product grid of Gauss-Legendre nodes over a box, (G, D), and weights (G,) that add up to 1; of a constant 0.
         like = self._whole.process.x
         if not box:
-            return like.new_zeros(1, like.shape[-1]), like.new_ones(1)
+            return like.new_zeros(1, like.shape[-1]), like.new_zeros(1)
         nodes, weights = legendre(_NODES[len(box)], like.dtype, like.device)
         axes = [low + (high - low) * (1 + nodes) / 2 for low, high in box.values()]
         places, shares = (torch.cartesian_prod(*p).reshape(-1, len(box)) for p in (axes, [weights] * len(box)))
