@@ -50,15 +50,15 @@ class SiteMessenger(KnownGuide):
                 f"latent site {name!r} has a Delta prior, and no posterior: write it by pyro.deterministic"
             )
         with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
-            transform = biject_to(prior.support)
-            event_dim = transform.domain.event_dim
+            support: Any = prior.support
+            transform = biject_to(support)
             init_loc_fn = init_to_sample if name in getattr(self.run, "from_draws", ()) else self.init_loc_fn
             # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
             start = init_loc_fn({"name": name, "fn": prior}).detach().to(self.like).clone()  # the user's may be held
-            if not start.isfinite().all() or not (prior.event_shape or prior.support.check(start).all()):
+            if not start.isfinite().all() or not (prior.event_shape or support.check(start).all()):
                 raise ValueError(f"init_loc_fn starts site {name!r} at {start}, which its prior {prior} does not allow")
-            loc = self._adjust_plates(transform.inv(start), event_dim)
-        self.set_latent(name, loc, event_dim)
+            loc = self._adjust_plates(transform.inv(start), transform.domain.event_dim)
+        self.set_latent(name, loc, transform.domain.event_dim)
         return self._get_params(name, prior)
 
     def get_posterior(self, name: str, prior: TorchDistribution) -> Any:
