@@ -209,8 +209,7 @@ class Trained(Messenger):
         name, process = msg["name"], as_process(msg["fn"])[0]
         if msg["is_observed"]:
             return
-        if name in self.sample:
-            msg["value"] = self.sample[name]
+        msg["value"] = self.sample.get(name, msg["value"])
         if process is not None:
             noise = f"{name}_whitened"
             if msg["value"] is None:

@@ -139,7 +139,7 @@ class NaturalGaussian(Natural):
             return None
         seat = self._seat(anchor)
         if rows is None and (before := self._before(features.places, features.moves)) is not None:
-            seat.move(features.places, features.anchor_at(before), anchor if self.softness else seat.kept)
+            seat.move(features.places, features.anchor_at(before), anchor)
         is_constant = isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,))
         moves = is_constant and (mean.requires_grad or self.level.numel())  # or did
         if moves and ones is not None:
