@@ -164,7 +164,10 @@ class Recordings:
             return self._compared(step, recording, replay, state)
         if replay.failed:
             state.restore()
-            return self._left(step, recording, key)
+            if recording.failures > max(_PATIENCE, recording.steps / 2):  # most of its replays fail
+                self.found.pop(key)
+                self.seen[key] = -_PATIENCE * recording.steps
+            return self._plain(step)[0]
         recording.take(replay)
         # An optimiser is given the parameters that it sees.
         sites = {} if recording.update.params else recording.sites
@@ -173,13 +176,6 @@ class Recordings:
         with poutine.block():
             step.elbo._note(replay.loss, step.guide, step.wrapped, step.args, step.kwargs)
         return replay.loss
-
-    def _left(self, step: Step, recording: Recording, key: object) -> float:
-        """A plain step where a replay failed; if most of a recording's replays fail, it is given up."""
-        if recording.failures > max(_PATIENCE, recording.steps / 2):
-            self.found.pop(key)
-            self.seen[key] = -_PATIENCE * recording.steps
-        return self._plain(step)[0]
 
     def _plain(self, step: Step) -> tuple[float, Mapping[str, Any]]:
         """A plain step, which shows the next one's way: its loss, and the sites of parameters."""

@@ -52,10 +52,6 @@ class Plan(ABC):
         """A line for each density."""
         return "\n".join(f"{name}: {self._way(name)}" for name in self.forms.rest.downstream)
 
-    def is_of(self, guide: AutoSparseGP) -> bool:
-        """Whether it is a plan of what the guide knows now."""
-        return guide.core.forms is self.forms and guide.joint is self.joint
-
     @abstractmethod
     def _way(self, name: str) -> str:
         """How a density's expectation is found, in words."""
@@ -68,7 +64,7 @@ class Plan(ABC):
 def plan_of(guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """The plan of a guide's program, which is made where there is none."""
     core = guide.core
-    if core.plan is None or not core.plan.is_of(guide):
+    if core.plan is None or core.plan.forms is not core.forms or core.plan.joint is not guide.joint:
         forms = core.forms or closed_forms_of(guide, args, kwargs)
         apart = InClosedForm if forms.rows + forms.functions else OfMarginals
         core.plan = (OfPredictors if isinstance(guide.q, Joint) else apart)(guide, forms)

@@ -71,11 +71,6 @@ def slots_of(guide: nn.Module) -> list[Slot]:
     ]
 
 
-def distinct(tensors: list[Any]) -> list[Tensor]:
-    """The tensors among these, each once."""
-    return list({id(value): value for value in tensors if value is not None}.values())
-
-
 class Replay(NamedTuple):
     """What a replay gives."""
 
@@ -123,11 +118,12 @@ class Recording:
         return names and holds and self.update.fits()
 
     def inputs(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the graph takes."""
+        """What the graph takes: tensors, each once."""
         for module, tape in self.tapes.items():
             tape.rate.fill_(module.rate_of(tape.passes, self.share))
         state, rates = [slot.value for slot in self.slots], [tape.rate for tape in self.tapes.values()]
-        return distinct([*tensors, *self.params, *state, *rates, self.limit])
+        every = [*tensors, *self.params, *state, *rates, self.limit]
+        return list({id(value): value for value in every if value is not None}.values())
 
     @torch.no_grad()
     def run(self, tensors: list[Tensor], limit: float, takes: bool) -> Replay:
