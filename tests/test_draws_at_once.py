@@ -9,7 +9,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, f
 from pyro_sparsegp.diagnostics import to_datatree
 from pyro_sparsegp.guide.draws import items_of_draws
 from pyro_sparsegp.program.asking import attempt
-from pyro_sparsegp.program.draws import in_blocks, vmapped
+from pyro_sparsegp.program.draws import all_draws, in_blocks, vmapped
 from pyro_sparsegp.program.handlers import Held
 
 x = torch.linspace(0, 1, 40, dtype=torch.float64)[:, None]
@@ -108,3 +108,36 @@ def test_what_a_program_writes_into_is_mapped_with_it():
         runs = 0
         ask()
         assert runs <= most, runs
+
+
+SCALE = dist.LogNormal(torch.zeros((), dtype=torch.float64), 0.5)
+
+
+@pytest.mark.parametrize("in_mean", [False, True])
+def test_marginals_beside_latents_are_those_of_a_loop(in_mean):
+    """The first draw tells whether a GP site's mean is made of latents; if it is, draws are made one by one."""
+
+    seen = []
+
+    def model(x, y=None):
+        seen.append(x)
+        level, scale = pyro.sample("level", dist.Normal(x.new_zeros(()), 2.0)), pyro.sample("scale", SCALE)
+        f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(0.3), x, mean=scale * level if in_mean else 0.0))
+        pyro.sample("y", dist.Normal(f if in_mean else f + level, 0.3).to_event(1), obs=y)
+
+    guide = AutoSparseGP(model, families.SVGP(8))
+    guide(x, torch.sin(6 * x[:, 0]) + 1)
+    seen.clear()
+
+    @torch.no_grad()
+    def one(made):
+        with Held(made):
+            q = guide.run_at((x_new,), {}, draws_data=False, marginal=True).posteriors["f"]
+        return {"mean": q.mean, "sd": q.stddev}
+
+    items = {"": torch.arange(30), "scale": torch.linspace(0.5, 2.0, 30, dtype=x.dtype)}
+    found = all_draws(one, items, lambda draw: 1)
+    assert (len(seen) < 10) != in_mean
+    alone = [one({name: value[i] for name, value in items.items()}) for i in range(30)]
+    for name, value in found.items():
+        torch.testing.assert_close(value, torch.stack([draw[name] for draw in alone]), rtol=1e-6, atol=1e-8)

@@ -21,17 +21,21 @@ def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         return []
     objective, was = guide.objective(guide.core.num_nodes), guide.training
 
+    def by_objective(_: Draw) -> Draw:
+        return {"": -objective.differentiable_loss(guide.model, guide, *args, **kwargs)}
+
     def by_draws(_: Draw) -> Draw:
         guide(*args, **kwargs)
         model, its = guide.get_traces()
         return {"": model.log_prob_sum() - its.log_prob_sum()}
 
     with torch.no_grad():
-        said = torch.tensor([-objective.loss(guide.model, guide, *args, **kwargs) for _ in range(_BOUNDS)])
+        objective.loss(guide.model, guide, *args, **kwargs)  # raises where it is not finite
+        items = {"": torch.arange(_BOUNDS)}
+        said = all_draws(by_objective, items, lambda _: rows * _NUMBERS)[""].cpu()
         try:
             vars(guide)["training"] = False
-            drawn = all_draws(by_draws, {"": torch.arange(_BOUNDS)}, lambda _: rows * max(rows, _NUMBERS))
-            found = drawn[""].cpu()
+            found = all_draws(by_draws, items, lambda _: rows * max(rows, _NUMBERS))[""].cpu()
         finally:
             vars(guide)["training"], guide.trace = was, poutine.Trace()
     error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)

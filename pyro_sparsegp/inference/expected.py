@@ -26,7 +26,7 @@ from torch.distributions import kl_divergence
 from ..guide import AutoSparseGP
 from ..guide.predictors import Likelihoods, Place
 from ..guide.runs import AtNodes
-from ..numerics.linalg import above_rounding
+from ..numerics.linalg import MAPPED, above_rounding
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import traces
 from ..program.asking import Unsupported, asks_program, attempt
@@ -59,8 +59,9 @@ def _variances_of(
 
 
 def _place(value: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's numbers are in memory."""
-    return value.shape, value.stride(), value.data_ptr()
+    """Where a tensor's numbers are in memory; under :func:`torch.func.vmap`, which hides that, which tensor it is."""
+    where = (Tensor.data_ptr, id)[MAPPED.get()]
+    return value.shape, value.stride(), where(value)
 
 
 def _sum_of_expectations(

@@ -15,12 +15,14 @@ from ...bases.base import Features
 from ...gaussians.product import Whole
 from ...kernels.algebra import Sum
 from ...kernels.features import FeatureKernel
+from ...numerics.decisions import decided
 from ...numerics.functions import depends, jacobian
-from ...numerics.linalg import side_by_side
+from ...numerics.linalg import MAPPED, side_by_side
 from ...posterior.drawing import FunctionSite, Site
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
 from ...program import handlers, traces
+from ...program.asking import Unsupported
 from ...program.data import map_tensors
 from ...program.structure import Structure
 from ..calls import Evaluation, NewRows
@@ -169,6 +171,10 @@ def _with_means(
         sites: Any = run_standardised(guide, given, named, Standardised(guide, z, {}), known).nodes
         there: Any = {name: traces.as_process(sites[name]["fn"])[0] for name in ahead.bases}
         made_of = {name: [n for n in z if depends(process.mean, z[n])] for name, process in there.items()}
+    # Under torch.func.vmap no graph shows it: it is as in the draw that leads.
+    is_any = torch.tensor(any(made_of.values()))
+    if decided(is_any, serves_both=True) and MAPPED.get():
+        raise Unsupported("a mean is made of latents")
     for name, latents in made_of.items():
         if latents:
             here = run.settled(name, ahead.processes[name])
