@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
+from pyro_sparsegp.guide.check import Compared
 
 # The registry the contract test runs over.
 FAMILIES = {
@@ -138,6 +139,13 @@ def trained(model, family, *args, independent=(), **how):
     guide = AutoSparseGP(model, family, independent=independent)
     train(model, guide, *args, **how)
     return guide
+
+
+def take_few_draws(monkeypatch):
+    """A check by a third of its draws, where it is not their number that a test asks about."""
+    monkeypatch.setattr(Compared, "num_draws", (24, 4, 40))
+    for name, few in (("guide.bounds._BOUNDS", 16), ("guide.check._OWN", 40)):
+        monkeypatch.setattr(f"pyro_sparsegp.{name}", few)
 
 
 def restored(guide, model, family, **options):

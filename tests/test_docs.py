@@ -29,7 +29,11 @@ def blocks(page):
 
 
 def short(program):
-    """The program with a tenth of its steps, or 4, 25 draws, which psis wants, and 50 points; on the same lines."""
+    """The program with a tenth of its steps, or 4, 25 draws, which psis wants, 5 of a chain, and 50 points; on the same
+    lines.
+    """
+    program = re.sub(r"(\bfit\(model, guide, \(x, y\))\)", r"\1, steps=4)", program)
+    program = re.sub(r"(MCMC\(\w+, num_samples=)\d+", r"\g<1>5", program)
     program = re.sub(r"(\brange\(|steps=)(\d+)\b", lambda m: f"{m[1]}{max(2, min(4, int(m[2]) // 10))}", program)
     program = re.sub(r"\b(num_samples=|draws\()[1-9]\d\d\b", r"\g<1>25", program)
     return re.sub(r"(\.integrate\(.*)\)$", r"\1, num_points=50)", program, flags=re.M)
@@ -57,6 +61,7 @@ def pages():
 def test_how_to(page, run, tmp_path, monkeypatch):
     if run is short:  # as a fit's notes: test_check.py has what all draws tell
         monkeypatch.setattr("pyro_sparsegp.guide.auto.check", partial(check, kind=Glance))
+        monkeypatch.setattr("pyro_sparsegp.guide.nested._EVALUATIONS", 8)
     torch.set_default_dtype(torch.float32)  # as a reader's session starts
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": page.stem}

@@ -39,7 +39,7 @@ from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.predictors import Predictors
 from pyro_sparsegp.program.traces import expectation
 
-from .models import conditional, draws_of, observed, prepared, refused, restored
+from .models import conditional, draws_of, observed, prepared, refused, restored, take_few_draws
 
 N, GROUPS, NOISE = 24, 3, 0.4
 
@@ -500,11 +500,13 @@ def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
         return found, noise
 
     monkeypatch.setattr("pyro_sparsegp.guide.check.drawn", broken)
+    take_few_draws(monkeypatch)
     guide, _ = _step(_wide, families.SVGP(8), data, 30)
     assert guide.check(*data) == []
 
 
-def test_a_check_of_points_constant_entries_and_another_dtype():
+def test_a_check_of_points_constant_entries_and_another_dtype(monkeypatch):
+    take_few_draws(monkeypatch)
     x, group, y = _data()
 
     def model(x, group, y=None):
@@ -521,7 +523,8 @@ def test_a_check_of_points_constant_entries_and_another_dtype():
     assert re.search(r"'f': the interval is [1-9].* 'mu' as known. Remove 'mu' from point_estimates=", lines)
 
 
-def test_a_check_finds_a_second_mode_and_missing_inducing_points():
+def test_a_check_finds_a_second_mode_and_missing_inducing_points(monkeypatch):
+    take_few_draws(monkeypatch)
     x, _, y = _data()
 
     def model(x, y=None):

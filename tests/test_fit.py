@@ -28,7 +28,7 @@ from pyro_sparsegp.inference.optimisers import FallingAdam, falling
 
 from . import fit_worker
 from .fit_worker import regression
-from .models import gaussian, observed, prepared, refused
+from .models import gaussian, observed, prepared, refused, take_few_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
@@ -290,7 +290,7 @@ def test_mini_batches_leave_the_mean_where_all_rows_have_it():
     assert guide.gps.f.coefficients.share == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # quick: test_a_fit_that_is_resumed_where_the_bound_stood_ends_where_it_would_have
 def test_without_a_number_of_steps_it_ends_once_the_bound_stands():
     """At the optimum of 2,000 steps, in a share of them; a bound that still falls goes on."""
     x = torch.rand(30, 2)
@@ -306,7 +306,6 @@ def test_without_a_number_of_steps_it_ends_once_the_bound_stands():
     assert abs(fall_of(noise - [[0.0], [1.0]]) - 1) < 0.3
 
 
-@pytest.mark.slow
 def test_a_fit_that_is_resumed_where_the_bound_stood_ends_where_it_would_have(tmp_path, monkeypatch):
     monkeypatch.setitem(fit.__globals__, "_LOOK", 4)
     monkeypatch.setitem(fit.__globals__, "_STANDS", torch.inf)  # it stands at the first look, after 12 steps
@@ -330,11 +329,11 @@ def test_rates_fall_to_the_end_and_those_of_many_points_are_smaller():
         rates.append({group["lr"] for one in optim.optim_objs.values() for group in one.param_groups})
         return False
 
-    fitted((x, y), SVGP(torch.rand(400, 2)), optim=optim, steps=40, stopping=rule)
-    assert len(rates) == 40
+    fitted((x, y), SVGP(torch.rand(324, 2)), optim=optim, steps=30, stopping=rule)
+    assert len(rates) == 30
     for step, found in enumerate(rates, 1):
-        factor = 0.1 * min(1, (step + 1) / 3) * falling(step, 40)
-        np.testing.assert_allclose(sorted(found), [0.8 * factor, factor])  # √(256/400) of the inducing inputs
+        factor = 0.1 * min(1, (step + 1) / 3) * falling(step, 30)
+        np.testing.assert_allclose(sorted(found), [16 / 18 * factor, factor])  # √(256/324) of the inducing inputs
     assert max(rates[-2]) < 0.002
 
 
@@ -421,6 +420,7 @@ def test_a_hyperparameter_that_is_given_is_no_data():
 @pytest.mark.parametrize("progress", [True, False])
 def test_bars_that_show_or_hide_and_a_rule_that_stops(progress, monkeypatch, capsys):
     monkeypatch.setattr("pyro_sparsegp.program.draws._PATIENCE", 0.0)
+    take_few_draws(monkeypatch)
     rows, shown = fit_worker.rows(20), ["fit: ", "loss ", "3/100", "finding the posterior mode: ", "checking latents: "]
     result, guide = fitted(rows, steps=100, progress=progress, stopping=lambda losses: len(losses) == 3)
     assert (result.steps, len(result.losses), result.reason) == (3, 3, "the stopping rule says so")
