@@ -160,7 +160,7 @@ class Table:
             sizes |= dict(zip(dims, shape))
             variables[name] = [*front, *dims], array.reshape(*lead, *shape)
             if left is not None:
-                coords[dims[0]] = coords[dims[0]][left] if dims[0] in coords else left
+                coords[dims[0]] = coords.get(dims[0], np.arange(value[0].numel()))[left]
         # Coordinates may be given for dimensions of other rows, such as those of new inputs.
         coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim)}
         places = {dim: coords.get(dim, np.arange(size)) for dim, size in sizes.items()}

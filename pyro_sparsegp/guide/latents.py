@@ -67,29 +67,24 @@ class Hyperparameters:
         draws = torch.quasirandom.SobolEngine(self.size, scramble=True, seed=0).draw(num)
         return draws.double().clamp(1e-6, 1 - 1e-6).to(self.like)
 
-    @property
+    @cached_property
+    def widths(self) -> Tensor:
+        """Half the width of two thirds of the prior of θ: of a normal one 0.97 standard deviations."""
+        levels = self.like.new_tensor([1 / 6, 5 / 6])
+        with repeatable(self.like):
+            draws = {name: prior.sample(torch.Size([199])).to(self.like) for name, prior in self.priors.items()}
+        ends = [self._theta(name, value).reshape(199, -1).quantile(levels, 0) for name, value in draws.items()]
+        return torch.cat([self.like, *((high - low) / 2 for low, high in ends)])
+
+    @cached_property
     def units(self) -> Tensor:
         """In which steps of θ are of the size of 1: 1, but its prior's width where values, θ itself, are of any size
         (test_an_intercept_may_have_any_unit).
         """
-        return self._widths_and_units[1]
-
-    @property
-    def widths(self) -> Tensor:
-        """Half the width of two thirds of the prior of θ: of a normal one 0.97 standard deviations."""
-        return self._widths_and_units[0]
-
-    @cached_property
-    def _widths_and_units(self) -> tuple[Tensor, Tensor]:
-        widths, units = [self.like], [self.like]
-        with repeatable(self.like):
-            for name, prior in self.priors.items():
-                value = prior.sample(torch.Size([199])).to(self.like)
-                theta = self._theta(name, value)
-                low, high = theta.reshape(199, -1).quantile(theta.new_tensor([1 / 6, 5 / 6]), 0)
-                widths.append((high - low) / 2)
-                units.append(widths[-1] if torch.equal(value, theta) else torch.ones_like(low))
-        return torch.cat(widths), torch.cat(units)
+        parts, values = self.parts(self.widths), self.values(self.widths)
+        are_values = {name: torch.equal(values[name], part) for name, part in parts.items()}
+        each = [part if are_values[name] else torch.ones_like(part) for name, part in parts.items()]
+        return torch.cat([self.like, *map(torch.flatten, each)])
 
 
 class OfPrior(TorchDistribution):

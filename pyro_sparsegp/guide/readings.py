@@ -253,9 +253,7 @@ class Readings:
             if len(steps) > 1:
                 # The weights γ by which the residuals r − Σ γᵢ(r − rᵢ) are least give T(b) − Σ γᵢ(T(b) − T(bᵢ)).
                 turned, moved = (torch.stack([part[-1] - each for each in part[:-1]], -1) for part in zip(*steps))
-                driver = "gelsd" if now.device.type == "cpu" else None
-                residual = (new - now)[:, None]  # a matrix: vmap takes stacked vectors for one
-                new = new - (moved @ torch.linalg.lstsq(turned, residual, driver=driver).solution)[:, 0]
+                new = new - moved @ (torch.linalg.pinv(turned) @ (new - now))
             parts = (new / sizes).split([found.linear.numel() for _, found in pairs])
             for (reading, found), part in zip(pairs, parts):
                 reading.move(Sites(found.inputs, found.precision, part.reshape(found.linear.shape)))

@@ -21,7 +21,7 @@ from ...program.data import TrainingData
 from ...program.explore import explore
 from ...program.reader import Expectation, Reader, total_after
 from ...program.structure import Depends, Structure
-from ..calls import KINDS, Call, Evaluation
+from ..calls import KINDS, Call
 from ..known import KnownGuide
 from ..readings import Readings, SiteReading
 from ..runs import Conditions, Priors, Run, require_rows, shown_by
@@ -53,7 +53,7 @@ class OnSites(Separate):
         data = guide.data_for(next(iter(guide.site_modules())))
         # Sites that are kept must serve training, too: no tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad(), traces.repeatable(guide.like) if median else nullcontext():
-            return self.given(guide, Evaluation() if known else Call(), data.args, data.kwargs, median)
+            return self.given(guide, KINDS[known, False](), data.args, data.kwargs, median)
 
     def given(
         self, guide: KnownGuide, call: Call, args: tuple, kwargs: dict[str, Any], median: bool = False
