@@ -142,7 +142,7 @@ def test_what_natural_parameters_say(size, part):
     def found(root):
         precision, pull = (part.detach() for part in moved(root))
         held = None if part == "of the prior's" else stays[None]
-        return Known.apply(precision, near, pull - precision @ near, held, linalg.turn_of(root), Stack([size]))
+        return Known.apply(precision, near, pull - precision @ near, held, linalg.Turn.apply(root), Stack([size]))
 
     def expected(root):
         precision, pull = moved(root)

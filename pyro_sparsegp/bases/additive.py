@@ -208,12 +208,13 @@ class AdditiveFeatures(Features):
         return self._whole(self.anchors_at(before))
 
     def anchors_at(self, before: Tensor) -> list[Optional[Tensor]]:
+        """Of each block, ``None`` for those that have no places."""
         own = [group.features.places for group in self.groups if group.features.places is not None]
         former = iter(before.split([z.numel() for z in own]))
 
-        def of(features: Features) -> list[Optional[Tensor]]:
+        def of(features: Any) -> list[Optional[Tensor]]:
             z = features.places
-            return features.anchors_at(before if z is None else next(former).view(z.shape))
+            return [None] * len(features.sizes) if z is None else features.anchors_at(next(former).view(z.shape))
 
         return self._in_order(self.groups, of)
 

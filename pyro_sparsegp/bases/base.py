@@ -63,10 +63,6 @@ class Features(Documented, ABC):
     places: Optional[Tensor] = None  # Z, if u is values at inputs
     moves = False  # whether these are learned
 
-    def anchors_at(self, before: Tensor) -> list[Optional[Tensor]]:
-        """A, with Aw the values at former inputs Z₀ of what has the values Lw at Z; of each block, if it has such."""
-        return [None] * len(self.sizes)
-
     # u, (M,), with L⁻¹u the coefficients of the function 1, or near them; None where it is not known
     ones: Any = None
 

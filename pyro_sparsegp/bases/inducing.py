@@ -50,7 +50,8 @@ class InducingFeatures(CrossFeatures):
             self.places, self.moves = first.z, first.moves
 
     def anchors_at(self, before: Tensor) -> list[Optional[Tensor]]:
-        return super().anchors_at(before) if self.places is None else self._blocks(self.anchor_at(before))
+        """A, with Aw the values at former inputs Z₀ of what has the values Lw at Z, of each block."""
+        return self._blocks(self.anchor_at(before))
 
     def anchor_at(self, before: Tensor) -> Tensor:
         """L + (K_{Z₀Z} − K_ZZ)L⁻ᵀ of former inputs Z₀."""

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from ..numerics.arrow import Arrow
 from ..numerics.functions import Unmapped, broadcast_shapes, if_known
 from ..numerics.linalg import (
+    Turn,
     cholesky,
     plus_one,
     rounding,
@@ -30,7 +31,6 @@ from ..numerics.linalg import (
     side_by_side,
     solve_lower,
     tril_of_product,
-    turn_of,
     wider,
 )
 from .base import Stack, each_times
@@ -98,7 +98,7 @@ class Seat:
 
     def turn(self) -> Tensor:
         """Zeros, or I, that have the derivative of T from here."""
-        return turn_of(self.now, *self.detached.lu)
+        return Turn.apply(self.now, *self.detached.lu)
 
 
 class AtRows(Seat):

@@ -45,12 +45,6 @@ def tril_of_product(a: Tensor, b: Tensor, symmetric: bool = False, lower: bool =
 gram = functools.partial(tril_of_product, symmetric=True)
 
 
-def mirrored(lower: Tensor) -> Tensor:
-    """The symmetric matrix, ``(..., M, M)``, with this lower triangle; what is above means nothing."""
-    tril = lower.tril()
-    return tril + tril.tril(-1).mT
-
-
 # LAPACK's matrices lie in memory by columns: where right hand sides do, a transposition away, no copy has to turn them.
 # Those of AL⁻ᵀ do in LX = Aᵀ (1.4 to 3 times as quick as XLᵀ = A in float32 on one AMD EPYC, alike on another); many of
 # L⁻¹B do in XLᵀ = Bᵀ. In LX = Aᵀ an L by rows, LAPACK's transpose, is there 1.3 to 1.9 times as quick as one by
@@ -118,7 +112,8 @@ class Factor(Function):
         parts = [part for part in (inner, by_turn) if part is not None]
         if not parts:
             return None, None, None
-        both = mirrored(sum(parts[1:], parts[0])).mul_(0.5)
+        lower = sum(parts[1:], parts[0]).tril()
+        both = (lower + lower.tril(-1).mT).mul_(0.5)
         left = over_lower(both, factor)  # PL⁻¹, whose transpose is L⁻ᵀP
         # It is symmetric: its transpose is in the order of A's rows, which a solve's result is not.
         return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).mT.to(ctx.wide), None, None
@@ -149,8 +144,10 @@ class Factor(Function):
         return found, (0, 0, 0)
 
 
-class _Turn(Function):
-    """L ↦ zeros; only L's lower triangle has a gradient, L̄ = L⁻ᵀ tril(grad), or all of a full L, of this LU."""
+class Turn(Function):
+    """L ↦ zeros, ``(..., M, M)``, whose derivative is L⁻¹dL, for a lower triangular L, or a full one of this LU and
+    pivots: what follows from that alone has its gradient by L, L⁻ᵀ tril(grad), at the cost of one solve.
+    """
 
     generate_vmap_rule = True
 
@@ -174,13 +171,6 @@ class _Turn(Function):
     def jvp(ctx: Any, change: Tensor, *_: object) -> Tensor:
         factor, *lu = ctx.saved_tensors
         return torch.linalg.lu_solve(*lu, change) if lu else solve_lower(factor, change)
-
-
-def turn_of(factor: Tensor, *lu: Tensor) -> Tensor:
-    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL, for a lower triangular L, or a full one of this LU and pivots:
-    what follows from that alone has its gradient by L at the cost of one solve.
-    """
-    return _Turn.apply(factor, *lu)
 
 
 class Whitened(Function):

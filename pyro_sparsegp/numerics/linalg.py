@@ -11,14 +11,13 @@ from torch import Tensor
 
 from .factors import ESCALATIONS, Factor, Whitened
 from .factors import MAPPED as MAPPED
+from .factors import Turn as Turn
 from .factors import factorised as factorised
 from .factors import gram as gram
-from .factors import mirrored as mirrored
 from .factors import over_lower as over_lower
 from .factors import over_upper as over_upper
 from .factors import solve_lower as solve_lower
 from .factors import tril_of_product as tril_of_product
-from .factors import turn_of as turn_of
 from .functions import broadcast_shapes, held
 
 
