@@ -30,11 +30,9 @@ def gradients(value, leaves):
 
 @SIZES
 def test_products_by_blocks(size):
-    a, b, tril = torch.randn(7, size), torch.rand(7), lower(size)
-    whole = tril @ tril.mT
+    a, b = torch.randn(7, size), torch.rand(7)
     close(linalg.tril_of_product(a, 2 * a).tril(), (2 * a.mT @ a).tril())
     close(linalg.gram(a, a * b[:, None]), a.mT @ torch.diag(b) @ a)
-    close(linalg.mirrored(whole + torch.ones(size, size).triu(1)), whole)
 
 
 @pytest.mark.parametrize("size", [300, 700])
