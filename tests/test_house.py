@@ -112,7 +112,7 @@ BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 ALL_LINES = 24992
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
 ALL_BRANCHES = 157.8
-ROOM_BRANCHES = {"guide": 179, "inference": 179, "program": 177.1, "bases": 155.1, "gaussians": 109, "diagnostics": 179}
+ROOM_BRANCHES = {"guide": 179, "inference": 178.8, "program": 177.1, "bases": 156, "gaussians": 109, "diagnostics": 179}
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
