@@ -188,9 +188,7 @@ def coupled_posterior(guide: KnownGuide, name: str, prior: TorchDistribution) ->
 
 def posterior_at_point(run: Any, point: Point, name: str, prior: TorchDistribution) -> Any:
     """The posterior of one of them in a run at a point of all."""
-    part = _Part(point, *point.place(name), name, prior)
-    if name not in run.conditions.values:  # else it is what the run before has drawn
-        run.parts[name] = part
+    part = run.parts[name] = _Part(point, *point.place(name), name, prior)
     return part.rsample() if run.at_medians else part
 
 

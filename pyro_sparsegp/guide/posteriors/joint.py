@@ -50,7 +50,7 @@ class Joint(Separate):
         run.drawn, run.ahead = ahead.drawn, ahead
         others = guide.facts.latents.keys() - ahead.normal.keys()
         values = {name: value for name, value in traces.free_values(ahead.trace).items() if name in others}
-        run.conditions = replace(run.conditions, values=run.conditions.values | values)
+        run.conditions = replace(run.conditions, values=run.conditions.values | values, drawn=ahead.drawn)
         if run.marginal and run.call.new and ahead.normal:
             run.with_means = _with_means(run, args, kwargs, values | {n: ahead.values[n] for n in ahead.bases})
 
