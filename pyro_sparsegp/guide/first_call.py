@@ -238,12 +238,11 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
     _warn_of_widths(probe, held_runs(guide.model, probe.trace, args, kwargs))
     core.registered = checks.require_registered(outputs, probe.trace, (args, kwargs))
     core.moving = moved_by(guide, probe)
-    for name, posterior in probe.posteriors.items():
-        if posterior.process.x.requires_grad:
-            module = guide.module_of(name)
-            # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
-            for part in [p for p in module.modules() if isinstance(p, InducingPoints) and p.units is not None]:
-                part.leave_units()
+    # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
+    learned = [guide.module_of(name) for name, q in probe.posteriors.items() if q.process.x.requires_grad]
+    parts = [part for module in learned for part in module.modules() if isinstance(part, InducingPoints)]
+    for part in [part for part in parts if part.units is not None]:
+        part.leave_units()
     core.checked = probe.data.keys() == {*facts.data}  # else a training call will tell
 
 

@@ -29,15 +29,13 @@ def moved_by(guide: KnownGuide, run: Run) -> dict[str, list[Tensor]]:
     """By GP sites that follow their inputs the parameters of the program that these are made of, in a run with its
     graph.
     """
-    own, found = {id(p) for p in guide.parameters()}, dict[str, list[Tensor]]()
+    own = {id(p) for p in guide.parameters()}
     if guide.facts.inner or torch.distributed.is_initialized():  # each process has other rows
-        return found
-    for name, process in run.processes.items():
-        leaves = [node.variable for node in graph_of([process.x]) if hasattr(node, "variable")]
-        others = [leaf for leaf in leaves if id(leaf) not in own]
-        if others and guide.q.can_follow(guide, name):
-            found[name] = others
-    return found
+        return {}
+    able = {name: process.x for name, process in run.processes.items() if guide.q.can_follow(guide, name)}
+    leaves = {n: [node.variable for node in graph_of([x]) if hasattr(node, "variable")] for n, x in able.items()}
+    others = {name: [leaf for leaf in made_of if id(leaf) not in own] for name, made_of in leaves.items()}
+    return {name: found for name, found in others.items() if found}
 
 
 def follow(guide: KnownGuide) -> None:
