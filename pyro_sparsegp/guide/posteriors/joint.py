@@ -115,7 +115,7 @@ class AtPoints(Joint):
 class _Slopes(FeatureKernel):
     """JJᵀ, of a GP site's prior mean μ + Jz that is made of latents, z ~ N(0, I) each.
 
-    :param process: the GP site with its graph to ``z``, of which the values at ``x``, and J there, are known.
+    :param process: the GP site, with its graph to ``z``; its mean at its own inputs ``x`` is known.
     """
 
     def __init__(self, process: GaussianProcess, x: Tensor, z: list[Tensor]) -> None:
@@ -134,7 +134,7 @@ class _Slopes(FeatureKernel):
 
 
 class _Above(Sum):
-    """k + JJᵀ, whose terms are those of k: what f is beside its prior mean."""
+    """k + JJᵀ, which has the terms of k: effects are what f is beside its prior mean."""
 
     @property
     def terms(self) -> tuple[Any, ...]:
