@@ -22,7 +22,7 @@ Rule = Callable[..., None]
 
 
 def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -> None:
-    """Broadcasting N parameters against data of shape (N, 1) gives N² densities. Shape (1,) counts one datum N times."""
+    """Broadcasting N parameters against data of shape (N, 1) gives N² densities. Shape (1,) counts a datum N times."""
     # A number, of shape (), is taken for a constant: test_messages.py::test_one_level_for_all_rows_is_no_fault
     value, whole = site["value"].shape, tuple(site["fn"].shape())
     pairs = zip(reversed(value), reversed(whole)) if site["is_observed"] else ()
