@@ -45,16 +45,24 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
         known = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if known is not node:
             node.replace_all_uses_with(known)
-    graph.graph.eliminate_dead_code()
+    _drop_unused(graph.graph)
     run = _Constants(graph)
     run.run(*inputs)
     for i, (node, value) in enumerate(run.used):
         graph.register_buffer(f"constant_{i}", value)
         with graph.graph.inserting_before(node):
             node.replace_all_uses_with(graph.graph.get_attr(f"constant_{i}"))
-    graph.graph.eliminate_dead_code()
+    _drop_unused(graph.graph)
     graph.recompile()
     return graph
+
+
+def _drop_unused(graph: torch.fx.Graph) -> None:
+    """Drop operations that nobody uses, draw nothing and write nothing: PyTorch 2.4's own way would drop all unused."""
+    for node in reversed(graph.nodes):
+        kept = node.users, node.is_impure(), _written(node), _is_draw(node)
+        if not any(kept):
+            graph.erase_node(node)
 
 
 def _copies(nodes: Iterable[Node]) -> list[Node]:
