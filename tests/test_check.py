@@ -44,31 +44,27 @@ def _plain(x, y=None):
     observed(dist.Normal(pyro.sample("f", GaussianProcess(variance * kernels.RBF(length), x)), 0.3), y)
 
 
-def test_widths_are_compared_where_q_is_normal():
-    """A variance's own posterior has a long tail, which no log-normal q has: its logarithm's is right."""
-    guide = _trained(_plain, families.SVGP(12), *_data(), steps=60)
-    assert guide.check() == []
+def test_intervals_are_compared_as_they_are_read():
+    """Of one value of f that is known v ~ InverseGamma(2, 1.32): q has the width of log v, and v's tail is longer."""
+    x, y = torch.zeros(1, 1), torch.tensor([0.8])
 
+    def model(x, y=None):
+        v = pyro.sample("v", dist.InverseGamma(1.5, 1.0))
+        observed(dist.Normal(pyro.sample("f", GaussianProcess(v * kernels.RBF(1.0), x)), 0.01), y)
 
-def _rows(x, y=None):
-    own, f = pyro.sample("own", dist.HalfNormal(0.5)), pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-    with pyro.plate("data", N):
-        effect = pyro.sample("effect", dist.Normal(0.0, own))
-        pyro.sample("y", dist.Normal(effect + f, 0.3), obs=y)
-
-
-@pytest.mark.slow  # quick: test_integrate.py::test_points_are_those_of_a_dense_grid
-def test_weighted_points_mend_what_is_far_from_normal():
-    """Data without effects of rows leave the logarithm of their scale a long tail, which no normal has."""
-    guide = _trained(_rows, families.SVGP(12), *_data(), steps=60)
-    (line,) = guide.check()
-    assert line.startswith("'own': ")
-    assert "Call guide.integrate" in line
+    guide = _trained(model, families.SVGP(1), x, y, steps=200)
+    assert guide.together.tril.item() / torch.polygamma(1, torch.tensor(2.0)).sqrt().item() > 0.8
+    right = (1.32 / dist.Gamma(2.0, 1.0).sample((100_000,))).quantile(0.95)
+    assert guide.quantiles([0.95])["v"][0] / right < 0.75
+    (line,) = guide.check(x, y)
+    assert line.startswith("'v': ")
+    assert "call guide.integrate" in line
     with pytest.warns(UserWarning, match="few"):
-        guide.integrate(*_data(), num_points=4)
+        guide.integrate(x, y, num_points=3)
     assert "weighted points miss a part of it. Give integrate more" in "".join(guide.check())
-    guide.integrate(*_data())
-    assert guide.check() == []
+    guide.integrate(x, y)
+    assert guide.quantiles([0.95])["v"][0] / right > 0.85
+    assert guide.check(x, y) == []
 
 
 def test_a_lower_mode_far_away_is_told():
@@ -278,7 +274,7 @@ def test_weighted_draws_are_the_posterior_s_wherever_q_is():
         run = Priors(guide, at_medians=True).perform(_data(), {})
         nested = Compared(guide, Search(guide, run, (_data(), {}), [], lambda: None)).nested
         far = guide.together.mean.detach() + torch.tensor([4.0, -2.0]), 0.5 * torch.eye(2)
-        found, weights = weighted(nested, far, drawn(nested, far, 80)[0], 150.0)
+        found, weights = weighted(nested, far, drawn(nested, far, 80)[0], 150.0, 150.0)
         mode, steps = nested.mode(found).theta, torch.linspace(-3, 3, 13)
         grid = [nested.tried(mode + torch.stack([a, b])) for a in steps for b in steps]
     assert len(found) > 160

@@ -8,40 +8,45 @@ from torch import Tensor
 from .nested import Nested, Optimum
 from .points import worth
 
-WIDER = 1.3  # than a normal, its draws
-_ROUNDS = 5  # of draws beside the first, at most
+WIDER, _WIDEST = 1.3, 1.6  # than a normal, the first draws and later ones, which tails are known by
+_ROUNDS, _MORE = 5, 2  # of draws beside the first, at most, until they tell anything, and until they tell it well
 _SOFTER = 0.8  # the power of weights, which is taken until enough draws count
 
 Normal = tuple[Tensor, Tensor]  # a mean, and a root of a covariance
 
 
-def drawn(nested: Nested, normal: Normal, num: int) -> tuple[list[Optimum], Tensor]:
-    """F at draws of θ, a + Rε, with a density, and ε."""
-    (loc, root), noise = normal, WIDER * torch.special.ndtri(nested.hyper.points(num))
+def drawn(nested: Nested, normal: Normal, num: int, times: int = 0) -> tuple[list[Optimum], Tensor]:
+    """F at draws of θ, a + Rε, with a density, and ε; others after so many ``times``."""
+    (loc, root), noise = normal, (_WIDEST if times else WIDER) * torch.special.ndtri(nested.hyper.points(num, times))
     tried = [nested.tried(loc + root @ eps) for eps in noise]
     kept = [found is not nested.none for found in tried]
     return [found for found in tried if found is not nested.none], noise[kept]
 
 
-def weighted(nested: Nested, first: Normal, found: list[Optimum], least: float) -> tuple[list[Optimum], Tensor]:
+def weighted(
+    nested: Nested, first: Normal, found: list[Optimum], least: float, enough: float
+) -> tuple[list[Optimum], Tensor]:
     """F at draws of θ, and weights that make them the posterior's: at those ``found`` of a first normal, then of one
-    about the mode, then of others about what all before weigh, until they are worth so many.
+    about the mode, then of others about what all before weigh, until they are worth ``enough``; few more than
+    ``least`` in the end.
     """
-    normals, num = [first], len(found)
+    normals, num = [(first[0], WIDER * first[1])], len(found)
     while True:
         theta = torch.stack([each.theta for each in found])
         # each draw has the density of the mixture of all
-        apart = [torch.linalg.solve_triangular(R, (theta - a).mT, upper=False) / WIDER for a, R in normals]
+        apart = [torch.linalg.solve_triangular(R, (theta - a).mT, upper=False) for a, R in normals]
         logs = [-0.5 * each.square().sum(0) - R.diagonal().log().sum() for each, (_, R) in zip(apart, normals)]
         ratio = torch.stack([each.value for each in found]) - torch.stack(logs).logsumexp(0)
-        if worth(weights := ratio.softmax(0)) >= least or len(normals) > _ROUNDS:
+        num_worth = worth(weights := ratio.softmax(0))
+        if num_worth >= enough or len(normals) > (_MORE if num_worth >= least else _ROUNDS):
             return found, weights
         if len(normals) == 1:
             mode = nested.mode([nested.tried(first[0])])
-            normals.append((mode.theta, torch.linalg.cholesky(nested.covariance(mode))))
+            loc, root = mode.theta, torch.linalg.cholesky(nested.covariance(mode))
         else:
-            normals.append(_about(theta, ratio))
-        found = found + drawn(nested, normals[-1], num)[0]
+            loc, root = _about(theta, ratio)
+        found = found + drawn(nested, (loc, root), num, len(normals))[0]
+        normals.append((loc, _WIDEST * root))
 
 
 def _about(theta: Tensor, ratio: Tensor) -> Normal:

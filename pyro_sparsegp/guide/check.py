@@ -20,7 +20,6 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
-from torch.distributions import biject_to
 
 from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
@@ -34,7 +33,7 @@ from .draws import items_of_draws
 from .field import AtValues, index_of, slices
 from .first_call import explain_nan
 from .latents import FieldLatent
-from .moments import Moments, Widths, beside, moments_of, of_argument, said
+from .moments import ENDS, Moments, Widths, beside, moments_of, of_argument, percentiles, said
 from .nested import Nested, Optimum, by_values
 from .points import worth
 from .runs import Posteriors, Priors, Run
@@ -46,7 +45,7 @@ _STARTS = 6  # of searches for other modes
 _WIDEST = 5.0  # times its own width that q's best may be
 _PARTS = 1.0, 0.5, 0.25, 0.125  # of a step that are tried
 _LOST = 1.0  # nats that a basis leaves out and is told of
-_LEAST = 8.0  # draws that weights must be worth
+_LEAST, _ENOUGH, _EACH = 8.0, 60.0, 4.0  # draws that weights must be worth, and should be; more a hyperparameter
 _ROWS = 200  # of f that are compared
 _FEATURES = 128  # a value, in a run
 _APART = 3.0  # standard deviations between two modes
@@ -133,7 +132,7 @@ class Compared:
         return [*self.late.values(), *self.of_values(), *self.of_a_second_start(), *self.small.values()]
 
     def moments(self, at: Optimum) -> Moments:
-        """Means and variances of all values at a θ, of latents in unconstrained space."""
+        """Means and variances of what is normal a priori at a θ."""
         (x, precision), layout = self.nested.of_means(at), self.nested.layout
         every = layout.extend(x + self.shift).requires_grad_()
         _, handler = self.nested.run(at.theta, every)
@@ -143,8 +142,7 @@ class Compared:
         by_x, left = slopes[:, : layout.num], slopes[:, layout.num :].square().sum(-1)
         variance = precision.white(by_x).square().sum(0) + left
         rows = slices({name: len(value) for name, value in values.items()})
-        found = {name: (value.reshape(-1), 0 * value.reshape(-1)) for name, value in self.hyper.parts(at.theta).items()}
-        return found | {name: (values[name].detach(), variance[own]) for name, own in rows.items()}
+        return {name: (values[name].detach(), variance[own]) for name, own in rows.items()}
 
     def of_gps(self, run: Posteriors) -> Moments:
         """Means and variances of GP sites in a run, at the rows that are compared."""
@@ -156,25 +154,23 @@ class Compared:
 
     def _of_q(self) -> Widths:
         """As :func:`moments_of`, q's, by draws."""
-        guide, priors = self.guide, self.search.priors
+        guide, others = self.guide, without(self.search.priors, self.hyper.rows)
 
         @torch.no_grad()
         def one(item: Draw) -> Draw:
             with Held(item):
                 run = guide.run_at(*self.call, draws_data=False, joint_up_to=0, marginal=True)
-            free = {n: biject_to(p.support).inv(run.values[n]).reshape(-1)[:_ROWS] for n, p in priors.items()}
-            return {n: (value, 0 * value) for n, value in free.items()} | self._given(run) | self.of_gps(run)
+            own = {name: run.values[name].reshape(-1)[:_ROWS] for name in others}
+            return {n: (value, 0 * value) for n, value in own.items()} | self._given(run) | self.of_gps(run)
 
         items = items_of_draws(guide, _OWN)
         every = all_draws(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
         each: list[Moments] = [map_tensors(itemgetter(i), every) for i in range(_OWN)]
         guide.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
-        sd, points = self.hyper.parts(self.width), guide.core.points
-        known = {n: (loc.reshape(-1), sd[n].reshape(-1)) for n, loc in self.hyper.parts(self.loc).items()}
+        points, ends = guide.core.points, self.loc + self.width * self.loc.new_tensor(ENDS)[:, None]
         if points is not None:
-            parts = [self.hyper.parts(theta).items() for theta in points.theta]
-            known = moments_of([{n: (v.reshape(-1), 0 * v.reshape(-1)) for n, v in p} for p in parts], points.weight)
-        return moments_of(each, self.loc.new_full((_OWN,), 1 / _OWN)) | known
+            ends = percentiles(points.theta, points.weight)
+        return moments_of(each, self.loc.new_full((_OWN,), 1 / _OWN)) | self.hyper.intervals(ends)
 
     def _given(self, run: Any) -> Moments:
         """Means and variances given the hyperparameters, of a few normal latents whose prior mean is no other latent:
@@ -192,24 +188,27 @@ class Compared:
 
     def of_values(self) -> list[str]:
         """Lines for latents and GP sites whose means or widths differ from weighted draws'."""
-        least = min(_LEAST, len(self.found))
-        found, weights = weighted(self.nested, (self.loc, self.root), self.found, least)
+        least, enough = (min(num, len(self.found)) for num in (_LEAST, _ENOUGH + _EACH * self.hyper.size))
+        found, weights = weighted(self.nested, (self.loc, self.root), self.found, least, enough)
         if worth(weights) < least:
             names, num = ", ".join(map(repr, self.hyper.rows)), worth(weights)
             return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
-        return self.differing(moments_of([self.moments(each) for each in found], weights), self._of_q())
+        right = moments_of([self.moments(each) for each in found], weights)
+        right |= self.hyper.intervals(percentiles(torch.stack([each.theta for each in found]), weights))
+        return self.differing(right, self._of_q())
 
     def differing(self, right: Widths, own: Widths) -> list[str]:
         """Lines for what has other means or widths in q, its ``own``."""
         lines = []
-        for name, (mean, sd) in without(right, self.late).items():
-            at, wide = own[name]
+        for name, (mean, sd, *ends) in without(right, self.late).items():
+            at, wide, *own_ends = own[name]
             noise = 10 * torch.finfo(mean.dtype).eps * mean.abs()
             moves = (sd > noise) | (wide > noise)  # as the first entry of an LKJCholesky matrix does not
-            ratios = (sd if name in self.apart else wide) / sd
-            away, ratio, is_off = beside(((at - mean) / sd)[moves], ratios[moves])
-            if is_off:
-                lines.append(f"{name!r}: {said(away, ratio)}, {self._cause(name, self.late)}")
+            if name in self.apart:
+                wide, own_ends = sd, []
+            away, *tails = (beside(((q - p) / sd)[moves], sd)[0] for q, p in ((at, mean), *zip(own_ends, ends)))
+            if words := said(away, beside(sd, (wide / sd)[moves])[1], tails):
+                lines.append(f"{name!r}: {words}, {self._cause(name, self.late)}")
         return lines
 
     def _cause(self, name: str, late: Collection[str]) -> str:

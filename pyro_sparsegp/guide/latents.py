@@ -24,6 +24,7 @@ from ..process import SAMPLES_ARE_VECTORISED
 from ..program.traces import bare, repeatable
 from .field import slices, standardised
 from .known import KnownGuide
+from .moments import Widths, interval
 from .points import Point
 
 
@@ -54,17 +55,29 @@ class Hyperparameters:
         """Of latents, at θ."""
         return {name: biject_to(self.priors[name].support)(part) for name, part in self.parts(theta).items()}
 
+    def intervals(self, ends: Tensor) -> Widths:
+        """By percentiles of θ, ``(3, D)``, what :func:`interval` says of latents: of their values, as they are read,
+        where each value has one entry of θ.
+        """
+        found = {}
+        for name, rows in self.rows.items():
+            to: Any = biject_to(self.priors[name].support)
+            part, is_single = ends[:, rows], not getattr(to, "base_transform", to).domain.event_dim
+            part = to(part.reshape(len(ends), *self.shapes[name])) if is_single else part
+            found[name] = interval(part.reshape(len(ends), -1))
+        return found
+
     def draws(self, num: int) -> list[Tensor]:
         """Some θ from the prior, of those that are finite."""
         with repeatable(self.like):
             draws = [self.of({name: prior.sample() for name, prior in self.priors.items()}) for _ in range(num)]
         return [draw for draw in draws if draw.isfinite().all()]
 
-    def points(self, num: int) -> Tensor:
+    def points(self, num: int, seed: int = 0) -> Tensor:
         """Quasi-random numbers in (0, 1), ``(num, D)``; one point where there is no θ."""
         if not self.size:
             return self.like.new_zeros(1, 0)
-        draws = torch.quasirandom.SobolEngine(self.size, scramble=True, seed=0).draw(num)
+        draws = torch.quasirandom.SobolEngine(self.size, scramble=True, seed=seed).draw(num)
         return draws.double().clamp(1e-6, 1 - 1e-6).to(self.like)
 
     @cached_property

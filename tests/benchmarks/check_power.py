@@ -2,9 +2,9 @@
 
 Each program has some guides, right ones and wrong by construction. The truth is by importance sampling: hyperparameters
 from a wide normal around the mode of a dense nested Laplace approximation, all else from its Gaussian given these,
-weighted by the exact joint density. In unconstrained space a posterior is wrong if its mean is off by over AWAY
-standard deviations or its width is outside WIDTHS, right if it is within NEAR and ALIKE, and else not counted. It is
-named if a line is about it. `--kept FILE` keeps what was trained, for another run.
+weighted by the exact joint density. A posterior is wrong if its median is off by over AWAY standard deviations (of a
+normal whose interval is as long) or its interval's length is outside WIDTHS, right if it is within NEAR and ALIKE, and
+else not counted. It is named if a line is about it. `--kept FILE` keeps what was trained, for another run.
 """
 
 import time
@@ -15,11 +15,11 @@ import pyro
 import pyro.distributions as dist
 import torch
 from bench import parsed, seeded
-from torch.distributions import biject_to
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, families, fit, kernels
 from pyro_sparsegp.guide.field import is_normal_prior, run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters
+from pyro_sparsegp.guide.moments import interval
 from pyro_sparsegp.guide.nested import by_values
 from pyro_sparsegp.guide.runs import Priors
 from pyro_sparsegp.program.traces import all_sites
@@ -326,7 +326,7 @@ PROGRAMS = {
 
 
 def truth(model, args):
-    """By name means and standard deviations in unconstrained space, and the effective size of the draws."""
+    """By name medians and intervals, and the effective size of the draws."""
     seeded()
     guide = AutoSparseGP(model, SVGP(4), independent=True, start=None)
     guide.prepare(*args)
@@ -356,32 +356,27 @@ def truth(model, args):
             there, handler = nested.run(at.theta, x)
             density = handler.log_prior + nested.of_data(there) + nested.densities(at.theta).total(x)
             weights.append(density + 0.5 * (eps @ eps + z @ z - x @ x) - at.precision.half_log_det)
-            each = {**handler.values, **hyper.parts(at.theta)}
+            each = {**handler.values, **hyper.values(at.theta)}
             values.append({name: each[name].detach().reshape(-1) for name in [*priors, *guide.facts.gps]})
     weights = torch.stack(weights).detach().softmax(0)
-    found = {}
-    for name in values[0]:
-        each = torch.stack([value[name] for value in values])
-        mean = weights @ each
-        found[name] = mean, (weights @ (each - mean).square()).sqrt()
+    found = {name: quantiles(torch.stack([value[name] for value in values]), weights) for name in values[0]}
     return found, float(1 / weights.square().sum())
 
 
 @torch.no_grad()
 def moments(guide, args, num=400):
-    """Those of draws, in unconstrained space."""
-    priors = {
-        n: s["infer"]["prior"]
-        for n, s in all_sites(Priors(guide, at_medians=True).perform(args, {}).trace)
-        if n in guide.facts.latents
-    }
-    draws = [guide.draw(*args) for _ in range(num)]
-    found = {}
-    for name in [*priors, *guide.facts.gps]:
-        free = biject_to(priors[name].support).inv if name in priors else (lambda value: value)
-        each = torch.stack([free(draw[name]).reshape(-1) for draw in draws])
-        found[name] = each.mean(0), each.std(0)
-    return found
+    """Those of draws."""
+    draws, weights = [guide.draw(*args) for _ in range(num)], torch.full((num,), 1 / num)
+    names = [*guide.facts.latents, *guide.facts.gps]
+    return {name: quantiles(torch.stack([draw[name].reshape(-1) for draw in draws]), weights) for name in names}
+
+
+def quantiles(values, weights):
+    """As :func:`interval`, of each column of weighted draws."""
+    values, order = values.sort(0)
+    below = weights[order].cumsum(0) - 0.5 * weights[order]
+    rows = [(below < share).sum(0).clamp(max=len(values) - 1) for share in (0.05, 0.5, 0.95)]
+    return interval(values.gather(0, torch.stack(rows)))[:2]
 
 
 def compared(own, right):
