@@ -1,6 +1,7 @@
 """What a new user is told: each message names what came, and what to write instead."""
 
 import math
+import re
 import warnings
 
 import pyro
@@ -40,7 +41,7 @@ def test_data_that_do_not_fit(family, later):
     for bad, match in (
         (y[:, None], rf"{given} \(20, 1\) .* of shape \(20,\),.*y\[:, 0\]"),
         (y[:1], rf"{given} \(1,\) .* of shape \(20,\),.*one value.*y\.expand\(\(20,\)\)"),
-        (y[:7], rf"{given} \(7,\) under .* of shape \(20,\)"),
+        (y[:7], rf"{given} \(7,\) under .* of shape \(20,\),.*the shape of the other; if"),
         (y.numpy(), r"site 'y' observes a ndarray.*torch.as_tensor\(y\)"),
     ):
         guide = AutoSparseGP(model, family)
@@ -125,6 +126,23 @@ def test_one_level_for_all_rows_is_no_fault():
             pyro.sample("z", dist.Normal(0.0, 1.0), obs=torch.zeros(()))
 
     AutoSparseGP(constant, SVGP(5))(x, y)
+
+
+@pytest.mark.parametrize("shape", [(20,), (2, 20)])
+def test_an_event_in_a_plate_of_its_own_rows(shape):
+    """Pyro makes N events of N rows, so that each datum would count N times."""
+    x, y = data()
+
+    def events(x, y, event_dim):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", len(x)):
+            pyro.deterministic("all", f, event_dim=1)
+            pyro.factor("constant", torch.zeros(()))
+            pyro.sample("y", dist.Normal(f, 0.1).expand(y.shape).to_event(event_dim), obs=y)
+
+    match = rf"site 'y' observes data of shape {re.escape(str(shape))} .*take \.to_event away, or move the site out of"
+    refused(match, AutoSparseGP(events, SVGP(5)), x, y.expand(shape), len(shape))
+    AutoSparseGP(events, SVGP(5))(x, y, 0)
 
 
 def test_a_guide_that_saw_no_data():

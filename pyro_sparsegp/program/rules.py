@@ -24,14 +24,19 @@ Rule = Callable[..., None]
 def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -> None:
     """Broadcasting N parameters against data of shape (N, 1) gives N² densities. Shape (1,) counts a datum N times."""
     # A number, of shape (), is taken for a constant: test_messages.py::test_one_level_for_all_rows_is_no_fault
-    value, whole = site["value"].shape, tuple(site["fn"].shape())
-    pairs = zip(reversed(value), reversed(whole)) if site["is_observed"] else ()
-    if any(own != its and (its != 1 or len(value) < len(whole)) for own, its in pairs):
+    fn, value = site["fn"], site["value"].shape if is_observation(site) else ()
+    whole, dims = tuple(fn.shape()), [-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized]
+    # In each plate, too; pyro.factor's value is empty.
+    own = (1,) * (max(dims, default=0) + fn.event_dim - len(value)) * any(value) + tuple(value)
+    if any(here != its and (its != 1 or len(value) < len(whole)) for here, its in zip(reversed(own), reversed(whole))):
+        such = ", such as y[:, 0] instead of y" if value[1:] else ""
+        outputs = "for P outputs in P columns let the distribution have them too, .to_event(1)"
+        if fn.event_dim and len(value) < len(own):
+            outputs = "or take .to_event away, or move the site out of the plate"
         raise ValueError(
             f"site {name!r} observes data of shape {tuple(value)} under a distribution of shape {whole}, so "
-            "that they do not meet value by value. Give one the shape of the other, such as y[:, 0] instead of y; "
-            f"if one value is that of many rows, y.expand({whole}); for P outputs in P columns let the "
-            "distribution have them too, .to_event(1)."
+            f"that they do not meet value by value. Give one the shape of the other{such}; "
+            f"if one value is that of many rows, y.expand({whole}); {outputs}."
         )
 
 
