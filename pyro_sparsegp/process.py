@@ -125,7 +125,7 @@ class GaussianProcess(TorchDistribution):
         """Raise a ValueError if other inputs have another number of columns than this process's."""
         if x.shape[-1:] != self.x.shape[-1:]:
             own = self.x.shape[-1]
-            raise ValueError(f"inputs of shape {tuple(x.shape)} for a process whose own have {own} columns")
+            raise ValueError(f"inputs of shape {tuple(x.shape)} for a process whose own have {own} columns, (N, {own})")
 
     def relative_to(self, rows: Tensor) -> GaussianProcess:
         """The same process, where a diagonal term max k − k(x, x) of its kernel takes the maximum over ``rows``."""

@@ -166,6 +166,8 @@ def test_other_columns_than_in_training_raise(family):
             q = found.posterior(x)["f"]
             for ask in (q.at, q.paths(2), q.components.at, partial(q.process.given, f=torch.zeros(5))):
                 refused("for a process whose own have 3 columns", ask, new)
+            refused(r"inputs of shape \(5,\) for .* columns, \(N, 3\)", q.paths(2), torch.rand(5))
+            refused("must be a float32 or float64 tensor", q.paths(2), torch.rand(5, 3).numpy())
     refused("they had 3 columns, not 2", train, model, guide, x[:, :2], y, steps=1)
 
 

@@ -267,7 +267,8 @@ class SparsePosterior(TorchDistribution):
         def path(x: Tensor) -> Tensor:
             return process.at(x).mean + function(x) + sum_blocks(self.basis(x), update)
 
-        return in_chunks(path, num * num_features)
+        every = in_chunks(path, num * num_features)
+        return lambda x: every(process.at(x).x)  # which raises if x is no matrix of such columns
 
     def __repr__(self) -> str:
         kind, x, num = type(self).__name__, tuple(self.process.x.shape), sum(self.coefficients.sizes)
