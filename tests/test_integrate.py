@@ -230,6 +230,8 @@ def test_only_the_rows_of_training_are_integrated():
     refused("not the rows", guide.integrate, X + 0.1, _data() + 1.0)
     refused("give it the training arguments", guide.integrate, X)
     refused("give it the training arguments", guide.check, X)
+    for ask in (guide.integrate, guide.check):
+        refused(r"got ndarray: torch.as_tensor\(x\)\.double\(\) is one\Z", ask, X.numpy(), _data().numpy())
 
 
 def test_a_program_without_hyperparameters_has_one_point():

@@ -201,6 +201,7 @@ def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, 
         repeatable(like),
         InitMessenger(value_of),
         kept_buffers(),
+        poutine.trace() as tracer,  # which, around a function, would write the sites behind an error's message
     ):
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return any(name in rows and is_observation(site) for name, site in all_sites(trace))
+        model(*args, **kwargs)
+    return any(name in rows and is_observation(site) for name, site in all_sites(tracer.trace))
