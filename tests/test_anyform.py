@@ -356,7 +356,7 @@ APART = {
     "deep": (_deep, SVGP(8), "values of GP site 'inner' enter another one. Compare with NUTS."),
     "family": (_plain, OrthogonallyDecoupled(4, 4, num_columns=2), "has the family OrthogonallyDecoupled. Take SVGP"),
     "large": (_plain, SVGP(12), "GP site 'f' has 12 coefficients. Take up to 10, by fewer inducing points."),
-    "given f": (_two, ComputationAware(8), "GP site 'f' has the family ComputationAware. Take SVGP"),
+    "given f": (_two, ComputationAware(8), "of each other: where data correlate them, their intervals are"),
     "followed": (_plain, ComputationAware(8), ""),
     "joint": (_plain, SVGP(8), ""),
     "no part": (_without_level, SVGP(8), ""),

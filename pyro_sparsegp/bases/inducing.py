@@ -85,7 +85,7 @@ class InducingFeatures(CrossFeatures):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
         def with_coefficients(draw: Callable) -> tuple[Callable, list[Tensor]]:
-            values = in_chunks(draw, num * num_features)(self.z)
+            values = in_chunks(draw, self.z, num * num_features)
             # w' = L⁻¹f(Z)
             return draw, list(solve_lower(self.factor, values[..., None])[..., 0].split(self.sizes, -1))
 

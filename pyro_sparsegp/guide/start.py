@@ -67,7 +67,8 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     if sum(run.values[name].numel() for name in apart) > follows:  # f may follow one number alone
         warnings.warn(
             f"latents {', '.join(map(repr, apart))}{gps} enter the same densities, and the guide treats them as "
-            f"independent: their intervals are too narrow. Reason: {why}",
+            f"independent{' of each other: where data correlate them,' if follows else ':'} their intervals are too "
+            f"narrow. Reason: {why}",
             stacklevel=6,
         )
 

@@ -188,9 +188,9 @@ def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tupl
     return tuple(torch.cat(part, -1) for part in zip(*parts))
 
 
-def in_chunks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
+def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
     """``function``, x ↦ ``(..., N)``, evaluated in pieces of rows, where it makes ``width`` numbers a row."""
-    return lambda x: in_pieces(lambda rows: function(x[..., rows, :]), x.shape[-2], width, x, -1)
+    return in_pieces(lambda rows: function(x[..., rows, :]), x.shape[-2], width, x, -1)
 
 
 def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Tensor, dim: int) -> Tensor:

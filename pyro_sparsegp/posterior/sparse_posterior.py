@@ -267,8 +267,7 @@ class SparsePosterior(TorchDistribution):
         def path(x: Tensor) -> Tensor:
             return process.at(x).mean + function(x) + sum_blocks(self.basis(x), update)
 
-        every = in_chunks(path, num * num_features)
-        return lambda x: every(process.at(x).x)  # which raises if x is no matrix of such columns
+        return lambda x: in_chunks(path, process.at(x).x, num * num_features)  # at raises unless (N, D)
 
     def __repr__(self) -> str:
         kind, x, num = type(self).__name__, tuple(self.process.x.shape), sum(self.coefficients.sizes)

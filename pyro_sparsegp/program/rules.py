@@ -34,9 +34,9 @@ def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -
         if fn.event_dim and len(value) < len(own):
             outputs = "or take .to_event away, or move the site out of the plate"
         raise ValueError(
-            f"site {name!r} observes data of shape {tuple(value)} under a distribution of shape {whole}, so "
-            f"that they do not meet value by value. Give one the shape of the other{such}; "
-            f"if one value is that of many rows, y.expand({whole}); {outputs}."
+            f"site {name!r} observes data of shape {tuple(value)} under a distribution of shape {whole}, so that they "
+            f"do not meet value by value. Give one the shape of the other{such}; if one value is that of many rows, "
+            f"y.expand({whole}); {outputs}."
         )
 
 
