@@ -1,7 +1,6 @@
 """What a new user is told: each message names what came, and what to write instead."""
 
 import math
-import re
 import warnings
 
 import pyro
@@ -41,7 +40,7 @@ def test_data_that_do_not_fit(family, later):
     for bad, match in (
         (y[:, None], rf"{given} \(20, 1\) .* of shape \(20,\),.*y\[:, 0\]"),
         (y[:1], rf"{given} \(1,\) .* of shape \(20,\),.*one value.*y\.expand\(\(20,\)\)"),
-        (y[:7], rf"{given} \(7,\) under .* of shape \(20,\),.*the shape of the other; if"),
+        (y[:7], rf"{given} \(7,\) under .* of shape \(20,\)"),
         (y.numpy(), r"site 'y' observes a ndarray.*torch.as_tensor\(y\)"),
     ):
         guide = AutoSparseGP(model, family)
@@ -119,30 +118,18 @@ def test_data_of_a_fit_without_rows():
 def test_one_level_for_all_rows_is_no_fault():
     x, y = data()
 
-    def constant(x, y):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
-            pyro.sample("z", dist.Normal(0.0, 1.0), obs=torch.zeros(()))
-
-    AutoSparseGP(constant, SVGP(5))(x, y)
-
-
-@pytest.mark.parametrize("shape", [(20,), (2, 20)])
-def test_an_event_in_a_plate_of_its_own_rows(shape):
-    """Pyro makes N events of N rows, so that each datum would count N times."""
-    x, y = data()
-
-    def events(x, y, event_dim):
+    def constant(x, y, event_dim=0):
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
         with pyro.plate("data", len(x)):
             pyro.deterministic("all", f, event_dim=1)
-            pyro.factor("constant", torch.zeros(()))
+            pyro.factor("none", torch.zeros(()))
             pyro.sample("y", dist.Normal(f, 0.1).expand(y.shape).to_event(event_dim), obs=y)
+            pyro.sample("z", dist.Normal(0.0, 1.0), obs=torch.zeros(()))
 
-    match = rf"site 'y' observes data of shape {re.escape(str(shape))} .*take \.to_event away, or move the site out of"
-    refused(match, AutoSparseGP(events, SVGP(5)), x, y.expand(shape), len(shape))
-    AutoSparseGP(events, SVGP(5))(x, y, 0)
+    AutoSparseGP(constant, SVGP(5))(x, y)
+    match = r"site 'y' .* shape \((2, )?20,?\) under .*take \.to_event away, or move the site out of the plate"
+    for own in (y, y.expand(2, -1)):  # Pyro makes N events of N rows
+        refused(match, AutoSparseGP(constant, SVGP(5)), x, own, own.dim())
 
 
 def test_a_guide_that_saw_no_data():

@@ -29,14 +29,14 @@ def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -
     # In each plate, too; pyro.factor's value is empty.
     own = (1,) * (max(dims, default=0) + fn.event_dim - len(value)) * any(value) + tuple(value)
     if any(here != its and (its != 1 or len(value) < len(whole)) for here, its in zip(reversed(own), reversed(whole))):
-        such = ", such as y[:, 0] instead of y" if value[1:] else ""
-        outputs = "for P outputs in P columns let the distribution have them too, .to_event(1)"
-        if fn.event_dim and len(value) < len(own):
-            outputs = "or take .to_event away, or move the site out of the plate"
+        outputs = (
+            "for P outputs in P columns let the distribution have them too, .to_event(1)",
+            "or take .to_event away, or move the site out of the plate",
+        )[min(fn.event_dim, len(own) - len(value), 1)]
         raise ValueError(
             f"site {name!r} observes data of shape {tuple(value)} under a distribution of shape {whole}, so that they "
-            f"do not meet value by value. Give one the shape of the other{such}; if one value is that of many rows, "
-            f"y.expand({whole}); {outputs}."
+            "do not meet value by value. Give one the shape of the other, such as y[:, 0] of a column y; if one value "
+            f"is that of many rows, y.expand({whole}); {outputs}."
         )
 
 
