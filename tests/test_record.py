@@ -511,7 +511,11 @@ def in_groups(x, y=None):
     return observed(dist.Poisson((f + a[(10 * x[:, 0]).long() % 5]).exp()), y)
 
 
-@pytest.mark.parametrize("model", [mixture, pytest.param(in_groups, marks=pytest.mark.slow)])
+# which makes no subclass of a tensor while it records: steps are plain there
+OLD = pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="PyTorch 2.4 records no enumeration")
+
+
+@pytest.mark.parametrize("model", [pytest.param(mixture, marks=OLD), pytest.param(in_groups, marks=pytest.mark.slow)])
 def test_other_latents_are_recorded(model):
     assert_recorded(model, SVGP(6), 14 * [(rows(30), {})])
 
