@@ -307,5 +307,5 @@ def test_slopes_of_groups_are_judged():
         observed(dist.Normal(mu + b[..., group] * pyro.sample("f", GaussianProcess(kernels.RBF(length), x)), s), y)
 
     lines = _trained(model, families.SVGP(12), x, y, steps=100).check()
-    told = {line.split("'")[1] for line in lines if "the interval is" in line and "far from normal" in line}
-    assert "tau" in told
+    told = {line.split("'")[1] for line in lines if "far from normal" in line}
+    assert told >= {"tau", "b"}
