@@ -158,7 +158,7 @@ def test_vector_valued_softmax_and_separate_outputs():
     guide = fitted(separate, x, torch.stack([y, -y, 2 * y]))
     assert guide.structure.axes() == {"f": (0,)}
     with pytest.warns(UserWarning, match="more than 2 function values.*Monte Carlo"):
-        fitted(lambda x, y=None: softmax(x, y, 3), x, label, steps=2)
+        fitted(lambda x, y=None: softmax(x, y, 3), x, label, steps=2, independent=True)
 
 
 def test_coupled_likelihood_is_drawn_jointly():

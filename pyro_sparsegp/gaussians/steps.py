@@ -275,7 +275,9 @@ class Natural(Coefficients):
         # One draw shows a curvature with all its noise, which has to be averaged out:
         # test_single_draws_of_an_inner_layer_do_not_throw_it_away
         of_draws = max(0.02, 1 / (10 + self.steps / 8))
-        limits = [of_draws for one in passes if one.draws and not one.has_design]
+        # A posterior's points show more: test_undamped_updates_of_classes_do_not_explode
+        of_points = max(0.25, 1 / (1 + self.steps))
+        limits = [of_points if one.has_design else of_draws for one in passes if one.draws]
         limits += [_BY_MARGINALS for one in passes if one.by_draws]
         return min([self.next_rate(share), *limits])
 

@@ -39,6 +39,7 @@ _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from 
 _NARROWER = 0.2  # of a hyperparameter's precision, from which data's precision follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 _MODULES = SparseGP, OptimalGP, ExactGP, ExpectationGP  # that may be a part of a field
+_MOST_OF_OUTPUTS = 256  # values at inducing points, of outputs that meet in densities as logits of classes do
 _DRAWS = 3  # of the prior, beside the first call's own values
 
 
@@ -306,7 +307,9 @@ class _Mode:
     def _obstacles(self, field: list[str], intercepts: Collection[str]) -> list[tuple[Any, str]]:
         """What may keep GP sites and latents apart, whether it does, and what to say of it if latents are."""
         search, facts, modules = self.search, self.facts, self.guide.modules_by_site().values()
-        classes = "outputs of a GP site meet in a density without linear predictors, as classes do. Compare with NUTS."
+        classes = (
+            f"outputs that meet in a density have one posterior of up to {_MOST_OF_OUTPUTS} values. Take fewer points."
+        )
         many = f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."
         moves = f"inputs of {', '.join(facts.gps)} move, or plates take a part of the rows. Take SVGP(64)."
         meet = len(field) > len(modules) or facts.meeting or self.guide.together_by_name or facts.has_outputs_that_meet
@@ -315,10 +318,10 @@ class _Mode:
         follows = moved and all(type(module) is SparseGP for module in modules) and not self.own
         # Values at all rows are a basis if all are here, and stay where they are.
         parts = [search.is_part, *(as_process(self.handler.priors[name])[0].x.requires_grad for name in facts.gps)]  # type: ignore[union-attr]
-        # As logits of classes do: joint posteriors are integrated over points there, and updates of sites go astray.
-        are_normal = all(gp.is_quadratic for gp in facts.gps.values())
+        # Where they have no linear predictor a step takes as many points as twice the values.
+        is_drawn = self.nested.drawn and not all(gp.is_quadratic for gp in facts.gps.values())
         return [
-            (facts.has_outputs_that_meet and self.nested.drawn and not are_normal, classes),
+            (facts.has_outputs_that_meet and is_drawn and len(self.best.x) > _MOST_OF_OUTPUTS, classes),
             (any(isinstance(module, ExpectationGP) for module in modules), ""),
             (search.is_exact and search.rows < search.num, many),
             (search.is_exact and any(parts), moves),
