@@ -14,6 +14,7 @@ from pyro_sparsegp.guide.bounds import of_bound
 from pyro_sparsegp.guide.check import Compared
 from pyro_sparsegp.guide.field import run_standardised
 from pyro_sparsegp.guide.latents import Hyperparameters
+from pyro_sparsegp.guide.moments import beside, said
 from pyro_sparsegp.guide.nested import by_values
 from pyro_sparsegp.guide.runs import Priors
 from pyro_sparsegp.guide.search import Search
@@ -309,3 +310,9 @@ def test_slopes_of_groups_are_judged():
     lines = _trained(model, families.SVGP(12), x, y, steps=100).check()
     told = {line.split("'")[1] for line in lines if "far from normal" in line}
     assert told >= {"tau", "b"}
+
+
+@pytest.mark.parametrize("ratio", [0.7, 0.751, 0.76, 1.31, 1.332, 1.34])
+def test_what_is_off_has_words_from_either_side(ratio):
+    is_off = beside(torch.zeros(1), torch.tensor([ratio]))[-1]
+    assert is_off == bool(said(0.0, ratio)) == bool(said(0.0, 1 / ratio))

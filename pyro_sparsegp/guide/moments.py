@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _AWAY = 0.3  # standard deviations of a mean that are told
-_WIDTHS = 0.75, 1.33  # ratios of standard deviations beyond which they are told
+_WIDTHS = 0.75, 1 / 0.75  # ratios of standard deviations, from either side, beyond which they are told
 ENDS = -1.645, 0.0, 1.645  # of a normal, in standard deviations: 5 %, the median and 95 %
 _TAIL = 0.6  # standard deviations of 5 % or 95 % that are told
 _SKEWED = 1.5  # third moments of more are cut to
