@@ -297,7 +297,7 @@ def test_data_as_precise_as_the_jitter_are_told_of(family):
 def test_precise_data_in_float32_are_told_of(family):
     """Rounding of Φ is as large as a noise of 1e-3: the bound is 30 nats low, sd up to 2.7 times."""
     x = torch.linspace(0, 1, 20)[:, None].float()
-    with pytest.warns(UserWarning, match="rounding of GP site 'f'.*Take float64"):
+    with pytest.warns(UserWarning, match="rounding of GP site 'f'.*Take GaussianProcess.* in float64"):
         prepared(gaussian(kernels.RBF(0.2), 1e-3), family, x, x[:, 0])
     prepared(gaussian(kernels.RBF(0.2), 1e-2), family, x, x[:, 0])
 

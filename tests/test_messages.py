@@ -24,6 +24,7 @@ from .models import observed, one_function, prepared, refused
 
 model = one_function(kernels.RBF(0.3), lambda f: dist.Normal(f, 0.1))
 classes = one_function(kernels.RBF(0.3), lambda f: dist.Bernoulli(logits=f))
+counts = one_function(kernels.RBF(0.3), lambda f: dist.Binomial(3, logits=f))
 
 
 def data(num=20):
@@ -68,6 +69,8 @@ def columns(x, y):
             r"site 'y' .* dtype is torch.bool, which Bernoulli does not.*y\.to\(x\.dtype",
         ),
         (classes, SVGP(5), lambda y: (y > 0).long(), r"site 'y' .* dtype is torch.int64, which Bernoulli"),
+        (counts, SVGP(5), lambda y: 4 + 0 * y, r"site 'y' has no density(?!.*Classes count)"),
+        (classes, None, lambda y: y, r"Got None\Z"),
     ],
 )
 def test_data_of_another_kind(program, family, of, match):

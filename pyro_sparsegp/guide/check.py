@@ -235,7 +235,7 @@ class Compared:
             (f"the guide treats {of_apart}, which meet in densities, as independent. Compare with NUTS.", are_apart),
             (f"training may not have brought {of_late} to the optimum. {_LONGER} If this line stays, {_ELSE}", late),
             (f"{families.get(name)} restricts the covariance of f. Take SVGP(64).", name in narrow),
-            ("the noise is not far above the jitter. Take float64 and GaussianProcess(..., jitter=1e-12).", is_exact),
+            ("the noise is not far above the jitter. Take GaussianProcess(..., jitter=1e-12) in float64.", is_exact),
             (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
             ("weighted points miss a part of it. Give integrate more, or compare with NUTS.", is_integrated),
             (f"the posterior is far from normal: {_ELSE}", True),

@@ -280,7 +280,7 @@ def _warn_of_widths(probe: Run, rerun: Rerun) -> None:
                 warnings.warn(
                     f"the noise variance of site {name!r}, {variance[low].min():.1e}, is not far above the jitter and "
                     f"rounding of GP site {gp!r}'s kernel matrix, {added[low].max():.1e}: intervals at these data are "
-                    "too wide. Take float64 and GaussianProcess(..., jitter=1e-12), or more noise.",
+                    "too wide. Take GaussianProcess(..., jitter=1e-12) in float64, or more noise.",
                     stacklevel=6,
                 )
 

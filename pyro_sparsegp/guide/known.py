@@ -89,7 +89,7 @@ def _require_arguments(model: object, families: Mapping[Any, Any], named: Mappin
             raise ValueError(
                 "AutoSparseGP's families must be a family, such as SVGP(64) (an instance, not the class), or a mapping "
                 "to families from names of GP sites, each name once; the sites of a tuple of names get one posterior. "
-                f"Got {', '.join(map(repr, group))}: {family!r}"
+                f"Got {', '.join(map(repr, [*group, family]))}"
             )
     for what, given in named.items():
         if isinstance(given, str) or not isinstance(given, (bool, Collection)):

@@ -8,7 +8,6 @@ from typing import Any
 
 from pyro import poutine
 from torch import Tensor, nn
-from torch.distributions import constraints
 
 from ..warned import Warned, warn_once
 from .data import tensors
@@ -69,8 +68,8 @@ def why_without_density(site: dict[str, Any], error: Exception) -> str:
             " rows of several values poutine.mask(mask=~y.isnan().any(-1)). To keep the others of a row, mask single "
             "ones: dist.Normal(...).mask(~y.isnan()).to_event(...)."
         )
-    # Categorical and those whose values count from 0: test_robust_max.py::test_labels.
-    classes = isinstance(site["fn"].support, type(constraints.integer_interval(0, 1)))
+    # Those whose values are classes, not a tensor of totals, as Binomial's: test_robust_max.py::test_labels.
+    classes = isinstance(getattr(site["fn"].support, "upper_bound", None), int)
     remedy = " Classes count from 0: where they are 1, 2, ..., give y - 1." if classes else ""
     return f"{textwrap.shorten(str(error), 400)}.{remedy}"
 
