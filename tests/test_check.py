@@ -312,7 +312,7 @@ def test_slopes_of_groups_are_judged():
     assert told >= {"tau", "b"}
 
 
-@pytest.mark.parametrize("ratio", [0.7, 0.751, 0.76, 1.31, 1.332, 1.34])
-def test_what_is_off_has_words_from_either_side(ratio):
-    is_off = beside(torch.zeros(1), torch.tensor([ratio]))[-1]
-    assert is_off == bool(said(0.0, ratio)) == bool(said(0.0, 1 / ratio))
+def test_what_is_off_has_words_from_either_side():
+    for ratio in (0.7, 0.751, 0.76, 1.31, 1.332, 1.34):
+        is_off = beside(torch.zeros(1), torch.tensor([ratio]))[-1]
+        assert is_off == bool(said(0.0, ratio)) == bool(said(0.0, 1 / ratio))
