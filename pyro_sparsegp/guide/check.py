@@ -267,8 +267,8 @@ class Compared:
             names = ", ".join(repr(other) for other, *_, is_off in moved if is_off)
             if nats > _LOST or names:
                 lines[name] = (
-                    f"{name!r}: {num} inducing points are too few. They cost {nats:.1f} nats of the bound, and make "
-                    f"the function too smooth{names and f'. They also bias {names}'}. Give the family more."
+                    f"{name!r}: {num} inducing points are too few. They cost about {nats:.1f} nats of the bound, and "
+                    f"make the function too smooth{names and f'. They also bias {names}'}. Give the family more."
                 )
         return lines
 
