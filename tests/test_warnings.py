@@ -32,7 +32,7 @@ WARNINGS = {
     "no plate scales them up": "poutine.scale does not do it: it weighs rows.",
     "was not found (": "or give init_loc_fn a start nearer to the mode.",
     "were changed in place after training": "or change copies.",
-    "is not far above the jitter": "jitter=1e-12), or more noise.",
+    "is not far above the jitter": "jitter=1e-12) in float64, or more noise.",
 }
 
 NAMES = ("warn", "warn_once")

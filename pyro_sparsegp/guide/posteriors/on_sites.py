@@ -37,7 +37,8 @@ class OnSites(Separate):
     is_of_rows = True
 
     def takes_batches(self, guide: KnownGuide) -> bool:
-        return all(module.takes_batches for module in guide.site_modules().values())
+        modules = guide.site_modules().values()  # before the first call there are none
+        return bool(modules) and all(module.takes_batches for module in modules)
 
     def of_rows(self, run: Run) -> list[str]:
         modules = run.guide.site_modules().items()
