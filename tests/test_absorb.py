@@ -241,7 +241,13 @@ def test_expectation_propagation_and_a_joint_q_are_refused():
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
         observed(dist.Normal(c + f, 0.1), y)
 
+    def classes(x, y):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
+        observed(dist.Categorical(logits=f.mT), y)
+
     refused("'c' has .* one posterior with f", prepared(level, SVGP(8), x, y).absorb, x, y)
+    refused("'f' have one .*independent=True", prepared(classes, SVGP(8), x, y := 1.0 * (y > 0)).absorb, x, y)
+    prepared(classes, SVGP(8), x, y, independent=True).absorb(x, y)
 
 
 def test_bad_arguments_leave_the_guide_as_it_is():

@@ -200,6 +200,18 @@ def test_states_of_before_keep_their_jitter():
         assert new.gps.f.basis.jitter == default_jitter(dtype)
 
 
+def test_a_joint_posterior_at_rows_is_restored():
+    x = torch.linspace(0, 3, 30).float()[:, None]
+
+    def softmax(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), x).expand([3]).to_event(1))
+        return observed(dist.Categorical(logits=f.mT), y)
+
+    guide = prepared(softmax, Exact(), x, x[:, 0].floor().clamp(max=2.0))
+    means = [each.posterior(x)["f"].mean for each in (guide, restored(guide, softmax, Exact()))]
+    torch.testing.assert_close(*means, rtol=0, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:.*not far above the jitter and rounding")
 def test_natural_steps_on_precise_data():
     """Where float32 rounds all variances to their floor, natural steps still see how precise the data are."""

@@ -248,7 +248,7 @@ class InducingPoints(Basis):
         ]
         # Older states have no codes and no units; those without a jitter had that of their dtype.
         layout: dict[str, Any] = {name: spec.get(name) for name in _LAYOUT}
-        layout |= {"codes": spec.get("codes", ()), "jitter": spec.get("jitter") or default_jitter(like.dtype)}
+        layout |= {"codes": spec.get("codes", ()), "jitter": spec.get("jitter", default_jitter(like.dtype))}
         return cls(empty, trainable, **layout)
 
 

@@ -134,5 +134,5 @@ def _require_sums(guide: KnownGuide) -> None:
         raise ValueError(
             f"absorb needs the sums over rows that natural steps keep for each GP site by itself, and {why[0]}. "
             f"{_TOGETHER}, under families on sites after guide.forget_data(); or take SVGP, OrthogonalInducing or "
-            "CoupledCovariance with natural=True."
+            "CoupledCovariance with natural=True, and the guide's independent=True where several have one posterior."
         )
