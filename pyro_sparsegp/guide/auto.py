@@ -278,6 +278,8 @@ class AutoSparseGP(SiteMessenger):
         names = (*self.facts.latents, *(self.facts.gps if args or kwargs else ()))
         args, kwargs = self._or_of_training(what, args, kwargs)
         require_count(num_draws, "num_draws")
+        if not names:
+            return {}
 
         def one(item: dict[Any, Tensor]) -> dict[Any, Tensor]:
             with handlers.Held(item):

@@ -125,7 +125,8 @@ class _Slopes(FeatureKernel):
         """J, by latent."""
         with torch.inference_mode(False), torch.enable_grad():
             # a clone has a graph, where x is of inference mode
-            mean = self.process.mean if x is self.x else self.process.mean_at(x.clone()).expand(x.shape[:-1])
+            shape = *torch.broadcast_shapes(self.process.batch_shape, x.shape[:-2]), x.shape[-2]
+            mean = self.process.mean if x is self.x else self.process.mean_at(x.clone()).expand(shape)
             found = [jacobian(mean.reshape(-1), z).mT.unflatten(0, mean.shape) for z in self.z]
         return found if torch.is_grad_enabled() else [part.detach() for part in found]
 
