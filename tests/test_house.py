@@ -109,7 +109,7 @@ def test_the_root_is_small():
 
 
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
-ALL_LINES = 25050
+ALL_LINES = 25052
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
 ALL_BRANCHES = 157.7
 ROOM_BRANCHES = {"guide": 178, "inference": 178.8, "program": 177.1, "bases": 156, "gaussians": 109, "diagnostics": 178}
