@@ -356,7 +356,7 @@ class Glance(Compared):
         right = {n: right[n] for n in gps if not (self.search.normal and self.guide.q.is_of_rows)}
         with torch.no_grad():
             found = self.of_gps(self.guide.run_at(*self.call, draws_data=False, at_medians=True))
-        own = {name: (mean, variance.sqrt()) for name, (mean, variance) in found.items()}
+        own: Widths = {name: (mean, variance.sqrt()) for name, (mean, variance) in found.items()}
         return self.differing(right, own)
 
 

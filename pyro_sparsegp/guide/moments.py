@@ -18,7 +18,7 @@ Widths = dict[str, tuple[Tensor, ...]]  # by name means and standard deviations,
 
 def moments_of(values: list[Moments], weights: Tensor) -> Widths:
     """By name means and standard deviations over weighted draws of means and variances."""
-    found = {}
+    found: Widths = {}
     for name in values[0]:
         # those of a prior of Python numbers have the default dtype
         means, variances = (torch.stack(part).to(weights) for part in zip(*(each[name] for each in values)))

@@ -41,7 +41,7 @@ def data_have_the_shape_of_their_distribution(name: str, site: dict[str, Any]) -
 
 
 def masks_are_around_data(name: str, site: dict[str, Any]) -> None:
-    """The KL divergence of a latent under a mask of rows would be counted once for each row."""
+    """Under a mask of rows, a latent's KL divergence would be counted once for each row."""
     shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
     if not site["is_observed"] and isinstance(mask, Tensor) and broadcast_shapes(shape, mask.shape) != shape:
         raise ValueError(
@@ -107,7 +107,7 @@ def inputs_have_the_dtype_of_parameters(name: str, process: GaussianProcess, mod
 def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> None:
-    """A value may read a group of inputs, such as the patches of an image. Each call needs groups of the same size."""
+    """A value of f may depend on a group of inputs, as on an image's patches. Each call needs groups of that size."""
     groups = [(below, gp.group.size) for below, gp in facts.gps.items() if gp.group and gp.group.layer == name]
     for below, size in groups:
         if below in met and met[below].event_shape[0] != process.event_shape[0] * size:
