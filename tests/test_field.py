@@ -478,14 +478,14 @@ def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
     assert guide.check(*data) == []
     loc, sd = _exact(*data)[0], _exact(*data)[1].diagonal().sqrt()
     for name, rows in {"c": slice(0, 1), "g": slice(1, 1 + GROUPS), "f": slice(1 + GROUPS, None)}.items():
-        for moment, expected in zip(moments_of([seen[0]._moments(seen[0].best)], torch.ones(1))[name], (loc, sd)):
+        for moment, expected in zip(moments_of([seen[0].moments(seen[0].best)], torch.ones(1))[name], (loc, sd)):
             torch.testing.assert_close(moment, expected[rows], atol=1e-3, rtol=0)
         mean, wide = seen[0]._of_q()[name]  # by draws, of f at single latents' draws
         assert ((mean - loc[rows]) / sd[rows]).abs().max() < 0.3
         torch.testing.assert_close(wide, sd[rows], atol=0, rtol=0.25)
     monkeypatch.setattr("pyro_sparsegp.guide.check.ALL_ROWS", 12)  # of which the curvature is; the mean is of all
     guide.check(*data)
-    mean, sds = moments_of([seen[1]._moments(seen[1].best)], torch.ones(1))["c"]
+    mean, sds = moments_of([seen[1].moments(seen[1].best)], torch.ones(1))["c"]
     assert mean.item() == pytest.approx(loc[0].item(), abs=1e-3)
     assert sds.item() == pytest.approx(sd[0].item(), rel=0.1)
 
