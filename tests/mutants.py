@@ -157,7 +157,7 @@ transposed-solve: test_process.py::TestSparsePosterior::test_nested_sets_are_pap
 - phi = self.whitened(cross).to(x.dtype)
 + phi = self.whitened(cross).flip(-1)
 nested-sets-overlap: test_patches.py::test_the_mixture_is_the_posterior_given_both
-- whole = side_by_side([side_by_side([between(kernel, one, other) for other in sets]).mT for one in sets]).mT
+- whole = side_by_side([side_by_side(row).mT for row in rows]).mT
 + whole = torch.block_diag(*[between(kernel, one, one) for one in sets])
 noise-absorbed-twice: test_deep_basis.py::test_exact_evidence_and_predictions_are_dense_algebra
 - precision, linear = precision * shrunk, linear * shrunk

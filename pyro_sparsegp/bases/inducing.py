@@ -271,7 +271,9 @@ def features_of(kernel: Kernel, variables: list[Variables], jitter: Optional[flo
     # residual's is then below 0 (test_joint_draws_are_as_wide_as_their_marginals).
     dtype = None if exact is variables or PRECISE.get() else variables[0].z.dtype  # type: ignore[attr-defined]
     sets = _join(exact)
-    whole = side_by_side([side_by_side([between(kernel, one, other) for other in sets]).mT for one in sets]).mT
+    lower = [[between(kernel, one, other) for other in sets[: i + 1]] for i, one in enumerate(sets)]
+    rows = [[*own, *(below[i].mT for below in lower[i + 1 :])] for i, own in enumerate(lower)]
+    whole = side_by_side([side_by_side(row).mT for row in rows]).mT
     scale = whole.detach().diagonal(dim1=-2, dim2=-1)[..., : exact[0].size].mean(-1)  # of the first set for all
     what = f"{'K_ZZ' if {*map(type, sets)} == {Values} else 'K_uu'} of site {name!r}"
     whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)

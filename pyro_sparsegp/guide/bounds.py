@@ -35,8 +35,7 @@ def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         said = all_draws(by_objective, items, lambda _: rows * _NUMBERS)[""].cpu()
         try:
             vars(guide)["training"] = False
-            most = rows * max(rows, _NUMBERS)
-            found = all_draws(by_draws, items, lambda _: most)[""].cpu()
+            found = all_draws(by_draws, items, lambda _: rows * max(rows, _NUMBERS))[""].cpu()
         finally:
             vars(guide)["training"], guide.trace = was, poutine.Trace()
     error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)

@@ -166,7 +166,6 @@ class Compared:
         items = items_of_draws(guide, _OWN)
         every = all_draws(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
         each: list[Moments] = [map_tensors(itemgetter(i), every) for i in range(_OWN)]
-        guide.trace = poutine.Trace()  # a mapped run's tensors cannot be copied
         points, ends = guide.core.points, self.loc + self.width * self.loc.new_tensor(ENDS)[:, None]
         if points is not None:
             ends = percentiles(points.theta, points.weight)
@@ -190,8 +189,8 @@ class Compared:
         """Lines for latents and GP sites whose means or widths differ from weighted draws'."""
         least, enough = (min(num, len(self.found)) for num in (_LEAST, _ENOUGH + _EACH * self.hyper.size))
         found, weights = weighted(self.nested, (self.loc, self.root), self.found, least, enough)
-        if worth(weights) < least:
-            names, num = ", ".join(map(repr, self.hyper.rows)), worth(weights)
+        if (num := worth(weights)) < least:
+            names = ", ".join(map(repr, self.hyper.rows))
             return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
         right = moments_of([self.moments(each) for each in found], weights)
         right |= self.hyper.intervals(percentiles(torch.stack([each.theta for each in found]), weights))
