@@ -109,14 +109,14 @@ def test_the_root_is_small():
 
 
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
-ALL_LINES = 25052
+ALL_LINES = 25068
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
 ALL_BRANCHES = 157.7
 ROOM_BRANCHES = {"guide": 178, "inference": 178.8, "program": 177.1, "bases": 156, "gaussians": 109, "diagnostics": 178}
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
-TEST_LINES = 28032
+TEST_LINES = 28050
 
 
 @functools.cache

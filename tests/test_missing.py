@@ -113,6 +113,24 @@ def test_an_intercept_beside_a_deterministic_site():
     assert {*prepared(program, FAMILIES["SVGP"], x, y.nan_to_num()).joint.field} == {"mu", "f"}
 
 
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("what", ["mask", "scale", "mask of the distribution"])
+def test_a_mask_made_of_function_values_is_refused(likelihood, what):
+    """A run that is held like another has that one's masks, so that a posterior trained at 1.1 for 12.0 nats."""
+    x, y, _ = data(likelihood)
+
+    def program(x, y):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        fn, keep = LIKELIHOODS[likelihood](f), f > 0
+        around = {"mask": poutine.mask(mask=keep), "scale": poutine.scale(scale=f.exp())}
+        with pyro.plate("data", len(x)), around.get(what, poutine.mask(mask=True)):
+            pyro.sample("y", fn if what in around else fn.mask(keep), obs=y.nan_to_num())
+
+    for family in (SVGP(5), SGPR(5)):
+        message = rf"site 'y': its {what[:5].strip()} depends on function values.*pyro\.factor"
+        refused(message, AutoSparseGP(program, family), x, y)
+
+
 def test_a_factor_under_a_mask():
     x, y, mask = data("normal")
 

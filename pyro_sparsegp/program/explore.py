@@ -34,11 +34,13 @@ from .traces import (
     plate_sizes,
     roles_beside,
     sample_sites,
+    unmasked,
 )
 
 # What a program shows of a site: its log densities, in whose place a declared one has what it is made of, the parameter
 # and all else; and what the process of a layer above is made of.
 TERM, _THETA, _REST, _LAYER, _PART = "term", "parameter", "rest", "layer", "part "
+_WEIGHTS = "its scale", "its mask"  # of a density
 # In prior deviations: values that are cut off come to an end by the larger ones.
 MOVES = (1.0, -1.0, 30.0, -30.0)
 _AFFINE = {torch.float64: 1e-7, torch.float32: 1e-3}  # rounding of moves and slopes of affine functions
@@ -165,6 +167,7 @@ def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> 
                 "each entry one output of a GP, scaled or shifted at most, or take a likelihood with a gradient, such "
                 "as Categorical(logits=...)."
             )
+    program.require_weights_of_data()
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {s: (TERM if is_normal(program.kinds[s]) and s in closed else _THETA, s) for s in known}
     by_rows = [site for site in known if all(owners[name][made_of[site]].kind != Depends.COUPLED for name in names)]
@@ -234,7 +237,10 @@ class Program:
             if name in self.base or site["infer"].get("_deterministic"):
                 continue
             fn = bare(site["fn"])
-            made_of = parameters(fn) | {f"its {key}": site[key] for key in ("value", "scale", "mask")}
+            # A run that is held like another has that one's scale and mask, beside those that the program gives it.
+            scale, mask = site["own"]
+            weights = zip(_WEIGHTS, (scale, unmasked(site["fn"], site["value"], mask)))
+            made_of = parameters(fn) | {"its value": site["value"]} | dict(weights)
             parts = {key: part for key, part in made_of.items() if isinstance(part, Tensor)}
             shown |= {(_PART + key, name): part.to(next(iter(self.base.values()))) for key, part in parts.items()}
             if not is_declared(fn):
@@ -265,6 +271,14 @@ class Program:
         moves = [key for key in self.first if any(own[key].touched.any() for own in self.owners.values())]
         parts = [(kind.removeprefix(_PART), site) for kind, site in moves if kind.startswith(_PART)]
         return {site: [part for part, its in parts if its == site] for _, site in parts}
+
+    def require_weights_of_data(self) -> None:
+        """Raise if the program's own scale or mask of a density depends on function values."""
+        for site, part in ((site, part) for site, parts in self.moving.items() for part in parts if part in _WEIGHTS):
+            raise ValueError(
+                f"site {site!r}: {part} depends on function values, as poutine.mask(mask=f > 0) does. Let masks and "
+                "scales depend on data alone, or write the density in full, with pyro.factor and torch.where."
+            )
 
     # Declared densities.
 

@@ -76,6 +76,7 @@ def trace_like(like: poutine.Trace, run: Callable[[], Any], handler: Messenger) 
     with poutine.block(), poutine.trace() as tracer, asks_program(), handler, kept_buffers():
         run()
     for name, site in sample_sites(tracer.trace).items():
+        site["own"] = site["scale"], site["mask"]
         if name in there:
             site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
         fill_masked(site)

@@ -186,7 +186,8 @@ def require_separate_sites(found: Structure, name: str, reads: str, trace: pouti
     """Raise where a GP site's likelihood is none of single values; ``reads`` is what reads Gaussian sites there."""
     why = [f"values of GP site {layer!r} enter another GP site" for layer in found.inner]
     if found.gps[name].depends == Depends.COUPLED:
-        why.append("its likelihood does not factorise: one term of a density depends on values at several inputs")
+        what = "depends on values at several inputs, or a comparison, as in torch.where(f > 0, ...), hides on which"
+        why.append(f"its likelihood does not factorise: one term of a density {what}")
     why += [f"the distribution of site {flat!r} is piecewise constant" for flat in traces.piecewise_constant(trace)]
     if why:
         raise ValueError(
