@@ -22,6 +22,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Natural, Tape, recording, steppers
@@ -33,6 +34,15 @@ from ..program.traces import RandomState
 from .optimisers import FallingAdam, update_of
 
 _ROUGH = 50.0  # times what rounding of inputs does to a number, in which compiled code may be off
+
+
+class Layouts(TorchDispatchMode):
+    """Makes tensors without memory: make_fx notes by one what each tensor is."""
+
+    shape_env = None
+
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        return func(*args, **kwargs | {"device": "meta"})
 
 
 @dataclass(frozen=True)
@@ -207,8 +217,9 @@ def record(
         module.tape = tape
     try:
         inputs = found.inputs(tensors)
-        # One mode for the shapes of all tensors: make_fx makes one for each, in half of a recording's time.
-        with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        # By itself make_fx makes a mode for each tensor. Fake ones, which a GPU and inductor want, are slow to make.
+        mode = {("cpu", False): Layouts}.get((zero.device.type, compile), FakeTensorMode)
+        with tracing(TracingContext(mode())):  # type: ignore[arg-type]
             graph = make_fx(step)(*inputs)
     finally:
         for module in tapes:

@@ -14,18 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 Graph = Callable[..., list[Tensor]]
 _LARGEST = 2**20  # numbers of a constant
-_KINDS = ("zeros", "ones", "full")
 _LINALG: Any = vars(torch._C)["_linalg"]
 # What depends on no numbers of a tensor.
-_MADE = [name for kind in _KINDS for name in (kind, f"{kind}_like", f"new_{kind}")]
+_MADE = [name for kind in ("zeros", "ones", "full") for name in (kind, f"{kind}_like", f"new_{kind}")]
 _MADE += ["eye", "arange", "scalar_tensor", "lift_fresh_copy"]
-# What gives its argument, of the same layout, and what does for a second argument of 1.
+# What gives its argument, of the same layout.
 _VIEWS = "detach", "alias", "view", "expand", "slice", "reshape", "_unsafe_view"
-_BY_ONE = "pow", "mul", "div"
 # What takes a tensor for its number.
 _OF_TWO = "add", "sub", "mul", "div", "rsub", "eq", "ne", "gt", "lt", "add_", "sub_", "mul_", "div_"
-_METHODS = {"_to_copy": "to"}
-_IN_NAMES = str.maketrans(".-+", "_mp")
 
 
 @torch.no_grad()
@@ -48,12 +44,12 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
     _drop_unused(graph.graph)
     run = _Constants(graph)
     run.run(*inputs)
-    for i, (node, value) in enumerate(run.used):
-        graph.register_buffer(f"constant_{i}", value)
+    used = [node for node, value in run.values.items() if value is not None and {*node.users} - run.values.keys()]
+    for i, node in enumerate(used):
+        graph.register_buffer(f"constant_{i}", run.values[node])
         with graph.graph.inserting_before(node):
             node.replace_all_uses_with(graph.graph.get_attr(f"constant_{i}"))
     _drop_unused(graph.graph)
-    graph.recompile()
     return graph
 
 
@@ -67,7 +63,7 @@ def _drop_unused(graph: torch.fx.Graph) -> None:
 
 def _copies(nodes: Iterable[Node]) -> list[Node]:
     """The operations that give their first argument to the bit: its memory, or a copy where neither is written to."""
-    by_one = {node for node in _pure(nodes) if _name(node) in _BY_ONE and node.args[1:] in [(1,), (1.0,)]}
+    by_one = {node for node in _pure(nodes) if _name(node) in ("pow", "mul", "div") and node.args[1:] in [(1,), (1.0,)]}
     (*_, end) = nodes  # the output, which copies that are given stay for
     inner = [node for node in nodes if (_name(node) in _VIEWS or node in by_one) and end not in node.users]
     return [node for node in inner if _are_alike(node.meta.get("val"), node.args[0].meta.get("val"))]  # type: ignore[union-attr]
@@ -139,12 +135,6 @@ class _Constants(torch.fx.Interpreter):
             self.values[node] = value if isinstance(value, Tensor) and value.numel() <= _LARGEST else None
         return value
 
-    @property
-    def used(self) -> list[tuple[Node, Tensor]]:
-        """Those that other operations use."""
-        known = self.values
-        return [(node, value) for node, value in known.items() if not (value is None or known.keys() >= {*node.users})]
-
 
 @torch.no_grad()
 def quickened(graph: Any, inputs: list[Tensor]) -> Any:
@@ -176,7 +166,7 @@ class _Names(torch.fx.Interpreter):
                 return (changes or (found is given) == (value is given)) and _are_equal(found, value, not changes)
             return False
 
-        for owner, own in ((torch, name), (_LINALG, name), (Tensor, _METHODS.get(name, name))):
+        for owner, own in ((torch, name), (_LINALG, name), (Tensor, {"_to_copy": "to"}.get(name, name))):
             if (function := getattr(owner, own, None)) and is_same(function, *args[1:]):
                 node.op, node.target = ("call_method", own) if owner is Tensor else ("call_function", function)
                 self._with_tensor(node, function, first, is_same, *args[1:])
@@ -189,7 +179,7 @@ class _Names(torch.fx.Interpreter):
         if is_number and getattr(function, "__name__", "") in _OF_TWO and like.device.type == "cpu":
             number = torch.tensor(more[0], dtype=like.dtype)
             if is_same(function, number):
-                name = f"number_{more[0]}_{like.dtype}".translate(_IN_NAMES)
+                name = f"number_{more[0]}_{like.dtype}".translate(str.maketrans(".-+", "_mp"))
                 self.module.register_buffer(name, number)
                 with node.graph.inserting_before(node):
                     node.args = (node.args[0], node.graph.get_attr(name))
@@ -197,8 +187,7 @@ class _Names(torch.fx.Interpreter):
 
 def _are_equal(one: Any, other: Any, in_layout: bool = True) -> bool:
     if isinstance(other, Tensor):
-        alike = _are_alike(one, other) or not in_layout
-        return alike and torch.equal(one.nan_to_num(), other.nan_to_num())
+        return (_are_alike(one, other) or not in_layout) and torch.equal(one.nan_to_num(), other.nan_to_num())
     return len(one) == len(other) and all(map(_are_equal, one, other))
 
 
