@@ -9,15 +9,24 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; threads 
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)  # -m chooses among the marks that are here
 def pytest_collection_modifyitems(config, items):
     import torch
 
-    chosen = config.getoption("-m")
+    chosen, unmet = config.getoption("-m"), {}
     for item in items:
+        for mark in item.iter_markers("quick"):
+            parts = {*" | ".join(mark.args).split(" | ")}
+            met = {part for part in parts if f"-{part}-" in f"-{item.callspec.id}-"}
+            unmet[item.function] = unmet.get(item.function, parts) - met
+            if not met:
+                item.add_marker("slow")
         if "slow" in item.keywords and "slow" not in chosen:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if any(unmet.values()) and not any("::" in name for name in config.args):  # whole files
+        raise pytest.UsageError(f"no member has these names: { {test.__name__: p for test, p in unmet.items() if p} }")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -241,6 +241,7 @@ def test_terms_of_one_structure_are_evaluated_together(monkeypatch, family, dtyp
         torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), **close)
 
 
+@pytest.mark.quick("MeanFieldAdditive-outputs0 | CoupledPrecision-outputs1-4 | CoupledCovariance-outputs0-4-True")
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("natural", [True, False])
 @pytest.mark.parametrize("counts", [4, (60, 50)])  # beyond 96 coefficients natural steps keep blocks

@@ -385,6 +385,7 @@ def test_values_of_a_row_have_exact_expectations_too(model, families):
         assert found == pytest.approx((divergence - expected).item(), rel=1e-8)
 
 
+@pytest.mark.quick("relu | sinh")
 @pytest.mark.parametrize("bend", [torch.relu, torch.abs, lambda f: torch.maximum(f, f.new_tensor(-8.0)), torch.sinh])
 def test_bent_functions_of_a_value_are_integrated(bend):
     """Bends that data lead to, far from the prior: E (y − b(f))² by a fine grid."""

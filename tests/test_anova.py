@@ -40,6 +40,7 @@ def dense(kernel, x):
     return kernel(x) - mean[:, None] * mean / (m(s) @ w)
 
 
+@pytest.mark.quick("RBF-0.3 | RBF-30.0 | Matern32-2.0 | Matern52-0.3 | Matern52-30.0")
 @pytest.mark.parametrize("length", [0.3, 2.0, 30.0])
 @pytest.mark.parametrize("base", CLOSED)
 def test_closed_forms(base, length):

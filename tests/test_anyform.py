@@ -227,6 +227,7 @@ def _recursion(mu, f):
 FORMS = [_preferences, _survival, _sums, _factor, _recursion]
 
 
+@pytest.mark.quick("preferences | survival | factor | recursion")
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__[1:])
 def test_latents_and_f_are_joint_in_whatever_form_a_density_is_written(form):
     """Against prior draws that are weighted by the likelihood."""

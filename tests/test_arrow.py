@@ -256,6 +256,7 @@ def test_effects_of_single_rows_join_the_field_as_those_of_a_plate_of_their_own(
     assert predict(guide.model, guide, x, None, num_samples=3)["f"].shape == (3, 5)
 
 
+@pytest.mark.quick("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_steps_on_batches_are_those_of_a_dense_field(dtype, monkeypatch):
     def model(x, group, y=None, size=None):

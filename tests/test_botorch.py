@@ -34,6 +34,7 @@ FAMILIES = {
 trained = partial(trained, steps=3, lr=0.01, loss=TraceQuadrature_ELBO(2))
 
 
+@pytest.mark.quick("shape1-SGPR | shape3-SVGP | shape3-orthogonal | shape0-computation")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shape", [(3,), (5, 1), (2, 4, 3), (90, 4)])
 def test_batches_are_blocks_of_the_joint_posterior(name, shape):

@@ -37,6 +37,7 @@ def test_a_part_of_a_model_is_refused(hidden):
     refused(r"poutine\.block", lambda: AutoSparseGP(poutine.scale(poutine.block(model, **hidden), scale=2.0), SVGP(8)))
 
 
+@pytest.mark.quick("easy-TraceMeanField_ELBO | list-TraceQuadrature_ELBO | by hand-Trace_ELBO")
 @pytest.mark.filterwarnings("ignore")  # Pyro's, of sites that the guide has besides
 @pytest.mark.parametrize(
     "elbo", [Trace_ELBO(), TraceMeanField_ELBO(), TraceQuadrature_ELBO()], ids=lambda e: type(e).__name__

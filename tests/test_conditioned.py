@@ -98,6 +98,7 @@ AT = {
 EVERYWHERE = [(name, place) for name, places in AT.items() for place in places]
 
 
+@pytest.mark.quick("before | kernel | mean | projected-after")
 @pytest.mark.parametrize(("name", "place"), EVERYWHERE)
 def test_every_way_to_ask_conditions_on_the_draw(name, place):
     x, y = data()

@@ -52,6 +52,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.quick("deep | free-fourier")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
 def test_the_bound_is_the_papers(family, kernel):

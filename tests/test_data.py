@@ -102,6 +102,7 @@ def with_local(x, y=None):
         return pyro.sample("y", dist.Normal(f + e, NOISE), obs=y)
 
 
+@pytest.mark.quick("SVGP")
 @pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
 @pytest.mark.parametrize("family", [SVGP(6), SGPR(6)], ids=["SVGP", "SGPR"])
 def test_latents_of_single_rows_are_new_at_new_rows(family):

@@ -309,6 +309,7 @@ STREAMED = {
 }
 
 
+@pytest.mark.quick("True-poisson | False-outputs | True-sum-exact")
 @pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace(start="prior")], ids=["exact", "free"])
 @pytest.mark.parametrize("case", STREAMED)
 @pytest.mark.parametrize("correcting", [False, True])
@@ -499,16 +500,12 @@ KERNELS = {
 }
 
 
-# Every other case, so that each kernel has each family and each dtype.
-CASES = [
-    pytest.param(f, k, d, id=f"{name}-{k}-{str(d)[6:]}", marks=[pytest.mark.slow] if (i + j + n) % 2 else [])
-    for i, (name, f) in enumerate({"free": WeightSpace(), "exact": ExactWeightSpace()}.items())
-    for j, k in enumerate(KERNELS)
-    for n, d in enumerate((torch.float64, torch.float32))
-]
-
-
-@pytest.mark.parametrize(("family", "kernel", "dtype"), CASES)
+@pytest.mark.quick(
+    "dtype0-fourier-free | dtype1-linear-exact | dtype1-deep + linear-exact | dtype1-deep * polynomial-free"
+)
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_contract(family, kernel, dtype, device):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     x, y = data(dtype=dtype, device=device)

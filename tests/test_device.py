@@ -103,15 +103,9 @@ def require_few_reads(steps, most):
         assert len(reads) <= most, reads
 
 
-# quick: the same with normal data, and families of each kind with others
-BERNOULLI = "SVGP", "SGPR", "ComputationAware"
-
-
-@pytest.mark.parametrize(
-    ("name", "likelihood"),
-    [(name, "normal") for name in SMALL]
-    + [pytest.param(n, "bernoulli", marks=[] if n in BERNOULLI else [pytest.mark.slow]) for n in SMALL],
-)
+@pytest.mark.quick("normal | SVGP | SGPR | ComputationAware")  # families of each kind with other data
+@pytest.mark.parametrize("likelihood", ["normal", "bernoulli"])
+@pytest.mark.parametrize("name", SMALL)
 def test_a_family_stays_on_its_device(name, likelihood):
     x, y = data(num=24)
     y = (y > 0.5).double() if likelihood == "bernoulli" else y

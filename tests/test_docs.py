@@ -35,7 +35,7 @@ def short(program):
     program = re.sub(r"(\bfit\(model, guide, \(x, y\))\)", r"\1, steps=4)", program)
     program = re.sub(r"(MCMC\(\w+, num_samples=)\d+", r"\g<1>5", program)
     program = re.sub(r"(\brange\(|steps=)(\d+)\b", lambda m: f"{m[1]}{max(2, min(4, int(m[2]) // 10))}", program)
-    program = re.sub(r"\b(num_samples=|draws\()[1-9]\d\d\b", r"\g<1>25", program)
+    program = re.sub(r"\b(num_samples=|draws\()[1-9]\d\d+\b", r"\g<1>25", program)
     return re.sub(r"(\.integrate\(.*)\)$", r"\1, num_points=50)", program, flags=re.M)
 
 

@@ -28,8 +28,9 @@ def counts(x, y=None):
         return pyro.sample("y", dist.Poisson(f.exp()), obs=y)
 
 
-@pytest.fixture(params=[families.SGPR(12), families.Exact()], ids=["SGPR", "Exact"])
+@pytest.fixture(scope="module", params=[families.SGPR(12), pytest.param(families.Exact(), marks=pytest.mark.slow)])
 def fitted(request):
+    torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(0)
     y = torch.poisson((torch.sin(6 * x[:, 0]) + 1).exp())
     guide = AutoSparseGP(counts, request.param)

@@ -411,6 +411,7 @@ class TestMiniBatches:
         refused("has sites of 60 data, this call brings 50", ep.step, x[:50], y[:50])
 
 
+@pytest.mark.quick("dtype0 | dtype2 | dtype3")
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [(regression, torch.float64), (regression, torch.float32), (bernoulli, torch.float64), (poisson, torch.float32)],

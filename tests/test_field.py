@@ -395,6 +395,7 @@ def test_a_copy_and_a_loaded_guide_are_the_guide():
     assert math.isfinite(svi.step(*data))
 
 
+@pytest.mark.quick("InverseGamma | StudentT | Uniform | Independent")
 @pytest.mark.parametrize(
     "prior",
     [
@@ -567,9 +568,8 @@ def test_a_fit_says_what_has_not_converged():
     assert any(re.match(r"'s': .* Remove independent=True", line) for line in fitted[True])
 
 
-@pytest.mark.parametrize(
-    "family", [families.SVGP(8), pytest.param(families.SGPR(8), marks=pytest.mark.slow)], ids=["SVGP", "SGPR"]
-)
+@pytest.mark.quick("SVGP")
+@pytest.mark.parametrize("family", [families.SVGP(8), families.SGPR(8)], ids=["SVGP", "SGPR"])
 def test_a_mixture_is_a_likelihood_of_a_field(family):
     guides, losses = zip(
         *(_step(partial(_counts, _likelihood=of), family, _count_data(), 5) for of in (dist.Poisson, _mixed))
@@ -589,14 +589,10 @@ def test_a_mixture_is_a_likelihood_of_a_field(family):
     assert not any("cannot judge" in line for line in check(guide, (x, y), {}, kind=Glance))
 
 
+@pytest.mark.quick("prior0 | prior3")
 @pytest.mark.parametrize(
     "prior",
-    [
-        dist.Uniform(-50.0, 10.0),
-        pytest.param(dist.HalfNormal(10.0), marks=pytest.mark.slow),
-        pytest.param(dist.LogNormal(0.0, 10.0), marks=pytest.mark.slow),
-        dist.Normal(0.0, 1.0).mask(False),
-    ],
+    [dist.Uniform(-50.0, 10.0), dist.HalfNormal(10.0), dist.LogNormal(0.0, 10.0), dist.Normal(0.0, 1.0).mask(False)],
 )
 def test_f_follows_an_intercept_of_another_prior(prior):
     x, _, y = _data()
@@ -667,9 +663,8 @@ def test_an_intercept_may_have_any_unit():
         torch.testing.assert_close(each.mean, unit * q[1].mean, rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize(
-    "case", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("held", "cut points")), "follows"]
-)
+@pytest.mark.quick("follows")
+@pytest.mark.parametrize("case", ["held", "cut points", "follows"])
 def test_f_follows_what_moves_its_likelihood(case):
     """Where not what f is beside but f − log r is held as r moves, q(r) is a third as wide as the posterior."""
     x, _, y = _count_data()
@@ -828,6 +823,7 @@ def _spread(x):
     return pyro.sample("g", GaussianProcess(kernels.RBF(0.8), x)).exp()
 
 
+@pytest.mark.quick("alone-Laplace-family1 | alone-_Quantile-family0 | beside a scale-_Quantile-family1")
 @pytest.mark.parametrize("family", [families.SVGP(6, trainable=False), families.Exact()])
 @pytest.mark.parametrize("kind", [_Quantile, dist.Laplace])
 @pytest.mark.parametrize("spreads", [False, True], ids=["alone", "beside a scale"])

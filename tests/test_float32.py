@@ -113,6 +113,7 @@ def test_kernels_that_hold_networks_are_left_in_their_dtype():
 CONVERTED = [SVGP(20), OrthogonalInducing(10, 10), MeanFieldAdditive(12), SGPR(20)]
 
 
+@pytest.mark.quick("double-SVGP | double-SGPR | float-MeanFieldAdditive | double-OrthogonalInducing")
 @pytest.mark.parametrize("family", CONVERTED, ids=lambda family: type(family).__name__)
 @pytest.mark.parametrize("start", [torch.float32, torch.float64], ids=["double", "float"])
 def test_a_conversion_keeps_the_posterior(family, start):

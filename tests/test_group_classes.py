@@ -108,6 +108,7 @@ def everything_by_hand(x, group, y=None, c=None):
 NESTED = torch.arange(G).repeat_interleave(ROWS)
 
 
+@pytest.mark.quick("drawn | three levels | plates within each other")
 @pytest.mark.parametrize(
     ("model", "written_out", "family", "group", "objective"),
     [

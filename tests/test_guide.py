@@ -203,6 +203,7 @@ class TestState:
         pyro.set_rng_seed(1)
         assert train(heteroscedastic, other, x, y, steps=5) == pytest.approx(one, rel=1e-10)
 
+    @pytest.mark.quick("True")
     @pytest.mark.parametrize("saved", ["state", "guide"])
     @pytest.mark.parametrize("store_first", [False, True])
     def test_resuming_an_optimiser(self, tmp_path, saved, store_first):
@@ -616,17 +617,9 @@ def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
     torch.testing.assert_close(draws["f"], draws["level"], rtol=0, atol=8.0)
 
 
-FOLLOWING = [SGPR(5), ComputationAware(4)]
-
-
-@pytest.mark.parametrize(
-    ("family", "which"),
-    [  # each family in two ways, each way in two families
-        pytest.param(family, which, marks=[pytest.mark.slow] if i == j else [], id=f"{type(family).__name__}-{which}")
-        for i, family in enumerate(FOLLOWING)
-        for j, which in enumerate(["new rows", "rows of training", "scaled"])
-    ],
-)
+@pytest.mark.quick("SGPR-rows of training | ComputationAware-new rows | SGPR-scaled | ComputationAware-scaled")
+@pytest.mark.parametrize("which", ["new rows", "rows of training", "scaled"])
+@pytest.mark.parametrize("family", [SGPR(5), ComputationAware(4)], ids=["SGPR", "ComputationAware"])
 def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family, which):
     # Pyro's prediction runs the guide under a mask that leaves all densities out.
     x, y, guide = begun(family=family, steps=4, num=30, point_estimates=True)
@@ -707,11 +700,9 @@ def test_medians_and_quantiles_as_of_auto_normal(independent):
 NAMES = "forward", "train", "modules", "state_dict", "training", "_modules"
 
 
-@pytest.mark.parametrize(
-    ("place", "independent"),
-    [(place, False) for place in range(6)]
-    + [(1, True), *(pytest.param(place, True, marks=pytest.mark.slow) for place in (0, 2, 3, 4, 5))],
-)
+@pytest.mark.quick("0-False | 1-False | 1-True")  # by which each name is that of a site once
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("place", range(6))
 def test_sites_may_have_names_of_what_modules_have(place, independent):
     """Each name is that of a hyperparameter, of a latent of the field and of a GP site once."""
     x, y = data(num=12)

@@ -116,7 +116,7 @@ ROOM_BRANCHES = {"guide": 178, "inference": 178.8, "program": 177.1, "bases": 15
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
-TEST_LINES = 28050
+TEST_LINES = 28049
 
 
 @functools.cache

@@ -148,11 +148,8 @@ def test_a_state_and_a_copy_hold_the_points_and_a_step_ends_them():
     assert other.core.points is None
 
 
-@pytest.mark.parametrize(
-    "family",
-    [families.SVGP(15, trainable=False), pytest.param(families.Exact(), marks=pytest.mark.slow)],
-    ids=["free", "on sites"],
-)
+@pytest.mark.quick("free")
+@pytest.mark.parametrize("family", [families.SVGP(15, trainable=False), families.Exact()], ids=["free", "on sites"])
 def test_hyperparameters_beside_f_alone(family):
     pyro.set_rng_seed(0)
     guide = prepared(_alone, family, X, _data(0.0))

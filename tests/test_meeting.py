@@ -92,6 +92,7 @@ def mean_field(model, x, y):
     return means, variances, float(bound)
 
 
+@pytest.mark.quick("two_sites | two_outputs | added_sites")
 @pytest.mark.filterwarnings("ignore:GP sites .* enter densities by their sum")
 @pytest.mark.parametrize("model", MEETINGS, ids=lambda model: model.__name__)
 def test_functions_that_meet_in_a_gaussian_density(model):
@@ -131,6 +132,7 @@ def test_draws_of_functions_that_meet_are_made_at_once():
     assert (draws["f"].sum(-2).mean(0) - mean).abs().max() < 0.4
 
 
+@pytest.mark.quick("gamma-10.0 | poisson-1.0")
 @pytest.mark.parametrize(
     ("link", "variance", "family"),
     [
@@ -180,6 +182,7 @@ def test_kinks_far_from_the_prior_mean(family):
     assert losses[-1] == pytest.approx(best[-1], abs=0.1)
 
 
+@pytest.mark.quick("family0")
 @pytest.mark.parametrize("family", [CollapsedOrthogonal(6, 6, rate=1.0), AdditiveSGPR(6, rate=1.0)])
 def test_undamped_updates_of_classes_do_not_explode(family):
     x = torch.rand(60, 2)

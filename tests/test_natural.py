@@ -498,6 +498,7 @@ def test_the_way_back_to_a_factor_that_moves_is_autograds():
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.quick("80 | 30")
 @pytest.mark.parametrize(
     ("rate", "of_all", "of_a_batch", "steps"),
     [({}, 0.25, 0.1, 80), ({"rate": lambda t: max(0.05, 1 / (1 + t))}, 0.05, 0.05, 120), ({"rate": 0.3}, 0.3, 0.3, 30)],
@@ -875,6 +876,7 @@ def everything(guide):
     return {name: value.clone() for name, value in guide.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
+@pytest.mark.quick("family2-True | family3-True | family4-True | family0-False | family1-False")
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("family", FREE)
 def test_nothing_moves_q_but_a_step(family, coupled):
@@ -902,6 +904,7 @@ def test_nothing_moves_q_but_a_step(family, coupled):
     assert {module.steps % 9 for module in steppers(guide)} - {0} == {2}
 
 
+@pytest.mark.quick("family1 | family2 | family4 | family5")
 @pytest.mark.parametrize(("family", "objective"), [*((f, Trace_ELBO) for f in FREE), (FREE[0], TraceMeanField_ELBO)])
 def test_pyros_objectives_train_q_by_plain_gradients(family, objective):
     """And natural steps go on where these have led."""
@@ -932,6 +935,7 @@ def test_a_trace_of_torch_jit_trains_q():
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.quick("family0 | family1 | family2")
 @pytest.mark.parametrize("family", [*FREE[:4], pytest.param(FREE[4], marks=pytest.mark.slow)])
 def test_lbfgs_wants_no_closure_of_its_own(family):
     """The bound is one function of the parameters, to the optimum that natural steps have for these hyperparameters."""
@@ -946,6 +950,7 @@ def test_lbfgs_wants_no_closure_of_its_own(family):
     assert found.item() == pytest.approx(svi.evaluate_loss(x, y), abs=0.05)
 
 
+@pytest.mark.quick("one set-all rows | nested sets-batches")
 @pytest.mark.parametrize("size", [None, 50], ids=["all rows", "batches"])
 @pytest.mark.parametrize("family", [SVGP(20), OrthogonalInducing(12, 8)], ids=["one set", "nested sets"])
 def test_inducing_inputs_move_under_a_precise_posterior(family, size):
@@ -991,6 +996,7 @@ class Warped:
         return observed(likelihood, y, x, size)
 
 
+@pytest.mark.quick("batches | field-all rows | nested sets-all rows")
 @pytest.mark.parametrize("size", [None, 25], ids=["all rows", "batches"])
 @pytest.mark.parametrize(
     ("family", "model"),

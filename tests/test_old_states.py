@@ -46,6 +46,7 @@ def test_what_has_left_is_named(file):
             AutoSparseGP(model_of(name), FAMILIES["SVGP"]()).load_state_dict(saved(file)[name][0])
 
 
+@pytest.mark.quick("2fc3d675 | CoupledPrecision | f33cd76-MeanFieldAdditive | fb7d7eb-WeightSpace")
 @pytest.mark.parametrize(("file", "name"), CASES)
 def test_a_state_that_was_loaded_trains_on(file, name):
     guide = AutoSparseGP(model_of(name), ALL[name]())

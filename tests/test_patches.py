@@ -351,12 +351,9 @@ def starts(x, below=16, above=24):
     return {"g": SVGP(z), "f": SVGP(bases.inducing_patches(h, above, (2, 4, 4), (2, 2), locations=True))}
 
 
+@pytest.mark.quick("joint per image")
 @pytest.mark.parametrize(
-    ("independent", "dtype"),
-    [
-        pytest.param((), torch.float64, id="joint per image-float64"),
-        pytest.param(("g",), torch.float32, id="independent-float32", marks=pytest.mark.slow),
-    ],
+    ("independent", "dtype"), [((), torch.float64), (("g",), torch.float32)], ids=["joint per image", "independent"]
 )
 def test_two_layers_train_from_scratch(independent, dtype):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
@@ -381,6 +378,7 @@ def test_two_layers_train_from_scratch(independent, dtype):
     assert guide(new[:5])["g"].shape == (2, 80)
 
 
+@pytest.mark.quick("one an output")
 @pytest.mark.parametrize("lengths", [torch.tensor(0.7), torch.tensor([[0.5], [1.5]])], ids=["shared", "one an output"])
 def test_draws_of_groups_have_the_covariance_within_them(lengths):
     def model(x, y=None):

@@ -51,6 +51,7 @@ class TestAgainstDense:
         joined = torch.cat(w, -1)
         torch.testing.assert_close(q.log_ratio(w), dense(q).log_prob(joined) - prior.log_prob(joined))
 
+    @pytest.mark.quick("batch0")
     def test_draws_have_the_moments(self, kind, batch):
         q = random_gaussian(kind, batch)
         w = torch.cat(q.rsample(torch.Size((100_000, *batch))), -1)

@@ -371,6 +371,7 @@ class TestMissing:
         with pyro.plate("data", len(x)), pyro.poutine.mask(mask=mask):
             return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
+    @pytest.mark.quick("True-TraceQuadrature_ELBO | False-TraceMeanField_ELBO")
     @pytest.mark.parametrize("loss", [TraceQuadrature_ELBO, Trace_ELBO, TraceMeanField_ELBO])
     @pytest.mark.parametrize("validate", [True, False])
     def test_masked_nan_is_left_out_of_value_and_gradient(self, loss, validate):
@@ -466,6 +467,7 @@ VANISHING = {
 
 
 # Each kernel in each family, each loss in each family and under each kernel but one.
+@pytest.mark.quick("polynomial | product-0")
 @pytest.mark.parametrize(("i", "family"), enumerate((SVGP, SGPR)))
 @pytest.mark.parametrize(("j", "kernel"), enumerate(VANISHING))
 def test_a_row_whose_prior_variance_is_0_trains(i, family, j, kernel):
@@ -641,6 +643,7 @@ LAPLACE = {  # the location and the scale
 }
 
 
+@pytest.mark.quick("a drawn scale | f-SVGP | affine-SGPR | intercept-SVGP | two predictors-SGPR")
 @pytest.mark.parametrize("family", [SVGP(6), SGPR(6)], ids=["SVGP", "SGPR"])
 @pytest.mark.parametrize("kind", LAPLACE)
 def test_nodes_meet_no_kink_of_laplaces_density(kind, family):

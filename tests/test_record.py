@@ -99,13 +99,9 @@ def test_a_graph_has_no_copies_and_tensors_for_numbers():
     assert not [node for node in nodes if any(isinstance(given, (int, float)) for given in node.args)]
 
 
-# Of the operations of OrthogonalInducing3, CoupledPrecision, MeanFieldAdditive, SGPR and OrthogonallyDecoupled.
-ALIKE = {"OrthogonalInducing", "CoupledCovariance", "CoupledPrecisionGradients", "CoupledPrecisionIdentity"}
-ALIKE |= {"AdditiveSGPR", "CollapsedOrthogonal", "DecoupledColumns", "ConditionalSGPR", "ComputationAwareCG"}
-ALIKE |= {"SemiCollapsedOrthogonal", "ComputationAwareSparse"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in FAMILIES])
+# The others have the operations of these.
+@pytest.mark.quick("SVGP | SVGPGradients | MeanFieldAdditive | CoupledPrecision | SGPR")
+@pytest.mark.parametrize("name", FAMILIES)
 def test_losses_are_those_of_plain_steps(name):
     assert_recorded(poisson, FAMILIES[name], 16 * [(data(poisson, num=60), {})], least=2)
 
@@ -341,8 +337,7 @@ def test_a_program_that_asks_an_iterator_is_not_recorded():
 
 
 @pytest.mark.filterwarnings("ignore:.* was not registered in the param store")
-@pytest.mark.parametrize("change", ["freezes", "evaluates", "stores"])
-def test_changes_of_networks_and_parameters_are_seen(change):
+def test_changes_of_networks_and_parameters_are_seen():
     def steps(elbo):
         torch.manual_seed(1)
         net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Dropout(0.2), torch.nn.Linear(3, 1)).double()
@@ -352,17 +347,18 @@ def test_changes_of_networks_and_parameters_are_seen(change):
             level = pyro.param("level", torch.zeros((), dtype=x.dtype))
             return counts(x, y, change=lambda f: level + net(x)[:, 0])
 
-        svi = stepper(elbo, model, SVGP(6))
-        losses = [svi.step(*rows(24)) for _ in range(11)]
-        if change == "freezes":
-            net[0].requires_grad_(False)
-        elif change == "evaluates":
-            net.eval()
-        else:
+        def store():
             pyro.get_param_store()["level"] = torch.tensor(0.5, dtype=torch.float64)
-        losses += [svi.step(*rows(24)) for _ in range(3)]
-        net.train().requires_grad_(True)
-        return losses + [svi.step(*rows(24)) for _ in range(6)]
+
+        svi = stepper(elbo, model, SVGP(6))
+        losses = [svi.step(*rows(24)) for _ in range(8)]
+        for change in (lambda: net[0].requires_grad_(False), net.eval, store):
+            change()
+            losses += [svi.step(*rows(24)) for _ in range(3)]
+            net.train().requires_grad_(True)
+            losses += [svi.step(*rows(24)) for _ in range(4)]
+        assert not getattr(elbo, "_recordings", {svi.guide: SimpleNamespace(why="")})[svi.guide].why
+        return losses
 
     assert steps(JitTraceQuadrature_ELBO(10)) == steps(TraceQuadrature_ELBO(10))
 
@@ -621,9 +617,8 @@ def cuda(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(
-    "name", ["SVGP", *(pytest.param(n, marks=pytest.mark.slow) for n in ("CoupledPrecision", "SGPR"))]
-)
+@pytest.mark.quick("SVGP")
+@pytest.mark.parametrize("name", ["SVGP", "CoupledPrecision", "SGPR"])
 def test_one_graph_of_a_gpu_is_the_step(name, cuda):
     assert_recorded(poisson, FAMILIES[name], 18 * [(data(poisson, num=60), {})])
     assert len(cuda) == 1

@@ -207,6 +207,7 @@ def test_exact_weight_space_is_bayesian_linear_regression():
     refused("site 'f' has no finite features", prepared, gaussian(KERNEL), ExactWeightSpace(), x, y)
 
 
+@pytest.mark.quick("poisson | negative_binomial")
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_iterated_sites_reach_the_optimum_of_a_free_posterior(name):
     x, y = observations(name)
@@ -478,6 +479,7 @@ def outliers(likelihood=lambda f: dist.StudentT(3.0, f, 0.2), num=60):
     return with_likelihood(likelihood), x, y
 
 
+@pytest.mark.quick("0.7")
 @pytest.mark.parametrize("rate", [0.7, 1.0])
 def test_cut_sites_reach_their_fixed_point(rate):
     model, x, y = outliers()
@@ -497,6 +499,7 @@ def test_cut_sites_reach_their_fixed_point(rate):
     torch.testing.assert_close(sites.linear - sites.precision * f, slope, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.quick("sparse | cg | random")
 @pytest.mark.parametrize(
     ("actions", "name"), [("sparse", "student"), ("cg", "cauchy"), ("eigen", "laplace"), ("random", "student")]
 )
@@ -520,6 +523,7 @@ def test_sites_of_projections_settle_where_some_are_kept_within_reach():
     assert status["converged"]
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize(("actions", "num"), [("random", 3), ("random", 5)])
 def test_updates_that_go_to_and_fro_slow_down_until_sites_settle(actions, num):
     pyro.set_rng_seed(1)
@@ -587,6 +591,7 @@ class Kinked(dist.Laplace):
     """A Laplace distribution that does not say what its expectation is."""
 
 
+@pytest.mark.quick("0.01")
 @pytest.mark.filterwarnings("ignore:the bound changes by")
 @pytest.mark.parametrize("scale", [pytest.param(0.3, marks=pytest.mark.slow), 0.02, 0.01])
 def test_kinks(scale):
@@ -634,6 +639,7 @@ def test_kinks_around_mixed_outputs():
     assert losses[0] == pytest.approx(losses[1], abs=0.2)  # what 20 nodes leave at kinks
 
 
+@pytest.mark.quick("family0 | family2")
 @pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8), ComputationAware(8, "cg")])
 def test_looking_at_a_guide_does_not_change_it(family):
     x, y = observations("poisson", 24)
@@ -707,6 +713,7 @@ class CountedWaves(kernels.FeatureKernel):
         return torch.cat([torch.sin(k * x) for k in range(1, 6)], -1)
 
 
+@pytest.mark.quick("SGPR | ExactWeightSpace")
 @pytest.mark.parametrize(
     ("family", "kernel", "others"),
     [

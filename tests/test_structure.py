@@ -59,6 +59,7 @@ MEET = {
 }
 
 
+@pytest.mark.quick("a product | a flat side | a sum of rows")
 @pytest.mark.filterwarnings("ignore:GP sites .* by their sum")
 @pytest.mark.parametrize("how", MEET)
 def test_the_bound_of_later_numbers_is_that_of_joint_draws(how):
@@ -231,15 +232,9 @@ KINKS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        # of sites that are read: the kinds with exact expectations, and SVGP's factor
-        pytest.param(family, kind, id=f"{name}-{kind}", marks=[pytest.mark.slow] * ((name, kind) == ("SGPR", "factor")))
-        for name, family in (("SVGP", SVGP(8)), ("SGPR", SGPR(8)))
-        for kind in KINKS
-    ],
-)
+@pytest.mark.quick("Laplace | AsymmetricLaplace | factor-SVGP")
+@pytest.mark.parametrize("family", [SVGP(8), SGPR(8)], ids=["SVGP", "SGPR"])
+@pytest.mark.parametrize("kind", KINKS)
 def test_kinks_have_exact_expectations_or_are_told_of(kind, family):
     x = data()[0]
     y, told = torch.sin(6 * x[:, 0]), kind == "factor"

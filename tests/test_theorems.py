@@ -150,11 +150,9 @@ def test_coupling_reaches_at_least_the_mean_field_bound(additive_bounds):
     assert additive_bounds("covariance") < additive_bounds("evidence") + 1e-6
 
 
-@pytest.mark.parametrize(
-    # A base of blocks is held against L-BFGS in test_natural.py, its algebra in test_posteriors.py.
-    "name",
-    [pytest.param("full rank", marks=pytest.mark.slow), "identity, full rank"],
-)
+# A base of blocks is held against L-BFGS in test_natural.py, its algebra in test_posteriors.py.
+@pytest.mark.quick("identity, full rank")
+@pytest.mark.parametrize("name", ["full rank", "identity, full rank"])
 def test_full_rank_precision_reaches_the_coupled_covariance(additive_bounds, name):
     assert abs(additive_bounds(name) - additive_bounds("covariance")) < 0.1
 
