@@ -116,7 +116,7 @@ class Compound(Kernel):
         return side_by_side(features)
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        x, z = self.own_columns(x), None if z is None else self.own_columns(z)
+        x, z = self.own_columns(x), if_known(self.own_columns, z)
         return self.combine([part(x, z) for part in self.parts], 2)
 
     def diag(self, x: Tensor) -> Tensor:
