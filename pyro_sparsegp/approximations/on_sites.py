@@ -22,7 +22,7 @@ from ..gaussians.seats import seen_from
 from ..gaussians.sites import KeptSites, Sites, within_reach
 from ..modules import AbstractModule, size_buffers
 from ..numerics.decisions import decided
-from ..numerics.functions import is_long
+from ..numerics.functions import first_known, is_long
 from ..numerics.linalg import NumericalWarning, eye_like, over_lower, sum_blocks
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -327,7 +327,7 @@ class ExpectationGP(AbstractModule):
         """Replace the sites of some data, or of all, by these, at features under ``anchor``. Row numbers are distinct
         and below ``num``; the sums stay.
         """
-        phi, anchor = sites.inputs, sites.inputs.new_zeros(0, 0) if anchor is None else anchor
+        phi, anchor = sites.inputs, first_known(anchor, sites.inputs.new_zeros(0, 0))
         # υ = L⁻ᵀφ: rows ΦL⁻¹
         rows = over_lower(phi, anchor) if anchor.numel() else phi
         if index is None:
@@ -367,9 +367,8 @@ class ExpectationGP(AbstractModule):
 
 def require_refined(modules: Mapping[str, Any]) -> None:
     """Raise if a GP site's module has no sites yet: what it gives is the prior, which would pass for a posterior."""
-    for name, module in modules.items():
-        if isinstance(module, ExpectationGP) and module.empty:
-            raise ValueError(
-                f"GP site {name!r} has the family {module.family['name']}, and has taken no step yet. Take one "
-                "first, ExpectationPropagation(model, guide, optim).step(x, y), or load the state of a trained guide."
-            )
+    if empty := [name for name, module in modules.items() if isinstance(module, ExpectationGP) and module.empty]:
+        raise ValueError(
+            f"GP site {empty[0]!r} has the family {modules[empty[0]].family['name']}, and has taken no step yet. Take "
+            "one first, ExpectationPropagation(model, guide, optim).step(x, y), or load the state of a trained guide."
+        )

@@ -7,6 +7,7 @@ import matplotlib.pyplot
 import torch
 from torch import Tensor
 
+from ..numerics.arguments import refuse
 from ..posterior.sparse_posterior import SparsePosterior
 
 _CURVE, _MAP = 200, 40  # points of a curve, and along each side of a map
@@ -54,9 +55,7 @@ def plot_effects(
         f"plot_effects shows terms of one or two columns, not {wrong!r}": wrong,
         f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}": not shown,
     }
-    for why, fault in faults.items():
-        if fault:
-            raise ValueError(why)
+    refuse(faults)
     rows, wide = -(-len(shown) // _SIDE), min(_SIDE, len(shown))
     size = 4 * wide, 3 * rows
     figure, axes = matplotlib.pyplot.subplots(rows, wide, figsize=size, squeeze=False, layout="constrained")

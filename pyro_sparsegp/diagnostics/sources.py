@@ -91,13 +91,13 @@ class Source(ABC):
         @torch.no_grad()
         def one(item: dict[Any, Tensor]) -> dict[str, Any]:
             draw = self.make(item, new, simulates)
-            for name in self.data:
-                there, shape = tuple(self.sites[name]["value"].shape), tuple(self.sites[name]["fn"].shape())
-                if there != shape:
-                    raise ValueError(
-                        f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: each "
-                        f"observation would meet all values. Give them the shape {shape}, such as y.reshape({shape})."
-                    )
+            sites = {name: self.sites[name] for name in self.data}
+            shapes = [(n, tuple(site["value"].shape), tuple(site["fn"].shape())) for n, site in sites.items()]
+            for name, there, shape in [found for found in shapes if found[1] != found[2]]:
+                raise ValueError(
+                    f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: each "
+                    f"observation would meet all values. Give them the shape {shape}, such as y.reshape({shape})."
+                )
             return vars(draw)
 
         return (Draws(**parts) for parts in in_blocks(one, self.items(num), numbers))

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..approximations.on_sites import ProjectedGP
 from ..bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
 from ..kernels.base import white_share
-from ..numerics.arguments import require_count
+from ..numerics.arguments import refuse, require_count
 from ..process import GaussianProcess
 from .base import SiteFamily, require_matrix
 
@@ -48,15 +48,15 @@ class ComputationAware(SiteFamily):
     def build(self, process: GaussianProcess, name: str) -> ProjectedGP:
         require_matrix(process, name)
         x, kernel = process.x.detach(), process.kernel
-        if x.shape[-2] < self.num_actions:
-            raise ValueError(
-                f"site {name!r} asks for {self.num_actions} actions, the guide's first call has {x.shape[-2]} rows"
-            )
-        if kernel.depends_on_rows or (white_share(kernel, x).abs() > 1e-4).any():
-            raise ValueError(
-                f"the kernel of site {name!r} has a diagonal term, such as White or a DeepBasis' correction, which "
-                "projections of data cannot tell from noise: put it into the likelihood, or turn the correction off."
-            )
+        has_diagonal = kernel.depends_on_rows or (white_share(kernel, x).abs() > 1e-4).any()
+        num, rows = self.num_actions, x.shape[-2]
+        faults = {
+            f"site {name!r} asks for {num} actions, the guide's first call has {rows} rows": rows < num,
+            f"the kernel of site {name!r} has a diagonal term, such as White or a DeepBasis' correction, which "
+            "projections of data cannot tell from noise: put it into the likelihood, or turn the correction "
+            "off.": has_diagonal,
+        }
+        refuse(faults)
         return self._module(x, process.batch_shape)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ProjectedGP:

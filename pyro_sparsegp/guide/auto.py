@@ -11,7 +11,7 @@ from torch import Tensor
 from ..approximations.on_sites import require_refined
 from ..families import ExpectationFamily, SiteFamily
 from ..modules import drop_stored, take_name, unique_name
-from ..numerics.arguments import require_count
+from ..numerics.arguments import refuse, require_count
 from ..numerics.functions import held
 from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
@@ -329,13 +329,11 @@ class AutoSparseGP(SiteMessenger):
 
         :raises ValueError: naming the GP site of a family with parameters for each row (sparse actions).
         """
-        for name, module in self.site_modules().items():
-            if module.num_rows is not None:
-                raise ValueError(
-                    f"GP site {name!r} has the family {module.family['name']}, with parameters for each row of its "
-                    "training data: make a new guide for other data."
-                )
-        for module in self.site_modules().values():
+        modules = self.site_modules()
+        what = "with parameters for each row of its training data: make a new guide for other data."
+        families = {f"GP site {name!r} has the family {m.family['name']}": m for name, m in modules.items()}
+        refuse({f"{family}, {what}": module.num_rows is not None for family, module in families.items()})
+        for module in modules.values():
             module.sites.forget()
         # Numbers of 0 are learned anew: the next rows may be more or fewer, and no mini-batch.
         self.core.data, self.core.sizes = None, dict.fromkeys(self.core.sizes, 0)

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..approximations.free import SparseGP, along_inputs
 from ..approximations.on_sites import SiteGP
 from ..bases.inducing import InducingPoints
-from ..families import FreeFormFamily
 from ..kernels.base import white_share
 from ..modules import at_path, path_of
 from ..numerics.linalg import default_jitter
@@ -65,10 +64,9 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             _learn(guide, run, args, kwargs)
         _warn_of_other_rows(run, args, kwargs)
         guide.q.require(run)
-        for name, posterior in run.posteriors.items():
-            family = guide.family_of(name)
-            if isinstance(family, FreeFormFamily) and family.start == "data" and name not in guide.facts.inner:
-                guide.module_of(name).inform(posterior.process, name)
+        starts = {n: getattr(guide.family_of(n), "start", "") for n in run.posteriors if n not in guide.facts.inner}
+        for name in [name for name, where in starts.items() if where == "data"]:
+            guide.module_of(name).inform(run.posteriors[name].process, name)
         start(guide, run, args, kwargs)
         guide.q.begin(guide)
         guide.core.data = TrainingData(guide.model, args, kwargs)
@@ -163,10 +161,10 @@ def _require_sites(run: Run) -> None:
         "independent": (guide.independent, others),
         "point_estimates": (guide.point_estimates, latents),
     }
-    for what, (names, known) in named.items():
-        unknown = [] if names is True else [name for name in names if name not in known]
-        if unknown:
-            raise ValueError(f"{what} names {unknown}; the GP sites are {gps}, the other latents {others}")
+    given = {what: (names, known) for what, (names, known) in named.items() if names is not True}
+    unknown = {what: [name for name in names if name not in known] for what, (names, known) in given.items()}
+    if wrong := [f"{what} names {names}" for what, names in unknown.items() if names]:
+        raise ValueError(f"{wrong[0]}; the GP sites are {gps}, the other latents {others}")
     sites = {n: s for n, s in run.sites.items() if n not in posteriors}
     for name, site in sites.items() if pyro.settings.get("validate_infer") else ():
         try:
@@ -203,10 +201,9 @@ def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> C
 def _require_unmasked(run: Run, rerun: Rerun) -> None:
     """Raise if ``poutine.mask`` leaves out entries of a latent on which other densities depend."""
     masked = {n: s for n, s in run.sites.items() if traces.is_free(s) and s["mask"] is not None}
-    for name, site in masked.items():
-        seen: Any = traces.unmasked(site["fn"], site["value"], site["mask"])
-        if seen.all():
-            continue
+    every: Any = {name: traces.unmasked(site["fn"], site["value"], site["mask"]) for name, site in masked.items()}
+    for name, seen in [(name, seen) for name, seen in every.items() if not seen.all()]:
+        site = masked[name]
         values = {name: site["value"]}, {name: site["value"].masked_fill(~seen, math.nan)}
         shown = stacked_runs(lambda moved, name=name: traces.log_densities(rerun(moved), [name]), values)  # type: ignore[misc]
         # Of padding, on which nothing depends, the posterior is any: test_missing.py::test_a_mask_of_a_latent.

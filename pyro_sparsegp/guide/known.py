@@ -17,6 +17,8 @@ from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family
 from ..gaussians.sites import KeptSites
 from ..modules import at_path, path_of
+from ..numerics.arguments import refuse
+from ..numerics.functions import first_known
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.data import NoRelation, Relation, TrainingData
 from ..program.explore import ClosedForms
@@ -73,15 +75,14 @@ class Core:
     modules: dict[str, Any] = _field(default_factory=dict)  # the variational modules of GP sites
 
 
-def _require_arguments(model: object, families: Mapping[Any, Any], named: Mapping[str, Any], start: object) -> None:
+def _require_arguments(model: Callable, families: Mapping[Any, Any], named: Mapping[str, Any], start: object) -> None:
     """Raise if a guide's arguments are none: ``families`` by groups of names, and ``named``, names of sites."""
-    if not callable(model):
-        raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
-    if is_blocked(model):
-        raise ValueError(
-            "AutoSparseGP's model is under poutine.block, as a part of AutoGuideList or EasyGuide is. This hides sites "
-            f"that GP sites may depend on. Give it the whole model, and SVI this guide alone; {OTHER_LATENTS}."
-        )
+    blocked = (
+        "AutoSparseGP's model is under poutine.block, as a part of AutoGuideList or EasyGuide is. This hides sites "
+        f"that GP sites may depend on. Give it the whole model, and SVI this guide alone; {OTHER_LATENTS}."
+    )
+    kind = f"AutoSparseGP's model must be callable, got {type(model).__name__}"
+    refuse({kind: not callable(model), blocked: is_blocked(model)})
     names = list[str]()
     for group, family in families.items():
         names += group
@@ -91,11 +92,10 @@ def _require_arguments(model: object, families: Mapping[Any, Any], named: Mappin
                 "to families from names of GP sites, each name once; the sites of a tuple of names get one posterior. "
                 f"Got {', '.join(map(repr, [*group, family]))}"
             )
-    for what, given in named.items():
-        if isinstance(given, str) or not isinstance(given, (bool, Collection)):
-            raise ValueError(f"{what} must be a collection of names, such as ({given!r},)")
-    if start not in ("mode", None):
-        raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
+    words = {f"{what} must be a collection of names, such as ({given!r},)": given for what, given in named.items()}
+    refuse({why: isinstance(v, str) or not isinstance(v, (bool, Collection)) for why, v in words.items()})
+    where = "init_loc_fn says where the search begins"
+    refuse({f"start must be 'mode' or None, got {start!r}; {where}": start not in ("mode", None)})
 
 
 class KnownGuide(AutoNormalMessenger):
@@ -112,7 +112,7 @@ class KnownGuide(AutoNormalMessenger):
         by_name: Mapping[Any, Any] = families if isinstance(families, Mapping) else {(): families}
         by_group = {key if isinstance(key, tuple) else (key,): family for key, family in by_name.items()}
         by_expectation = any(isinstance(family, ExpectationFamily) for family in by_group.values())
-        points = by_expectation if named["point_estimates"] is None else named["point_estimates"]
+        points = first_known(named["point_estimates"], by_expectation)
         _require_arguments(model, by_group, {**named, "point_estimates": points}, start)
         super().__init__(model, **options)
         self.families, self.by_group = families, by_group
@@ -215,7 +215,7 @@ class KnownGuide(AutoNormalMessenger):
         path = path_of(name)
         deep_setattr(self, "locs." + path, PyroParam(loc, event_dim=event_dim))
         if not self.is_point(name):
-            scale = torch.full_like(loc, self._init_scale) if scale is None else scale
+            scale = first_known(scale, torch.full_like(loc, self._init_scale))
             deep_setattr(self, "scales." + path, PyroParam(scale, constraints.positive, event_dim))
 
     @property

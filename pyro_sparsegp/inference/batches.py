@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from ..numerics.arguments import refuse
 from ..program.data import map_tensors, tensors
 
 Device = Union[str, torch.device, None]
@@ -88,16 +89,14 @@ class TensorBatches:
 
     def __post_init__(self) -> None:
         rows, size = _rows(self.args, self.kwargs), self.batch_size
-        if not rows:
-            raise ValueError(
-                "data has no tensor or array with rows. torch.as_tensor(table.to_numpy()) makes one of a table; a "
-                "model that holds its data itself is trained by svi.step()"
-            )
-        if size is not None and (min(rows) < max(rows) or size > rows[0]):
-            raise ValueError(
-                f"batch_size={size} needs tensors with one row per datum, and {size} rows or more; data's have {rows}. "
-                "Bind other tensors to the model, functools.partial(model, table=table)."
-            )
+        fits = size is None or min(rows, default=0) == max(rows, default=0) >= size
+        faults = {
+            "data has no tensor or array with rows. torch.as_tensor(table.to_numpy()) makes one of a table; a model "
+            "that holds its data itself is trained by svi.step()": not rows,
+            f"batch_size={size} needs tensors with one row per datum, and {size} rows or more; data's have {rows}. "
+            "Bind other tensors to the model, functools.partial(model, table=table).": not fits,
+        }
+        refuse(faults)
         self.num, self.size, self.whole = rows[0], self.size or rows[0], size is None
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
 from ..guide.calls import classify
 from ..guide.runs import Priors, require_data, share_of_rows
-from ..numerics.arguments import require_choice, require_count, require_share
+from ..numerics.arguments import refuse, require_choice, require_count, require_share
 from ..numerics.processes import Workers, put_gradients
 from ..program.data import TrainingData, signature_of
 from ..program.handlers import held_runs
@@ -75,21 +75,19 @@ class ExpectationPropagation:
         group: Optional[Any] = None,
     ) -> None:
         own_guide(model, guide, "ExpectationPropagation")
-        if not isinstance(optim, pyro.optim.PyroOptim):
-            raise ValueError(
-                "ExpectationPropagation's optim must be a Pyro optimiser, pyro.optim.Adam({'lr': 0.01}), got "
-                f"{type(optim).__name__}"
-            )
+        takes_sites = all(isinstance(family, ExpectationFamily) for family in guide.by_group.values())
+        faults = {
+            "ExpectationPropagation's optim must be a Pyro optimiser, pyro.optim.Adam({'lr': 0.01}), got "
+            f"{type(optim).__name__}": not isinstance(optim, pyro.optim.PyroOptim),
+            "ExpectationPropagation trains GP sites of the family SparseEP; the guide's families are "
+            f"{guide.families!r}. Give AutoSparseGP(model, SparseEP(...)), or take SVI.": not takes_sites,
+        }
+        refuse(faults)
         require_share(damping, "ExpectationPropagation's damping")
         require_share(power, "ExpectationPropagation's power")
         require_choice(schedule, "ExpectationPropagation's schedule", "inner", "outer")
         require_count(num_nodes, "ExpectationPropagation's num_nodes", 4)
         require_count(max_sweeps, "ExpectationPropagation's max_sweeps")
-        if not all(isinstance(family, ExpectationFamily) for family in guide.by_group.values()):
-            raise ValueError(
-                "ExpectationPropagation trains GP sites of the family SparseEP; the guide's families are "
-                f"{guide.families!r}. Give AutoSparseGP(model, SparseEP(...)), or take SVI."
-            )
         self.model, self.guide, self.optim = model, guide, optim
         self.damping, self.power, self.schedule = float(damping), float(power), schedule
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
@@ -192,24 +190,22 @@ class ExpectationPropagation:
                 name for name, gp in facts.gps.items() if gp.depends.rank > Depends.ELEMENTWISE.rank
             ],
         }
-        for name, why in [(name, why) for why, names in whys.items() for name in names]:
-            raise ValueError(
-                f"GP site {name!r} cannot be trained by expectation propagation, whose integrals are one-dimensional: "
-                f"{why}. Take SVI with TraceQuadrature_ELBO and a family such as SVGP."
-            )
-        if not facts.downstream:
-            raise ValueError(
-                f"no log density depends on GP site {next(iter(facts.gps))!r} in the guide's first call: "
-                "were all its rows masked? Call the guide once with data before training, guide(x, y)."
-            )
         overrides = type(guide).get_posterior is not AutoSparseGP.get_posterior
         free = [name for name in facts.latents if overrides or not guide.is_point(name)]
-        if free:
-            raise ValueError(
-                f"expectation propagation fits latents that are no GPs as points; the guide gives {free} "
-                "distributions. Leave point_estimates and get_posterior alone, or take SVI with a family such as SVGP "
-                "for posteriors of hyperparameters."
-            )
+        faults: dict[str, object] = {
+            f"GP site {name!r} cannot be trained by expectation propagation, whose integrals are one-dimensional: "
+            f"{why}. Take SVI with TraceQuadrature_ELBO and a family such as SVGP.": True
+            for why, names in whys.items()
+            for name in names
+        }
+        faults |= {
+            f"no log density depends on GP site {next(iter(facts.gps))!r} in the guide's first call: were all its rows "
+            "masked? Call the guide once with data before training, guide(x, y).": not facts.downstream,
+            f"expectation propagation fits latents that are no GPs as points; the guide gives {free} "
+            "distributions. Leave point_estimates and get_posterior alone, or take SVI with a family such as SVGP "
+            "for posteriors of hyperparameters.": free,
+        }
+        refuse(faults)
 
     def _sweep_all(
         self, runs: list[SiteRun], terms: Terms, sweeps: int, train: bool, whole: bool, call: tuple

@@ -22,8 +22,8 @@ from tqdm.auto import tqdm
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import Glance, check
-from ..numerics.arguments import require_choice, require_count
-from ..numerics.functions import held, if_known
+from ..numerics.arguments import refuse, require_choice, require_count
+from ..numerics.functions import first_known, held, if_known
 from ..numerics.processes import Workers, sharing
 from ..program.data import TrainingData, signature_of
 from ..program.draws import SHOWN
@@ -118,23 +118,24 @@ def fit(
     :param progress: whether to show bars and print the notes.
     :raises ValueError: naming the argument that does not fit.
     """
-    if own_guide(model, guide, "fit") is not guide:
-        raise ValueError("fit takes the guide itself: give SVI one under handlers, fit(..., method=SVI(...))")
-    if resume and checkpoint is None:
-        raise ValueError("resume=True continues from the file checkpoint, and none is given")
-    if steps is not None and epochs is not None:
-        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
+    own = own_guide(model, guide, "fit")
+    faults = {
+        "fit takes the guide itself: give SVI one under handlers, fit(..., method=SVI(...))": own is not guide,
+        "resume=True continues from the file checkpoint, and none is given": resume and checkpoint is None,
+        f"give steps or epochs, not both: got steps={steps} and epochs={epochs}": None not in (steps, epochs),
+    }
+    refuse(faults)
     require_count(steps, "steps", or_none=True)
     require_count(epochs, "epochs", or_none=True)
     require_count(batch_size, "batch_size", or_none=True)
     require_choice(jit, "fit's jit", "auto", True, False)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
-    total = (_STEPS if steps is None else steps) if epochs is None else epochs * len(batches)
+    total = first_known(if_known(lambda num: num * len(batches), epochs), steps, _STEPS)
     ways: dict[Any, bool] = {"auto": total >= _LONG, True: True, False: False}
-    method = _method(guide, optim, loss, method, group, ways[jit])
+    method = _method(guide, optim, loss, method, group, (TraceQuadrature_ELBO, JitTraceQuadrature_ELBO)[ways[jit]])
     path = if_known(Path, checkpoint)
-    settles = steps is None and epochs is None and stopping is None
-    loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
+    settles, stops = first_known(steps, epochs, stopping) is None, first_known(stopping, lambda losses: False)
+    loop = _Loop(model, guide, method, batches, total, Workers(group), stops, path, settles)
     with held(SHOWN, progress):
         if resume and path is not None and path.exists():
             loop.resume(path)
@@ -148,18 +149,18 @@ def fit(
 
 
 def _method(
-    guide: AutoSparseGP, optim: Optional[PyroOptim], loss: Optional[ELBO], method: Any, group: object, jit: bool
+    guide: AutoSparseGP, optim: Optional[PyroOptim], loss: Optional[ELBO], method: Any, group: object, own: type
 ) -> Union[SVI, ExpectationPropagation]:
     """What takes the steps."""
     if method is None:
-        optim = FallingAdam() if optim is None else optim
+        optim = first_known(optim, FallingAdam())
         if not guide.q.has_bound:
             return ExpectationPropagation(guide.model, guide, optim, group=group)
-        loss = loss or (JitTraceQuadrature_ELBO() if jit else TraceQuadrature_ELBO())
+        loss = loss or own()
         if isinstance(loss, JitTraceQuadrature_ELBO) and isinstance(optim, FallingAdam):
             loss.optim = optim
         return SVI(guide.model, guide, optim, loss)
-    if optim is not None or loss is not None:
+    if (optim, loss) != (None, None):
         raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
     if own_guide(method.model, method.guide, "fit's method") is not guide:
         raise ValueError("method must be of the model and the guide that fit is given")
@@ -176,7 +177,7 @@ class _Loop:
     batches: Union[TensorBatches, LoadedBatches]
     total: int
     workers: Workers
-    stopping: Optional[Callable[[list[float]], bool]]
+    stops: Callable[[list[float]], bool]
     path: Optional[Path]
     settles: bool  # whether the number of steps follows the bound
     losses: list[float] = field(default_factory=list)
@@ -311,8 +312,7 @@ class _Loop:
 
     def _why_to_stop(self, interrupts: list[int]) -> str:
         """Why no step is to follow, if one could."""
-        says_so = self.stopping is not None and self.stopping(self.losses)
-        whys: dict[str, Any] = {_INTERRUPTED: interrupts, "the stopping rule says so": says_so}
+        whys: dict[str, Any] = {_INTERRUPTED: interrupts, "the stopping rule says so": self.stops(self.losses)}
         # What stops one process stops all, which else would wait for its gradients for ever.
         of_any = self.workers.largest(self.guide.like.new_tensor(float(any(whys.values()))))
         return next((why for why, applies in {**whys, "another process stopped": of_any}.items() if applies), "")

@@ -23,7 +23,7 @@ from ..guide.first_call import explain_nan
 from ..guide.moving import following
 from ..guide.runs import AtNodes
 from ..guide.search import ALL_ROWS
-from ..numerics.arguments import require_count
+from ..numerics.arguments import refuse, require_count
 from ..numerics.decisions import decided
 from ..numerics.linalg import flags_kept
 from ..numerics.processes import largest
@@ -296,15 +296,13 @@ class _Module(ELBOModule):
 
 def own_guide(model: Callable, guide: Any, objective: str) -> AutoSparseGP:
     """The guide without handlers; raise if it is none of GP sites, or of another model."""
-    unwrapped = poutine.unwrap(guide)
-    if not isinstance(unwrapped, AutoSparseGP):
-        raise ValueError(
-            f"{objective} needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a model's "
-            f"sites; {OTHER_LATENTS}."
-        )
-    if model != unwrapped.model:
-        raise ValueError(
-            f"{objective} runs the guide's own model; it was given another, or one under a handler. Wrap the model "
-            "before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
-        )
+    unwrapped: Any = poutine.unwrap(guide)
+    its = getattr(unwrapped, "model", model)
+    faults = {
+        f"{objective} needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a model's sites; "
+        f"{OTHER_LATENTS}.": not isinstance(unwrapped, AutoSparseGP),
+        f"{objective} runs the guide's own model; it was given another, or one under a handler. Wrap the model before "
+        "it goes to AutoSparseGP, wrap the guide, or open the handler around the step.": model != its,
+    }
+    refuse(faults)
     return unwrapped

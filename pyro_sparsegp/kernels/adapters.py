@@ -27,9 +27,9 @@ def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[
     :param diag: its diagonal k(xₙ, xₙ), ``(N, D)`` to ``(N,)``.
     :raises ValueError: if one of them is not callable.
     """
-    for name, value in (("function", function), ("diag", diag)):
-        if not callable(value) or isinstance(value, type):
-            raise ValueError(f"from_function's {name} must be a function of tensors, got {value!r}")
+    given = {"function": function, "diag": diag}
+    if wrong := [name for name, value in given.items() if not callable(value) or isinstance(value, type)]:
+        raise ValueError(f"from_function's {wrong[0]} must be a function of tensors, got {given[wrong[0]]!r}")
     return Foreign(lambda x, z: function(x, second(x, z)), diag, function)
 
 
@@ -87,11 +87,11 @@ def from_gpytorch(kernel: object) -> Kernel:
     if not isinstance(kernel, GPyTorchKernel):
         raise ValueError(f"from_gpytorch needs a gpytorch.kernels.Kernel, got {type(kernel).__name__}")
     place = torch.zeros(1, 1)
-    for part in reversed(list(kernel.modules())):  # a sum or a scaled kernel does not tell of its parts
-        outputs = part.num_outputs_per_input(place, place) if isinstance(part, GPyTorchKernel) else 1
-        if outputs > 1:
-            raise ValueError(
-                f"from_gpytorch takes kernels of one value at each input; {type(part).__name__} has several. Write "
-                "GaussianProcess(kernel, x).expand([P]).to_event(1), mixed by A @ f where outputs are correlated."
-            )
+    parts = [part for part in kernel.modules() if isinstance(part, GPyTorchKernel)]
+    # a sum or a scaled kernel does not tell of its parts
+    if several := [part for part in reversed(parts) if part.num_outputs_per_input(place, place) > 1]:
+        raise ValueError(
+            f"from_gpytorch takes kernels of one value at each input; {type(several[0]).__name__} has several. Write "
+            "GaussianProcess(kernel, x).expand([P]).to_event(1), mixed by A @ f where outputs are correlated."
+        )
     return Foreign(lambda x, z: kernel(x, z).to_dense(), lambda x: kernel(x, diag=True), kernel)

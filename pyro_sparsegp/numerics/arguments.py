@@ -1,6 +1,7 @@
 """What arguments may be (numbers that name something or count, one of several words), and how errors say so."""
 
 import re
+from collections.abc import Mapping
 from inspect import cleandoc, signature
 from textwrap import indent
 
@@ -14,6 +15,12 @@ def require_codes(codes: Tensor, num: int, what: str, remedy: str) -> None:
     if unknown.numel():
         some = sorted({float(code) for code in unknown})[:5]
         raise ValueError(f"{what} must be whole numbers from 0 to {num - 1}, got {some}; {remedy}.")
+
+
+def refuse(faults: Mapping[str, object]) -> None:
+    """Raise with the first of these reasons that applies."""
+    if found := [why for why, applies in faults.items() if applies]:
+        raise ValueError(found[0])
 
 
 def require_count(value: object, what: str, least: int = 1, or_none: bool = False) -> None:

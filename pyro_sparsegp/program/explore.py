@@ -157,16 +157,15 @@ def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> 
     if any(name in at_nodes for site in given for name in through[site]):
         given, open_to = [], [key for key in terms if key[1] not in closed]
     known = closed + given
-    for site in program.kinds.keys() - known:
-        fn = program.kinds[site]
-        if getattr(fn, "piecewise_constant", False) and program.touching(site, outer):
-            raise ValueError(
-                f"site {site!r} has the distribution {type(fn).__name__}, piecewise constant, whose expectation needs "
-                f"a normal {fn.normal_parameter}. Here this is not an affine function of function values, or another "
-                "parameter, the scale or the mask depends on them, too, or entries of one term share functions. Give "
-                "each entry one output of a GP, scaled or shifted at most, or take a likelihood with a gradient, such "
-                "as Categorical(logits=...)."
-            )
+    flat = {site: fn for site, fn in program.kinds.items() if getattr(fn, "piecewise_constant", False)}
+    for site, fn in [(site, flat[site]) for site in flat.keys() - known if program.touching(site, outer)]:
+        raise ValueError(
+            f"site {site!r} has the distribution {type(fn).__name__}, piecewise constant, whose expectation needs "
+            f"a normal {fn.normal_parameter}. Here this is not an affine function of function values, or another "
+            "parameter, the scale or the mask depends on them, too, or entries of one term share functions. Give each "
+            "entry one output of a GP, scaled or shifted at most, or take a likelihood with a gradient, such as "
+            "Categorical(logits=...)."
+        )
     program.require_weights_of_data()
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {s: (TERM if is_normal(program.kinds[s]) and s in closed else _THETA, s) for s in known}

@@ -59,12 +59,11 @@ def held_trace(
     # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
     held = poutine.condition(Enumeration({**values, **free})(model), data=dict(values))
     trace = trace_like(like, lambda: held(*args, **kwargs), Held(free, as_data=True))
-    for name, site in sample_sites(trace).items():
-        if not site["is_observed"]:
-            raise ValueError(
-                f"site {name!r} has no value when the model's densities are read: a handler around this call, such as "
-                "poutine.reparam, changes which sites there are. Wrap the model in it before it goes to AutoSparseGP."
-            )
+    if drawn := [name for name, site in sample_sites(trace).items() if not site["is_observed"]]:
+        raise ValueError(
+            f"site {drawn[0]!r} has no value when the model's densities are read: a handler around this call, such as "
+            "poutine.reparam, changes which sites there are. Wrap the model in it before it goes to AutoSparseGP."
+        )
     return trace
 
 

@@ -108,13 +108,13 @@ def groups_of_inputs_stay(
     name: str, process: GaussianProcess, module: Module, facts: Structure, met: Mapping[str, GaussianProcess]
 ) -> None:
     """A value of f may depend on a group of inputs, as on an image's patches. Each call needs groups of that size."""
-    groups = [(below, gp.group.size) for below, gp in facts.gps.items() if gp.group and gp.group.layer == name]
-    for below, size in groups:
-        if below in met and met[below].event_shape[0] != process.event_shape[0] * size:
-            raise ValueError(
-                f"GP site {below!r} has {met[below].event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; "
-                f"at the guide's first call {size} of {below!r} went into each of {name!r}: give as many again."
-            )
+    groups = {n: gp.group.size for n, gp in facts.gps.items() if n in met and gp.group and gp.group.layer == name}
+    num, here = process.event_shape[0], {below: met[below].event_shape[0] for below in groups}
+    for below in [below for below, size in groups.items() if here[below] != num * size]:
+        raise ValueError(
+            f"GP site {below!r} has {here[below]} inputs and {name!r} has {num}; at the guide's first call "
+            f"{groups[below]} of {below!r} went into each of {name!r}: give as many again."
+        )
 
 
 def columns_and_outputs_stay(name: str, process: GaussianProcess, module: Any, facts: Structure, *_: object) -> None:
