@@ -41,9 +41,8 @@ def drop_stored(name: str) -> None:
 
 def size_buffers(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Give a module's buffers the shapes that they have in a state about to be loaded: training says their size."""
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if prefix + name in state:
-            setattr(module, name, buffer.new_zeros(state[prefix + name].shape))
+    for name, buffer in [pair for pair in module.named_buffers(recurse=False) if prefix + pair[0] in state]:
+        setattr(module, name, buffer.new_zeros(state[prefix + name].shape))
 
 
 _TAKEN = {*dir(PyroModule())}

@@ -284,9 +284,8 @@ class EigenPolicy(Policy):
         # Q ← qr(AQ): each pass favours an eigenvector by its eigenvalue; of a decaying spectrum six are nearly exact
         for _ in range(6):
             basis = torch.linalg.qr(multiply(basis))[0]
-        image = multiply(basis)
         # Rayleigh and Ritz: eigenvectors of QᵀAQ
-        _, rotation = torch.linalg.eigh(basis.mT @ image)
+        _, rotation = torch.linalg.eigh(basis.mT @ multiply(basis))
         return (basis @ rotation)[..., -num:]
 
 

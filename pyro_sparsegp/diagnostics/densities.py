@@ -79,8 +79,7 @@ class DensityReader:
                 first = {gp: (mean[0], variance[0]) for gp, (mean, variance) in functions.items()}
                 self._learn({name: value[0] for name, value in held.items()}, first)
             found = {name: self._site(name, held, functions) for name in self.plans}
-        densities = Densities({}, {}, dict.fromkeys(("vfe", "fitc"), torch.zeros((), dtype=torch.float64)), {})
-        for name, (log_density, expected, *normal) in found.items():
+        for name, (log_density, *_) in found.items():
             bad = ~log_density.isfinite()
             bad = bad.reshape(-1, bad.shape[-1] if bad.dim() > 1 else 1).any(0)
             if bad.any():
@@ -90,13 +89,15 @@ class DensityReader:
                     "values of the posterior. Look for NaN in the data (leave missing rows out with poutine.mask), "
                     "data outside of the likelihood's support, or extreme hyperparameters."
                 )
-            weighted = self.scales[name] * log_density
-            densities.integrated[name], densities.weighted[name] = log_density, weighted
-            densities.normals[name] = tuple(normal)
-            for target, part in (("vfe", self.scales[name] * expected), ("fitc", weighted)):
-                total = part.double().reshape(len(part), -1).sum(-1)
-                densities.towards[target] = densities.towards[target] + total
-        return densities
+        integrated = {name: parts[0] for name, parts in found.items()}
+        weighted = {name: self.scales[name] * part for name, part in integrated.items()}
+        expected = {name: self.scales[name] * parts[1] for name, parts in found.items()}
+        none = torch.zeros((), dtype=torch.float64)
+        towards = {
+            target: sum((part.double().reshape(len(part), -1).sum(-1) for part in parts.values()), none)
+            for target, parts in (("vfe", expected), ("fitc", weighted))
+        }
+        return Densities(integrated, weighted, towards, {name: parts[2:] for name, parts in found.items()})
 
     def entries(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Tensor:
         """log ∫ p(y | f) N(f | h, d) df of each independent entry of an event, ``(S, ..., P)``, masked ones too.
@@ -156,8 +157,8 @@ class DensityReader:
         stack = {key: value.expand(len(nodes), *value.shape) for key, value in {**held, **means}.items()}
         for gp, part in zip(plan.others, nodes.split(widths, -1)):
             h, d = functions[gp]
-            shape = [1] * h.dim() if part.shape[-1] == 1 else [1, *h.shape[1:-1], 1]
-            stack[gp] = h + d.sqrt() * part.reshape(-1, *shape)
+            outputs = h.shape[1:-1]
+            stack[gp] = h + d.sqrt() * part.expand(-1, outputs.numel()).reshape(-1, 1, *outputs, 1)
         # Nodes are put before draws in one dimension, (J·S, ...) for J nodes, so that one mapped run has all.
         flat = {key: value.flatten(0, 1) for key, value in stack.items()}
         spread = {gp: functions[gp][1].expand_as(stack[gp]).flatten(0, 1) for gp in (*plan.quadratic, plan.inner) if gp}

@@ -214,12 +214,12 @@ class Recordings:
         """A plain step from the same random state, to which the recorded one has to be equal."""
         after, leaves = RandomState(step.guide.like), recording.leaves
         state.restore()
-        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+        before = [0.0 if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
         loss, _ = self._plain(step)
         if self._has_changed(step) or replay.failed:
             return loss
         pairs = list(zip(replay.state, (slot.value for slot in recording.moving)))
-        pairs += [(new if old is None else old + new, p.grad) for new, old, p in zip(replay.grads, before, leaves)]
+        pairs += [(old + new, p.grad) for new, old, p in zip(replay.grads, before, leaves)]
         rounding = torch.finfo(step.guide.like.dtype).eps ** 0.5
         is_near = abs(replay.loss - loss) <= rounding * (1 + abs(loss))
         alike = [_alike(*pair, rounding) for pair in pairs]

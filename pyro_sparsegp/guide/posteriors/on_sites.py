@@ -77,8 +77,8 @@ class OnSites(Separate):
         with handlers.unrecorded(same, learns), torch.set_grad_enabled(learns or bool(reads)):
             run.perform(args, kwargs)
         if same and core.data is not None and self.takes_batches(guide) and checks.holds_part(run.trace):
-            batch = KINDS[False, learns](call.relation, call.inputs)
-            return self.given(guide, batch, args, kwargs)  # the rows it knows, as a batch of more
+            # the rows it knows, as a batch of more
+            return self.given(guide, KINDS[False, learns](call.relation, call.inputs), args, kwargs)
         name, module = next(iter(modules.items()))
         checks.require_full_batch(name, module.family["name"], run.trace)
         if same and learns:
