@@ -109,10 +109,10 @@ def test_the_root_is_small():
 
 
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
-ALL_LINES = 25068
+ALL_LINES = 25061
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
-ALL_BRANCHES = 157.7
-ROOM_BRANCHES = {"guide": 178, "inference": 178.8, "program": 177.1, "bases": 156, "gaussians": 109, "diagnostics": 178}
+ALL_BRANCHES = 153.9
+ROOM_BRANCHES = {"guide": 174.3, "inference": 168, "program": 174.5, "bases": 151, "gaussians": 108, "diagnostics": 172}
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
