@@ -52,7 +52,7 @@ options = command_line.options(
     steps=(200, "training steps of each guide"),
     draws=(0, "draws of a new NUTS chain; 0 reads those of the last chain", 0),
     samples=(1000, "draws of each posterior", 50),
-    checks=(3, "guides that are checked", 1),
+    checks=(3, "guides that are checked", 0),
     rows=(20_000, "rows with inputs of their own", 2000),
 )
 settings = {"steps": options.steps, "progress": False}  # of each fit

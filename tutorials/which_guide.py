@@ -68,7 +68,7 @@ options = command_line.options(
     "All families but Exact on three tasks.",
     device=False,
     steps=(60, "training steps of each guide", 2),
-    every=(1, "train one of so many pairs of a task and a family", 2),
+    every=(1, "train one of so many pairs of a task and a family", 4),
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
