@@ -15,7 +15,7 @@ from pyro_sparsegp.gaussians.natural_arrow import NaturalArrow
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide import search, start
 from pyro_sparsegp.guide.check import Glance, check
-from pyro_sparsegp.numerics.arrow import Dense, OneEach
+from pyro_sparsegp.numerics.arrow import Arrow, OneEach
 from pyro_sparsegp.numerics.linalg import NumericalWarning
 
 from .models import observed, restored
@@ -38,7 +38,7 @@ def test_arrows_are_their_dense_matrices():
     first, second = _spread(phi), _spread(psi)
     arrow = phi.gram(h).plus(1.0)
     precision = eye + first.mT @ (first * h[:, None])
-    dense, inverse = Dense.of(precision), torch.linalg.inv(precision)
+    dense, inverse = Arrow.of(precision), torch.linalg.inv(precision)
     x, v, rows = torch.randn(COMMON + OWN), torch.randn(N), torch.randn(3, COMMON + OWN)
     turn, own_turn = torch.randn(COMMON, COMMON), torch.rand(OWN)
     whole = torch.block_diag(turn, own_turn.diag())
@@ -67,6 +67,19 @@ def test_arrows_are_their_dense_matrices():
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-12)
     noise = arrow.noise((40_000,))
     torch.testing.assert_close(noise.mT @ noise / len(noise), inverse, rtol=0.0, atol=0.03 * float(inverse.max()))
+    # an indefinite one: S's eigenvalues and d, by their sizes, as LDLᵀ has them
+    other = arrow.plus(-2.5)
+    common, cross, own = other.parts
+    sized = own.abs().clamp(min=0.5)
+    values, axes = torch.linalg.eigh(common - cross / sized @ cross.mT)
+    lower = torch.cat([torch.cat([eye[:COMMON, :COMMON], cross / sized], 1), eye[COMMON:]])
+    middle = torch.block_diag((axes * values.abs().clamp(min=0.5)) @ axes.mT, sized.diag())
+    torch.testing.assert_close(other.lifted(0.5) @ eye, lower @ middle @ lower.mT, rtol=0.0, atol=1e-12)
+    values, axes = torch.linalg.eigh(precision - 2.5 * eye)
+    whole = (axes * values.abs().clamp(min=0.5)) @ axes.mT
+    torch.testing.assert_close(Arrow.of(precision - 2.5 * eye).lifted(0.5) @ eye, whole, rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(dense.upper @ dense.upper.mT, inverse, rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(dense.covariances(first), along, rtol=0.0, atol=1e-12)
     assert arrow.is_positive
     assert not arrow.plus(-3.0).is_positive
     assert not arrow.plus(-1.5).is_positive or torch.linalg.eigvalsh(precision)[0] > 1.5

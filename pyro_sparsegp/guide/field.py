@@ -7,7 +7,7 @@ affine function of x: its linear predictor.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Union
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -23,8 +23,8 @@ from ..gaussians import AtRows, NaturalGaussian
 from ..gaussians.following import Following
 from ..gaussians.natural_arrow import NaturalArrow
 from ..gaussians.product import Shared
-from ..numerics.arrow import Arrow, Dense, OneEach
-from ..numerics.linalg import plus_one, residual_cholesky, side_by_side, sum_blocks, times
+from ..numerics.arrow import Arrow, OneEach
+from ..numerics.linalg import residual_cholesky, side_by_side, sum_blocks, times
 from ..program.asking import answers
 from ..program.enumeration import Enumeration
 from ..program.handlers import NO_RUN, trace_like
@@ -101,15 +101,10 @@ class Layout:
         owner = torch.where(slope == 0, 0.0, moved / slope).detach().round().long().clamp(0, num - 1)
         return OneEach(torch.cat([common, slope[None]]).mT, owner, num), rest.mT
 
-    def nothing(self, like: Tensor) -> Any:
+    def nothing(self, like: Tensor) -> Arrow:
         """G = 0 of this layout."""
         own = self.num - self.dense
-        parts = like.new_zeros(self.dense, self.dense), like.new_zeros(self.dense, own), like.new_zeros(own)
-        return Arrow(*parts) if self.eliminated else parts[0]
-
-    def precision(self, gram: Any) -> Union[Dense, Arrow]:
-        """P = I + G of this layout."""
-        return gram.plus(1.0) if self.eliminated else Dense.of(plus_one(gram))
+        return Arrow(like.new_zeros(self.dense, self.dense), like.new_zeros(self.dense, own), like.new_zeros(own))
 
     def extend(self, x: Tensor) -> Tensor:
         """x, ``(num,)``, with residuals of 0."""

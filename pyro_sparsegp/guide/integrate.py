@@ -12,7 +12,6 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..numerics.arrow import Arrow
 from ..program.asking import attempt
 from ..program.draws import late_bar
 from ..program.traces import repeatable, whole_plates
@@ -66,7 +65,7 @@ def _weighted(compared: Compared, num: int) -> Points:
     middle = nested.tried(_medians(theta, weight))
     ends = [mode if middle is nested.none else middle, *(found[i] for i in some)]
     means, precisions = zip(*(nested.of_means(one) for one in ends))
-    parts = zip(*(one.parts if isinstance(one, Arrow) else [one.upper] for one in precisions))
+    parts = zip(*(one.parts if nested.layout.eliminated else [one.upper] for one in precisions))
     points = Points(
         {name: list(shape) for name, shape in hyper.shapes.items()},
         {name: list(sizes) for name, sizes in nested.layout.field.items()},

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 from pyro import poutine
@@ -26,7 +26,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..numerics.arrow import Arrow, Dense
+from ..numerics.arrow import Arrow
 from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
 from ..program.owners import NO_VALUES, Values
@@ -64,7 +64,7 @@ class Optimum:
     value: Tensor  # F
     slope: Tensor  # ∇F
     x: Tensor  # x̂
-    precision: Union[Dense, Arrow]  # P
+    precision: Arrow  # P
     left: Mapping[str, Tensor]  # ½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats
 
 
@@ -84,8 +84,9 @@ class Nested:
         self.guide, self.layout, self.links, self.hyper, self._run = guide, layout, links, hyper, run
         self.handler, self.drawn = handler, drawn
         x, theta = (torch.zeros(num).to(guide.like) for num in (layout.num, hyper.size))
+        self.nothing = theta.new_zeros(layout.dense, layout.dense)
         # where the program has no density
-        self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, layout.precision(layout.nothing(x)), {})
+        self.none = Optimum(theta, theta.new_tensor(-torch.inf), theta, x, layout.nothing(x).plus(1.0), {})
         # x̂ and P of the last θ, at first at 0, or near it, where products stand still: far from it their factors may
         # have other signs than data say
         noise = torch.randn(layout.num, generator=torch.Generator().manual_seed(0)).to(x)
@@ -172,19 +173,19 @@ class Nested:
                 break
             x = x + step
         else:  # P's own, where steps ended at another's
-            root = found.layout.precision(gram_of(found, self._local(found, theta, x, root)))
+            root = gram_of(found, self._local(found, theta, x, root)).plus(1.0)
         self.last = x, root
         return x, root
 
-    def of_means(self, best: Optimum) -> tuple[Tensor, Any]:
+    def of_means(self, best: Optimum) -> tuple[Tensor, Arrow]:
         """x̂ and P after a step from ℓ's to E[ℓ]'s: a skewed posterior's mean is not its mode (van Niekerk and Rue,
         2024).
         """
         found = self.predictors(best.theta)[0].detached()
         density, slopes, weights = self._by_expectation(found, found.at(best.x), best.precision)
-        slope, matrix = found.back(slopes), best.x.new_zeros(0, 0)
+        slope, matrix = found.back(slopes), self.nothing
         if self.drawn:
-            more, matrix = self.densities(best.theta).local_mean(best.x, best.precision.root)  # type: ignore[union-attr]  # which is dense
+            more, matrix = self.densities(best.theta).local_mean(best.x, best.precision.factor.root)  # which is dense
             slope = slope + more
         root, _ = root_of(found, Local(density, slope, weights, matrix, slope[:0]))
         return best.x + root.solve(slope.detach() - best.x), root
@@ -197,7 +198,7 @@ class Nested:
             self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
         parts = by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
         nothing = x.new_zeros(self.layout.extended - len(x))
-        here = Local(parts[0], found.back(parts[1]), parts[2], x.new_zeros(0, 0), nothing)
+        here = Local(parts[0], found.back(parts[1]), parts[2], self.nothing, nothing)
         if not self.drawn:
             return here
         density, slope, matrix = self.densities(theta).local(x)
@@ -287,11 +288,7 @@ class Nested:
         # Pm ← exp(bᵀθ) Pm
         pull = jacobian(pull + 0 * theta.sum(), theta).detach() - torch.outer(weights, best.x)
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
-        if isinstance(gram, Arrow):
-            moves = -gram.plus(_LEAST).solve(pull.mT).mT
-        else:
-            values, axes = torch.linalg.eigh(gram)
-            moves = -(pull @ axes / values.clamp(min=_LEAST)) @ axes.mT
+        moves = -gram.lifted(_LEAST).solve(pull.mT).mT
         for name, rows in self.hyper.rows.items():
             by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
             # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ

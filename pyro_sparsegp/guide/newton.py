@@ -1,13 +1,12 @@
 """Newton's steps of x: slopes, curvatures and precisions of densities by their predictors."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..numerics.arrow import Arrow, Dense
-from ..numerics.linalg import plus_one
+from ..numerics.arrow import Arrow, gram
 from .predictors import Place, Predictors
 
 Slopes = dict[Any, Tensor]  # by places, or pairs of them
@@ -19,25 +18,15 @@ class Local(NamedTuple):
     density: Tensor  # ℓ
     slope: Tensor  # ∇ℓ by x
     weights: Slopes  # W, −∇²ℓ by pairs of a datum's predictors
-    matrix: Tensor  # −∇²ℓ by x of densities without predictors, (num, num); (0, 0) if there are none
+    matrix: Tensor  # −∇²ℓ by common entries of x, (C, C), of densities without predictors
     of_residuals: Tensor  # and by each residual
 
 
-def root_of(found: Predictors, here: Local) -> tuple[Any, bool]:
+def root_of(found: Predictors, here: Local) -> tuple[Arrow, bool]:
     """P, or what takes its place, and whether it is P itself."""
-    gram = gram_of(found, here)
-    if isinstance(gram, Arrow):
-        whole = gram.plus(1.0)
-        by_size = {pair: part.abs() for pair, part in here.weights.items() if pair[0] == pair[1]}
-        other = here._replace(weights=by_size)
-        return (whole, True) if whole.is_positive else (gram_of(found, other).plus(1.0), False)  # type: ignore[union-attr]
-    precision = plus_one(gram)
-    root, info = torch.linalg.cholesky_ex(precision)
-    if not info:
-        return Dense(root), True
+    precision = gram_of(found, here).plus(1.0)
     # Where ℓ is not log-concave negative curvatures count by their size: no step is longer than the model holds.
-    values, axes = torch.linalg.eigh(precision)
-    return Dense(torch.linalg.cholesky((axes * values.abs().clamp(min=0.5)) @ axes.mT)), False
+    return (precision, True) if precision.is_positive else (precision.lifted(0.5), False)
 
 
 def grads(value: Tensor, by: Mapping[Any, Tensor]) -> Slopes:
@@ -59,11 +48,9 @@ def by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tens
     return density, slopes, curvatures
 
 
-def by_precision(found: Predictors, here: Local, precision: Union[Dense, Arrow]) -> Tensor:
+def by_precision(found: Predictors, here: Local, precision: Arrow) -> Tensor:
     """A number with the derivatives of ½ log|P|, ½ tr(C ∂P), where C = P⁻¹: no factor is differentiated."""
-    total: Any = found.x.new_zeros(())
-    if len(here.matrix):
-        total = 0.5 * (precision.covariance * here.matrix).sum()  # type: ignore[union-attr]
+    total: Any = 0.5 * (precision.common_covariance * here.matrix).sum()
     # JC, where J has entries
     along = {place: precision.covariances(rows.detach()) for place, rows in found.rows.items()}
     for (one, other), weight in here.weights.items():
@@ -73,15 +60,10 @@ def by_precision(found: Predictors, here: Local, precision: Union[Dense, Arrow])
     return total
 
 
-def gram_of(found: Predictors, here: Local) -> Union[Tensor, Arrow]:
+def gram_of(found: Predictors, here: Local) -> Arrow:
     """G = JᵀWJ = P − I, and what other densities add to it, without its graph."""
-    total = found.layout.nothing(found.x.detach())
-    if len(here.matrix):
-        total = here.matrix.detach().clone()
+    _, *others = found.layout.nothing(here.matrix).parts
+    total = Arrow(here.matrix.detach(), *others)
     for (one, other), weight in here.weights.items():
-        first, second = found.rows[one].detach(), found.rows[other].detach()
-        if isinstance(total, Arrow):
-            total = total + first.gram(weight.detach(), second)
-        else:
-            total = total + first.mT @ (weight.detach()[:, None] * second)
+        total = total + gram(found.rows[one].detach(), weight.detach(), found.rows[other].detach())
     return total

@@ -278,8 +278,8 @@ class _Mode:
 
     def _given_others(self, members: list[str]) -> tuple[Tensor, Tensor]:
         """P and x̂ of some members, all others held."""
-        index, root = index_of(self.layout.rows, members, self.theta), self.best.precision.root  # type: ignore[union-attr]
-        return (root @ root.mT)[index][:, index], self.best.x[index]
+        index = index_of(self.layout.rows, members, self.theta)
+        return self.best.precision.parts[0][index][:, index], self.best.x[index]
 
     @torch.no_grad()
     def _put(self, coefficients: NaturalGaussian, anchor: Seat, members: list[str]) -> None:

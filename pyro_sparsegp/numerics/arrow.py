@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -69,59 +69,9 @@ class OneEach:
         return Arrow(self.common.mT @ right[:, :-1], own[:, :-1].mT, own[:, -1])
 
 
-class Dense:
-    """A positive matrix P, ``(M, M)``, by its lower Cholesky factor, with what an :class:`Arrow` has."""
-
-    def __init__(self, root: Tensor) -> None:
-        self.root = root
-
-    @classmethod
-    def of(cls, matrix: Tensor) -> Dense:
-        """This matrix."""
-        return cls(torch.linalg.cholesky(matrix))
-
-    @property
-    def half_log_det(self) -> Tensor:
-        """½ log|P|."""
-        return self.root.diagonal().log().sum()
-
-    @property
-    def upper(self) -> Tensor:
-        """R of P⁻¹ = RRᵀ, upper triangular."""
-        return torch.linalg.solve_triangular(self.root, eye_like(self.root), upper=False).mT
-
-    @cached_property
-    def covariance(self) -> Tensor:
-        """P⁻¹."""
-        return torch.cholesky_inverse(self.root)
-
-    @property
-    def gram(self) -> Tensor:
-        """P − I."""
-        return self.root @ self.root.mT - eye_like(self.root)
-
-    @property
-    def diagonal(self) -> Tensor:
-        """P's."""
-        return self.root.square().sum(-1)
-
-    @property
-    def variances(self) -> Tensor:
-        """P⁻¹'s diagonal."""
-        return self.covariance.diagonal()
-
-    def solve(self, right: Tensor) -> Tensor:
-        """P⁻¹ of a vector, or of columns."""
-        columns = right if right.dim() > 1 else right[:, None]
-        return torch.cholesky_solve(columns, self.root).view_as(right)
-
-    def covariances(self, phi: Tensor) -> Tensor:
-        """ΦP⁻¹, ``(N, M)``."""
-        return phi @ self.covariance
-
-    def white(self, phi: Tensor) -> Tensor:
-        """``(M, N)``: products of two such matrices add up to diag(ΦP⁻¹Ψᵀ)."""
-        return torch.linalg.solve_triangular(self.root, phi.mT, upper=False)
+def gram(phi: Union[OneEach, Tensor], weight: Tensor, psi: Any) -> Arrow:
+    """Φᵀ diag(w) Ψ, as :meth:`OneEach.gram`."""
+    return Arrow.of(phi.mT @ (weight[:, None] * psi)) if isinstance(phi, Tensor) else phi.gram(weight, psi)
 
 
 class Parts(NamedTuple):
@@ -137,6 +87,11 @@ class Arrow:
 
     def __init__(self, common: Tensor, cross: Tensor, own: Tensor) -> None:
         self.parts = common, cross, own
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Arrow:
+        """This matrix, as an arrow without others, K = 0."""
+        return cls(matrix, matrix[:, :0], matrix.new_zeros(0))
 
     def __add__(self, other: Arrow) -> Arrow:
         return Arrow(*(a + b for a, b in zip(self.parts, other.parts)))
@@ -190,6 +145,14 @@ class Arrow:
         info = torch.linalg.cholesky_ex(common - cross @ (cross.mT / own[:, None])).info
         return decided((own > 0).all() & (info == 0))
 
+    def lifted(self, least: float) -> Arrow:
+        """That with the sizes of d and of S's eigenvalues in their place, and no less than a number."""
+        common, cross, own = self.parts
+        own = own.abs().clamp(min=least)
+        along = cross @ (cross.mT / own[:, None])
+        values, axes = torch.linalg.eigh(common - along)
+        return Arrow((axes * values.abs().clamp(min=least)) @ axes.mT + along, cross, own)
+
     @property
     def half_log_det(self) -> Tensor:
         """½ log|P|."""
@@ -208,6 +171,11 @@ class Arrow:
     def common_covariance(self) -> Tensor:
         """P⁻¹ of the common entries, ``(C, C)``."""
         return torch.cholesky_inverse(self.factor.root)
+
+    @property
+    def upper(self) -> Tensor:
+        """R of P⁻¹ = RRᵀ, upper triangular, where K = 0."""
+        return torch.linalg.solve_triangular(self.factor.root, eye_like(self.factor.root), upper=False).mT
 
     @property
     def variances(self) -> Tensor:
@@ -229,8 +197,10 @@ class Arrow:
         left = phi.common - phi.entry[:, None] * along.index_select(0, phi.owner)
         return torch.cat([self._white(left), (phi.entry / own.index_select(0, phi.owner).sqrt())[None]])
 
-    def covariances(self, phi: OneEach) -> Tensor:
-        """ΦP⁻¹ where Φ has entries, ``(N, C + 1)``."""
+    def covariances(self, phi: Union[OneEach, Tensor]) -> Tensor:
+        """ΦP⁻¹ where Φ has entries, ``(N, C + 1)``; of a tensor where K = 0, ``(N, C)``."""
+        if isinstance(phi, Tensor):
+            return phi @ self.common_covariance
         _, along, own = self.factor
         rows = along.index_select(0, phi.owner)
         common = (phi.common - phi.entry[:, None] * rows) @ self.common_covariance
