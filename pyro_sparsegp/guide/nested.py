@@ -34,7 +34,7 @@ from ..program.traces import all_sites, is_observation, share_of
 from .field import AtValues, Layout, Standardised, index_of, slices
 from .known import KnownGuide
 from .latents import Hyperparameters
-from .newton import Local, Slopes, by_derivatives, by_precision, grads, gram_of, root_of
+from .newton import Local, Slopes, by_derivatives, by_precision, grads, root_of
 from .predictors import Densities, Links, Place, Predictors
 
 _START = 0.03  # of a draw of x, where steps begin beside products
@@ -173,7 +173,9 @@ class Nested:
                 break
             x = x + step
         else:  # P's own, where steps ended at another's
-            root = gram_of(found, self._local(found, theta, x, root)).plus(1.0)
+            root, is_mode = root_of(found, self._local(found, theta, x, root))
+            if not is_mode:
+                raise Unsupported("densities have no mode where steps ended")
         self.last = x, root
         return x, root
 

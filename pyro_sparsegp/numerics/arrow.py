@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .decisions import decided
-from .linalg import cholesky, eye_like
+from .linalg import cholesky, eye_like, factorised
 
 
 class OneEach:
@@ -142,16 +142,20 @@ class Arrow:
     def is_positive(self) -> bool:
         """Whether P has a Cholesky factor."""
         common, cross, own = self.parts
-        info = torch.linalg.cholesky_ex(common - cross @ (cross.mT / own[:, None])).info
+        _, info = factorised(common - cross @ (cross.mT / own[:, None]))
         return decided((own > 0).all() & (info == 0))
 
     def lifted(self, least: float) -> Arrow:
         """That with the sizes of d and of S's eigenvalues in their place, and no less than a number."""
         common, cross, own = self.parts
         own = own.abs().clamp(min=least)
-        along = cross @ (cross.mT / own[:, None])
-        values, axes = torch.linalg.eigh(common - along)
-        return Arrow((axes * values.abs().clamp(min=least)) @ axes.mT + along, cross, own)
+        along = cross.mT / own[:, None]
+        values, axes = torch.linalg.eigh(common - cross @ along)
+        half = axes * values.abs().clamp(min=least).sqrt()
+        found = Arrow(half @ half.mT + cross @ along, cross, own)
+        upper = torch.linalg.qr(half.mT).R  # of half halfᵀ, where rounding may be more than the least eigenvalue
+        found.factor = Parts((upper * upper.diagonal().sign()[:, None]).mT, along, own)
+        return found
 
     @property
     def half_log_det(self) -> Tensor:
