@@ -19,15 +19,13 @@ class ArrowFactor(Factor):
 
     def moments(self, phi: Union[Tensor, OneEach]) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ); Φ is a tensor, or has one entry of the last block a row."""
-        if isinstance(phi, Tensor):
-            return phi @ self.loc, self.precision.white(phi).square().sum(0) - phi.square().sum(-1)
         return phi @ self.loc, self.cross_change(phi, phi)
 
     def cross_change(self, phi: Any, psi: Any) -> Tensor:
-        """diag(Φ(S − I)Ψᵀ) of two of the same owners."""
+        """diag(Φ(S − I)Ψᵀ) of two tensors, or of two of the same owners."""
         white = self.precision.white(phi)
         other = white if psi is phi else self.precision.white(psi)
-        return (white * other).sum(0) - (phi.compact * psi.compact).sum(-1)
+        return (white * other).sum(0) - (phi * psi).sum(-1)
 
     def covariance(self, phi: Tensor) -> Tensor:
         white = self.precision.white(phi)

@@ -278,7 +278,7 @@ class Nested:
         :param found: the linear predictors at ``theta``, with their graph, as the turn T of coefficients is; without
             one J stays.
         """
-        gram, slopes = best.precision.gram, dict[str, tuple[Tensor, Tensor]]()
+        gram, slopes = best.precision.plus(-1.0), dict[str, tuple[Tensor, Tensor]]()
         # ∂x̂ = P⁻¹ ∂∇ℓ, and of sites that turn with T, whose sums are TᵀGT and Tᵀr, ∂m = P⁻¹(∂Tᵀx̂ − G ∂T x̂).
         if turn is None:
             fixed = found.detached()

@@ -286,7 +286,7 @@ class _Mode:
         """Put q of some members to their mode, all others held."""
         if self.layout.eliminated:
             precision = self.best.precision
-            coefficients.put_sums(anchor, precision.gram, precision @ self.best.x)  # type: ignore[arg-type,operator]
+            coefficients.put_sums(anchor, precision.plus(-1.0), precision @ self.best.x)  # type: ignore[arg-type]
             return
         # exp(−½ xᵀPx + xᵀPx̂) over the prior's exp(−½|x|²)
         given, x = self._given_others(members)

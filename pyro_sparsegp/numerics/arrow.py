@@ -129,11 +129,6 @@ class Arrow:
         return Parts(cholesky(schur, 0.0, "the Schur complement of a field's precision"), along, own)
 
     @property
-    def gram(self) -> Arrow:
-        """P − I."""
-        return self.plus(-1.0)
-
-    @property
     def diagonal(self) -> Tensor:
         """P's."""
         return torch.cat([self.parts[0].diagonal(), self.parts[2]])
