@@ -43,7 +43,16 @@ def test_arrows_are_their_dense_matrices():
     turn, own_turn = torch.randn(COMMON, COMMON), torch.rand(OWN)
     whole = torch.block_diag(turn, own_turn.diag())
     along = first @ inverse
+    common, cross, own = (other := arrow.plus(-2.5)).parts  # which is indefinite: sizes in LDLᵀ
+    sized = own.abs().clamp(min=0.5)
+    values, axes = torch.linalg.eigh(common - cross / sized @ cross.mT)
+    lower = torch.cat([torch.cat([eye[:COMMON, :COMMON], cross / sized], 1), eye[COMMON:]])
+    middle = torch.block_diag((axes * values.abs().clamp(min=0.5)) @ axes.mT, sized.diag())
     pairs = {
+        "sizes": (other.lifted(0.5) @ eye, lower @ middle @ lower.mT),
+        "P⁻¹ of sizes": (other.lifted(0.5).solve(lower @ middle @ lower.mT), eye),
+        "RRᵀ, K = 0": (dense.upper @ dense.upper.mT, inverse),
+        "ΦP⁻¹, K = 0": (dense.covariances(first), along),
         "P": (arrow @ eye, precision),
         "Φx": (phi @ x, first @ x),
         "a column": (phi @ x[:, None], first @ x[:, None]),
@@ -67,19 +76,6 @@ def test_arrows_are_their_dense_matrices():
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-12)
     noise = arrow.noise((40_000,))
     torch.testing.assert_close(noise.mT @ noise / len(noise), inverse, rtol=0.0, atol=0.03 * float(inverse.max()))
-    # an indefinite one: S's eigenvalues and d, by their sizes, as LDLᵀ has them
-    other = arrow.plus(-2.5)
-    common, cross, own = other.parts
-    sized = own.abs().clamp(min=0.5)
-    values, axes = torch.linalg.eigh(common - cross / sized @ cross.mT)
-    lower = torch.cat([torch.cat([eye[:COMMON, :COMMON], cross / sized], 1), eye[COMMON:]])
-    middle = torch.block_diag((axes * values.abs().clamp(min=0.5)) @ axes.mT, sized.diag())
-    torch.testing.assert_close(other.lifted(0.5) @ eye, lower @ middle @ lower.mT, rtol=0.0, atol=1e-12)
-    values, axes = torch.linalg.eigh(precision - 2.5 * eye)
-    whole = (axes * values.abs().clamp(min=0.5)) @ axes.mT
-    torch.testing.assert_close(Arrow.of(precision - 2.5 * eye).lifted(0.5) @ eye, whole, rtol=0.0, atol=1e-12)
-    torch.testing.assert_close(dense.upper @ dense.upper.mT, inverse, rtol=0.0, atol=1e-12)
-    torch.testing.assert_close(dense.covariances(first), along, rtol=0.0, atol=1e-12)
     assert arrow.is_positive
     assert not arrow.plus(-3.0).is_positive
     assert not arrow.plus(-1.5).is_positive or torch.linalg.eigvalsh(precision)[0] > 1.5
