@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..numerics.functions import first_known, if_known
 from .algebra import Kernel, Scaled, kernel_by_row
 from .base import Scalar, as_tensor, describe, per_column, require_one, second
 from .stationary import RBF, Matern32, Matern52, ProfileOfDistance, root
@@ -148,10 +149,10 @@ class Anova(Kernel):
         if self.profile is None:
             # k(x, x') − m(x)m(x')/v (eq. 8)
             left, inverse = self._means(x)
-            right = left if z is None else self._means(z)[0]
+            right = first_known(if_known(lambda z: self._means(z)[0], z), left)
             return self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
         (inverse, *_, spread), left = self._ends(x), self._deficits(x)
-        right = left if z is None else self._deficits(other)
+        right = first_known(if_known(self._deficits, z), left)
         # Distances are differences from a point near all: those of sums far from the origin would lose digits.
         centre = other.detach().mean(-2)
         rest, v = spread.to(x), (1 - spread).to(x)
