@@ -136,7 +136,7 @@ EVERY |= {"SparseEP": (SparseEP(12), KERNEL)}
 EVERY |= {"WeightSpace": (WeightSpace(), FOURIER), "ExactWeightSpace": (ExactWeightSpace(), FOURIER)}
 
 
-@pytest.mark.quick("SVGP | MeanFieldAdditive | CoupledPrecision | SGPR | ComputationAwareCG | SparseEP | WeightSpace")
+@pytest.mark.quick("SVGP | CoupledPrecision | SGPR | ComputationAwareCG | SparseEP | WeightSpace | ExactWeightSpace")
 @pytest.mark.parametrize("name", EVERY)
 def test_every_family_exports(name):
     """Draws of w, whose likelihoods have the mean that the posterior's marginals give, and a mean log weight, E[lp −
@@ -221,7 +221,7 @@ def test_binomial_draws_in_blocks_need_no_warning():
     assert ((error.square().mean(0) - 1).abs() < 5 * (3 / 2000) ** 0.5).all()
 
 
-@pytest.mark.quick("family0")
+@pytest.mark.quick("family1")
 @pytest.mark.parametrize("family", [SVGP(8), SGPR(8)])
 def test_draws_in_blocks_are_those_of_a_loop(family, monkeypatch):
     """A program that vmap refuses is run once a draw: the same in distribution, and in value under the same noise."""
