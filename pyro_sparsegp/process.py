@@ -17,7 +17,7 @@ from torch.distributions import constraints
 from .kernels import Kernel
 from .kernels.algebra import Foreign, as_kernel
 from .kernels.base import hyperparameters
-from .numerics.functions import broadcast_shapes, first_known, if_known
+from .numerics.functions import broadcast_shapes, first_known
 from .numerics.linalg import cholesky, solve_lower, times
 
 Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
@@ -167,7 +167,7 @@ class GaussianProcess(TorchDistribution):
 
         def covariance(left: Tensor, right: Optional[Tensor] = None) -> Tensor:
             phi = known(left)
-            return kernel(left, right) - phi.mT @ first_known(if_known(known, right), phi)
+            return kernel(left, right) - phi.mT @ (phi if right is None else known(right))
 
         def variance(inputs: Tensor) -> Tensor:
             # 0 at the known inputs, but for rounding of either sign.

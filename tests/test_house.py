@@ -111,7 +111,7 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 ALL_LINES = 25003
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
-ALL_BRANCHES = 153.2
+ALL_BRANCHES = 153.8
 ROOM_BRANCHES = {"guide": 173.4, "inference": 168, "program": 174.5, "bases": 151, "gaussians": 108, "diagnostics": 172}
 ANY = 190  # arguments without a type
 FILE_LINES = 408

@@ -190,11 +190,12 @@ class AdditiveFeatures(Features):
 
     def _whole(self, blocks: Sequence[Optional[Tensor]]) -> Any:
         """As one, with I for blocks that have none; ``None`` without any."""
+        found = list(zip(self.sizes, blocks))
         given = [block for block in blocks if block is not None]
         if not given:
             return None
         like, batch = given[0], broadcast_shapes(*(block.shape[:-2] for block in given))
-        own = [torch.eye(n).to(like) if a is None else a for n, a in zip(self.sizes, blocks)]
+        own = [torch.eye(n, dtype=like.dtype, device=like.device) if a is None else a for n, a in found]
         return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 
     @functools.cached_property
@@ -212,8 +213,8 @@ class AdditiveFeatures(Features):
         former = iter(before.split([z.numel() for z in own]))
 
         def of(features: Any) -> list[Optional[Tensor]]:
-            at = if_known(lambda z: features.anchors_at(next(former).view(z.shape)), features.places)
-            return first_known(at, [None] * len(features.sizes))
+            z = features.places
+            return [None] * len(features.sizes) if z is None else features.anchors_at(next(former).view(z.shape))
 
         return self._in_order(self.groups, of)
 

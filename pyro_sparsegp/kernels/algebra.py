@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from ..numerics.functions import broadcast_shapes, first_known, if_known
+from ..numerics.functions import broadcast_shapes, if_known
 from ..numerics.linalg import side_by_side
 from .base import CovarianceFunction, PriorFunctions, Scalar, as_tensor, describe, positive, second
 
@@ -311,7 +311,7 @@ class Select(_Modified):
         dims, inner = self.dims, self.kernel.columns
         if isinstance(dims, slice) or min(dims, default=0) < 0:
             return None
-        return tuple(sorted(first_known(if_known(lambda inner: [dims[i] for i in inner], inner), dims)))
+        return tuple(sorted(dims if inner is None else (dims[i] for i in inner)))
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         def of_all(omega: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics.functions import first_known, if_known
 from .algebra import Kernel, Scaled, kernel_by_row
 from .base import Scalar, as_tensor, describe, per_column, require_one, second
 from .stationary import RBF, Matern32, Matern52, ProfileOfDistance, root
@@ -149,10 +148,10 @@ class Anova(Kernel):
         if self.profile is None:
             # k(x, x') − m(x)m(x')/v (eq. 8)
             left, inverse = self._means(x)
-            right = first_known(if_known(lambda z: self._means(z)[0], z), left)
+            right = left if z is None else self._means(z)[0]
             return self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
         (inverse, *_, spread), left = self._ends(x), self._deficits(x)
-        right = first_known(if_known(self._deficits, z), left)
+        right = left if z is None else self._deficits(other)
         # Distances are differences from a point near all: those of sums far from the origin would lose digits.
         centre = other.detach().mean(-2)
         rest, v = spread.to(x), (1 - spread).to(x)

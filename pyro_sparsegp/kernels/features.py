@@ -18,7 +18,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from ..numerics.arguments import require_codes, require_count
-from ..numerics.functions import broadcast_shapes, by_rows, first_known, if_known, shape_of
+from ..numerics.functions import broadcast_shapes, by_rows, shape_of
 from ..numerics.linalg import row_squares, side_by_side
 from .algebra import Kernel, Level
 from .base import Scalar, as_tensor, per_column, positive, require_one, second
@@ -34,7 +34,7 @@ class FeatureKernel(Kernel):
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         phi = self.features(x)
-        return phi @ first_known(if_known(self.features, z), phi).mT
+        return phi @ (phi if z is None else self.features(z)).mT
 
     def diag(self, x: Tensor) -> Tensor:
         return self.features(x).square().sum(-1)
@@ -216,7 +216,7 @@ class DeepBasis(FeatureKernel):
         return phi, self._diagonal(row_squares(phi))
 
     def _diagonal(self, squares: Tensor) -> Tensor:
-        return squares.clamp(min=first_known(self.level, squares.amax(-1, keepdim=True)))
+        return squares.clamp(min=squares.amax(-1, keepdim=True) if self.level is None else self.level)
 
     def _squares(self, x: Tensor) -> Tensor:
         return by_rows(lambda rows: (row_squares(self.features(rows)),), x)[0]

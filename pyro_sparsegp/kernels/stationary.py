@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.functions import Function, aligned, broadcast_shapes, if_known
+from ..numerics.functions import Function, aligned, broadcast_shapes
 from ..numerics.linalg import wider
 from .algebra import Kernel
 from .base import EventDims, Scalar, as_tensor, per_column, positive, second
@@ -127,7 +127,7 @@ class Stationary(Kernel):
         # the scaling, whose rounding grows with the inputs' distance from the origin.
         centre = second(x, z).detach().mean(-2, keepdim=True)
         left = self.scale(x - centre)
-        return self.covariance(left, if_known(lambda z: self.scale(z - centre), z))
+        return self.covariance(left, None if z is None else self.scale(z - centre))
 
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))

@@ -89,7 +89,7 @@ def aligned(in_dims: Sequence[Optional[int]], tensors: Sequence[Optional[Tensor]
     """
     first = [t if t is None else t[None] if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims)]
     dims = max(t.dim() for t in first if t is not None)
-    return [if_known(lambda t: t.reshape(t.shape[0], *[1] * (dims - t.dim()), *t.shape[1:]), t) for t in first]
+    return [None if t is None else t.reshape(t.shape[0], *[1] * (dims - t.dim()), *t.shape[1:]) for t in first]
 
 
 class _LogNdtr(Function):
@@ -125,7 +125,7 @@ class _Primal:
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
-        self.saved_tensors = tuple(if_known(lambda p: unpack_dual(p).primal, p) for p in ctx.saved_tensors)
+        self.saved_tensors = tuple(p if p is None else unpack_dual(p).primal for p in ctx.saved_tensors)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
