@@ -432,6 +432,14 @@ def test_bars_that_show_or_hide_and_a_rule_that_stops(progress, monkeypatch, cap
     assert [*(part in text for part in shown), shown[-1] in capsys.readouterr().err] == [progress] * 6
 
 
+def test_a_fit_of_many_hyperparameters_looks_at_gp_sites_alone(monkeypatch):
+    """15 of them took it longer than training."""
+    monkeypatch.setattr(Glance, "most", 0)
+    monkeypatch.setattr(Glance, "of_newton", None)
+    result, _ = fitted(fit_worker.rows(20), steps=100)
+    assert result.notes == ("fit compared GP sites alone: 1 hyperparameters are many. Call guide.check for the rest.",)
+
+
 BATCH = (torch.zeros(4, 1), torch.zeros(4))
 
 

@@ -673,6 +673,20 @@ def test_a_summary_is_of_draws_and_prints_as_a_table():
         assert prepared(PLAIN, SVGP(5), *data(num=20)).summary(num_draws=5).names == ()  # of no latents
 
 
+@pytest.mark.parametrize("is_made_of_f", [False, True])
+def test_a_summary_of_latents_reads_no_function_values_but_where_a_latent_is_made_of_them(is_made_of_f, monkeypatch):
+    def model(x, y=None):
+        noise, f = pyro.sample("noise", dist.LogNormal(-1.0, 0.5)), pyro.sample("f", GaussianProcess(RBF, x))
+        loc = pyro.sample("a", dist.Normal(f[..., 0], 0.1))[..., None] + f if is_made_of_f else f
+        observed(dist.Normal(loc, noise[..., None]), y)
+
+    guide, asked = trained(model, SVGP(5), *data(num=20), steps=5), list[str]()
+    variance = SparsePosterior.variance.func
+    monkeypatch.setattr(SparsePosterior, "variance", property(lambda q: asked.append(q.name) or variance(q)))
+    assert {*guide.summary(num_draws=3).names} == {"noise", *["a"] * is_made_of_f}
+    assert bool(asked) == is_made_of_f
+
+
 @pytest.mark.parametrize("independent", [True, ()])
 def test_medians_and_quantiles_as_of_auto_normal(independent):
     """Of draws: hyperparameters' are those of the normal in unconstrained space, f's those of its posterior."""

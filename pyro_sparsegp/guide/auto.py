@@ -275,7 +275,9 @@ class AutoSparseGP(SiteMessenger):
     @torch.no_grad()
     def _marginal_draws(self, what: str, args: tuple, kwargs: dict[str, Any], num_draws: int) -> dict[str, Tensor]:
         """Draws of latents, and of single values of GP sites where there are arguments, ``(num_draws, ...)``."""
-        names = (*self.facts.latents, *(self.facts.gps if args or kwargs else ()))
+        facts, is_given = self.facts, args or kwargs
+        names, of_latents = list(facts.latents), not (is_given or {*facts.downstream} - {*facts.data})
+        names += facts.gps if is_given else ()
         args, kwargs = self._or_of_training(what, args, kwargs)
         require_count(num_draws, "num_draws")
         if not names:
@@ -283,7 +285,7 @@ class AutoSparseGP(SiteMessenger):
 
         def one(item: dict[Any, Tensor]) -> dict[Any, Tensor]:
             with handlers.Held(item):
-                values = self.run_at(args, kwargs, joint_up_to=0, draws_data=False).values
+                values = self.run_at(args, kwargs, joint_up_to=0, draws_data=False, of_latents=of_latents).values
             return {name: values[name] for name in names if name in values}
 
         # 128 features a value.

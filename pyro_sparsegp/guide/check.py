@@ -346,7 +346,17 @@ class Glance(Compared):
     num_starts = 6
     higher = 3.0
     beyond = math.inf
+    most = 12  # hyperparameters, beyond which draws and searches take longer than training may
     of_bound = staticmethod(lambda guide, args, kwargs: [])
+
+    def lines(self, call: Any) -> list[str]:
+        if self.hyper.size <= self.most:
+            return super().lines(call)
+        self.call, self.late, self.small = call, {}, {}
+        more = (
+            f"fit compared GP sites alone: {self.hyper.size} hyperparameters are many. Call guide.check for the rest."
+        )
+        return [*self.of_values(), more]
 
     def of_values(self) -> list[str]:
         right, gps = moments_of([self.moments(self.best)], self.loc.new_ones(1)), self.guide.facts.gps

@@ -179,6 +179,7 @@ class Posteriors(Run):
 
     joint_up_to: float = math.inf  # how many function values of a site are drawn jointly
     marginal: bool = False  # posteriors are given hyperparameters alone, not draws of latents in their prior means
+    of_latents: bool = False  # latents alone are asked for: GP sites, which none is made of, are at their priors' means
     ahead: Optional[Priors] = field(init=False, default=None)  # the run for the hyperparameters of a joint posterior
     # By GP site whose prior mean is made of members: its process, features and these.
     with_means: dict[str, Any] = field(init=False, default_factory=dict)
@@ -191,6 +192,8 @@ class Posteriors(Run):
         return posterior.mean if self.at_medians else posterior
 
     def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Union[Tensor, SparsePosterior]:
+        if self.of_latents:
+            return process.mean
         joint = process.event_shape[0] <= self.joint_up_to
         kind = Site if joint else self.kind.kind_of_draws(self.guide, name)
         posterior = self.posteriors[name] = self.kind.answer(self, name, process, module, kind)
