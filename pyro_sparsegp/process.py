@@ -17,7 +17,7 @@ from torch.distributions import constraints
 from .kernels import Kernel
 from .kernels.algebra import Foreign, as_kernel
 from .kernels.base import hyperparameters
-from .numerics.functions import broadcast_shapes, first_known
+from .numerics.functions import broadcast_shapes
 from .numerics.linalg import cholesky, solve_lower, times
 
 Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
@@ -108,7 +108,7 @@ class GaussianProcess(TorchDistribution):
             _require_rows(value, x, self._batch_shape, "returned")
             return value
         self._require_mean_at(x)
-        return first_known(mean, x.new_zeros(()))
+        return x.new_zeros(()) if mean is None else mean
 
     def _require_mean_at(self, x: Tensor) -> None:
         mean = self.mean_function

@@ -22,7 +22,7 @@ from ..gaussians.seats import seen_from
 from ..gaussians.sites import KeptSites, Sites, within_reach
 from ..modules import AbstractModule, size_buffers
 from ..numerics.decisions import decided
-from ..numerics.functions import first_known, is_long
+from ..numerics.functions import is_long
 from ..numerics.linalg import NumericalWarning, eye_like, over_lower, sum_blocks
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -327,7 +327,7 @@ class ExpectationGP(AbstractModule):
         """Replace the sites of some data, or of all, by these, at features under ``anchor``. Row numbers are distinct
         and below ``num``; the sums stay.
         """
-        phi, anchor = sites.inputs, first_known(anchor, sites.inputs.new_zeros(0, 0))
+        phi, anchor = sites.inputs, sites.inputs.new_zeros(0, 0) if anchor is None else anchor
         # υ = L⁻ᵀφ: rows ΦL⁻¹
         rows = over_lower(phi, anchor) if anchor.numel() else phi
         if index is None:

@@ -17,7 +17,7 @@ from ..gaussians.base import Gaussian
 from ..kernels import Kernel
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
-from ..numerics.functions import broadcast_shapes, first_known, if_known, in_pieces
+from ..numerics.functions import broadcast_shapes, if_known, in_pieces
 from ..numerics.linalg import Whitening, cholesky, eye_like, on_diagonal, over_upper, solve_lower
 from .base import Basis, Component, CrossFeatures, Features, Moments
 from .features import ExplicitFeatures
@@ -229,7 +229,7 @@ class AdditiveFeatures(Features):
         given = [part for part in found if part is not None]
         if not given:
             return None
-        parts = [first_known(one, given[0].new_zeros(sum(p.sizes))) for p, one in zip(self.parts, found)]
+        parts = [given[0].new_zeros(sum(p.sizes)) if one is None else one for p, one in zip(self.parts, found)]
         return torch.cat(parts) / len(given)
 
     def components(self) -> list[Component]:
@@ -270,7 +270,7 @@ class Additive(Basis):
                 groups.append(_Alone(members, bases[c](terms[c], jitter, f"{name}, term {c}")))
             else:
                 values = Values(torch.stack(inputs, -3), bases[c].trainable)
-                own = first_known(jitter, bases[c].jitter)
+                own = bases[c].jitter if jitter is None else jitter
                 kernel_ = stacked([terms[c] for c in members], values.z)
                 groups.append(_Stack(members, features_of(kernel_, [values], own, name)))
         return AdditiveFeatures(kernel, bases, groups)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels import Kernel
 from ..kernels.base import hyperparameters
-from ..numerics.functions import first_known, if_known, in_chunks
+from ..numerics.functions import if_known, in_chunks
 from ..numerics.linalg import PRECISE, Whitening, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Init, choose_inputs, given_inputs, some_distinct, those
@@ -136,7 +136,7 @@ class InducingPoints(Basis):
         return change(z, self.unit) if self._of_f[i] and self.unit is not None else z
 
     def _keep(self, name: str, values: object, like: Tensor, dtype: torch.dtype) -> None:
-        self.register_buffer(name, if_known(lambda v: torch.tensor(v).to(like.device, dtype), values), False)
+        self.register_buffer(name, None if values is None else torch.tensor(values).to(like.device, dtype), False)
 
     @classmethod
     def chosen(
@@ -231,7 +231,7 @@ class InducingPoints(Basis):
     def forward(self, kernel: Kernel, jitter: Optional[float], name: str) -> InducingFeatures:
         if any(self.of_source) and kernel.source is None:
             raise ValueError(f"the kernel of site {name!r}, {kernel!r}, has no source, but had in the first call")
-        return features_of(kernel, self.variables(), first_known(jitter, self.jitter), name)
+        return features_of(kernel, self.variables(), self.jitter if jitter is None else jitter, name)
 
     def spec(self) -> dict[str, Any]:
         shapes = [list(z.shape) if isinstance(z, Tensor) else None for z in self.inputs]

@@ -177,7 +177,7 @@ class Known(Unmapped):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*output[:2])
         *_, ctx.stays, turn, ctx.stack = inputs  # constants
-        ctx.turned = if_known(lambda turn: turn.shape, turn)
+        ctx.turned = None if turn is None else turn.shape
 
     # P = K + TᵀAT and r = Pm = Tᵀr₀ with a block-diagonal T = L₀⁻¹L and the part K that does not turn, I or ``stays``,
     # have dP = DᵀA + AD and dr = Dᵀr for D = L⁻¹dL, so that dS = −S dP S and AS = I − KS leave one product and the

@@ -21,7 +21,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..numerics.functions import first_known, if_known, jacobian
+from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
 from ..program.data import map_tensors
 from ..program.draws import Draw, all_draws, late_bar
@@ -166,8 +166,9 @@ class Compared:
         items = items_of_draws(guide, _OWN)
         every = all_draws(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
         each: list[Moments] = [map_tensors(itemgetter(i), every) for i in range(_OWN)]
-        of_points = if_known(lambda points: percentiles(points.theta, points.weight), guide.core.points)
-        ends = first_known(of_points, self.loc + self.width * self.loc.new_tensor(ENDS)[:, None])
+        points, ends = guide.core.points, self.loc + self.width * self.loc.new_tensor(ENDS)[:, None]
+        if points is not None:
+            ends = percentiles(points.theta, points.weight)
         return moments_of(each, self.loc.new_full((_OWN,), 1 / _OWN)) | self.hyper.intervals(ends)
 
     def _given(self, run: Any) -> Moments:

@@ -18,7 +18,6 @@ from ..families import ExpectationFamily, Family
 from ..gaussians.sites import KeptSites
 from ..modules import at_path, path_of
 from ..numerics.arguments import refuse
-from ..numerics.functions import first_known
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.data import NoRelation, Relation, TrainingData
 from ..program.explore import ClosedForms
@@ -112,7 +111,7 @@ class KnownGuide(AutoNormalMessenger):
         by_name: Mapping[Any, Any] = families if isinstance(families, Mapping) else {(): families}
         by_group = {key if isinstance(key, tuple) else (key,): family for key, family in by_name.items()}
         by_expectation = any(isinstance(family, ExpectationFamily) for family in by_group.values())
-        points = first_known(named["point_estimates"], by_expectation)
+        points = by_expectation if named["point_estimates"] is None else named["point_estimates"]
         _require_arguments(model, by_group, {**named, "point_estimates": points}, start)
         super().__init__(model, **options)
         self.families, self.by_group = families, by_group
@@ -215,7 +214,7 @@ class KnownGuide(AutoNormalMessenger):
         path = path_of(name)
         deep_setattr(self, "locs." + path, PyroParam(loc, event_dim=event_dim))
         if not self.is_point(name):
-            scale = first_known(scale, torch.full_like(loc, self._init_scale))
+            scale = torch.full_like(loc, self._init_scale) if scale is None else scale
             deep_setattr(self, "scales." + path, PyroParam(scale, constraints.positive, event_dim))
 
     @property

@@ -149,8 +149,9 @@ class Search:
         sizes = {name: self.handler.sizes_of(module, rows) for name, module in modules}
         sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
         eliminated = self._eliminated()
-        last = sorted(self.sites, key=eliminated.__eq__)  # the eliminated one behind all others
-        field = {name: sizes[name] for name in last if name in sizes}
+        field = {name: sizes[name] for name in self.sites if name in sizes}
+        if eliminated:
+            field[eliminated] = field.pop(eliminated)  # the last one
         layout = Layout(field, facts.residuals(dict.fromkeys(self.gps, self.num)), eliminated)
         numbers = layout.extended - layout.num + layout.dense
         if layout.dense > LARGEST or numbers * rows > _MOST_SLOPES:

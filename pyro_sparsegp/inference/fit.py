@@ -23,7 +23,7 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import Glance, check
 from ..numerics.arguments import refuse, require_choice, require_count
-from ..numerics.functions import first_known, held, if_known
+from ..numerics.functions import held, if_known
 from ..numerics.processes import Workers, sharing
 from ..program.data import TrainingData, signature_of
 from ..program.draws import SHOWN
@@ -130,12 +130,12 @@ def fit(
     require_count(batch_size, "batch_size", or_none=True)
     require_choice(jit, "fit's jit", "auto", True, False)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
-    total = first_known(if_known(lambda num: num * len(batches), epochs), steps, _STEPS)
+    total = (_STEPS if steps is None else steps) if epochs is None else epochs * len(batches)
     ways: dict[Any, bool] = {"auto": total >= _LONG, True: True, False: False}
     method = _method(guide, optim, loss, method, group, (TraceQuadrature_ELBO, JitTraceQuadrature_ELBO)[ways[jit]])
     path = if_known(Path, checkpoint)
-    settles, stops = first_known(steps, epochs, stopping) is None, first_known(stopping, lambda losses: False)
-    loop = _Loop(model, guide, method, batches, total, Workers(group), stops, path, settles)
+    settles = steps is None and epochs is None and stopping is None
+    loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
     with held(SHOWN, progress):
         if resume and path is not None and path.exists():
             loop.resume(path)
@@ -153,7 +153,7 @@ def _method(
 ) -> Union[SVI, ExpectationPropagation]:
     """What takes the steps."""
     if method is None:
-        optim = first_known(optim, FallingAdam())
+        optim = FallingAdam() if optim is None else optim
         if not guide.q.has_bound:
             return ExpectationPropagation(guide.model, guide, optim, group=group)
         loss = loss or own()
@@ -177,7 +177,7 @@ class _Loop:
     batches: Union[TensorBatches, LoadedBatches]
     total: int
     workers: Workers
-    stops: Callable[[list[float]], bool]
+    stopping: Optional[Callable[[list[float]], bool]]
     path: Optional[Path]
     settles: bool  # whether the number of steps follows the bound
     losses: list[float] = field(default_factory=list)
@@ -312,7 +312,8 @@ class _Loop:
 
     def _why_to_stop(self, interrupts: list[int]) -> str:
         """Why no step is to follow, if one could."""
-        whys: dict[str, Any] = {_INTERRUPTED: interrupts, "the stopping rule says so": self.stops(self.losses)}
+        says_so = self.stopping is not None and self.stopping(self.losses)
+        whys: dict[str, Any] = {_INTERRUPTED: interrupts, "the stopping rule says so": says_so}
         # What stops one process stops all, which else would wait for its gradients for ever.
         of_any = self.workers.largest(self.guide.like.new_tensor(float(any(whys.values()))))
         return next((why for why, applies in {**whys, "another process stopped": of_any}.items() if applies), "")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.arguments import Documented
-from ..numerics.functions import broadcast_shapes, first_known, if_known
+from ..numerics.functions import broadcast_shapes, if_known
 
 Scalar = Union[float, int, Tensor]
 EventDims = tuple[tuple[str, int], ...]
@@ -45,7 +45,7 @@ def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
 
 def second(x: Tensor, z: Optional[Tensor]) -> Tensor:
     """The second inputs of k(x, z), which k(x) has not: x itself."""
-    return first_known(z, x)
+    return x if z is None else z
 
 
 def require_one(x: Tensor, reads: str, selected: str) -> None:

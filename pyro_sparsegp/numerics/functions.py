@@ -26,11 +26,6 @@ def if_known(function: Callable[..., Any], *values: object) -> Any:
     return None if any(value is None for value in values) else function(*values)
 
 
-def first_known(*values: object) -> Any:
-    """The first that is not ``None``: what is given, or else its default."""
-    return next((value for value in values if value is not None), None)
-
-
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """As :func:`torch.broadcast_shapes`, whose first call imports sympy, for most of a second."""
     first = next(iter(shapes), ())

@@ -26,7 +26,7 @@ from ..gaussians.free import ProjectedGaussian
 from ..gaussians.sites import Sites
 from ..kernels import Kernel
 from ..kernels.base import hyperparameters
-from ..numerics.functions import broadcast_shapes, by_rows, first_known, in_chunks
+from ..numerics.functions import broadcast_shapes, by_rows, in_chunks
 from ..numerics.linalg import (
     above_rounding,
     cholesky,
@@ -288,7 +288,7 @@ class _Sequential:
         # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
         self.kernel = process.kernel.relative_to(process.x)
         self.scale = self.kernel.diag(process.x).detach().mean(-1)
-        self.jitter = first_known(process.jitter, default_jitter(process.x.dtype))
+        self.jitter = default_jitter(process.x.dtype) if process.jitter is None else process.jitter
         self.x, self.noise, self.values = process.x[..., :0, :], process.x.new_zeros(shape), process.x.new_zeros(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
