@@ -108,6 +108,7 @@ def outliers(x, group, y=None):
         pyro.sample("y", dist.Normal(f, torch.where(z == 1, 3.0, a[group])), obs=y)
 
 
+@pytest.mark.quick("family0 | levels | means")
 @pytest.mark.parametrize("model", [levels, means, outliers])
 @pytest.mark.parametrize("family", [SVGP(6), SGPR(6)])
 def test_an_unknown_group_is_told_of_by_every_call(model, family):

@@ -261,6 +261,7 @@ OF_A_KIND = ["SVGP", "OrthogonalInducing3", "DecoupledColumns", "CoupledPrecisio
 OF_A_KIND += ["AdditiveSGPR", "SemiCollapsedOrthogonal", "ComputationAwareCG"]
 
 
+@pytest.mark.quick("0 | 1 | 2 | 3 | 4 | 5")  # not ComputationAwareCG, the longest
 @pytest.mark.filterwarnings("ignore:the bound changes by")
 @pytest.mark.parametrize(("i", "name"), enumerate(OF_A_KIND))
 def test_families(i, name):

@@ -347,9 +347,7 @@ def test_changes_of_networks_and_parameters_are_seen():
             level = pyro.param("level", torch.zeros((), dtype=x.dtype))
             return counts(x, y, change=lambda f: level + net(x)[:, 0])
 
-        def store():
-            pyro.get_param_store()["level"] = torch.tensor(0.5, dtype=torch.float64)
-
+        store = partial(pyro.get_param_store().__setitem__, "level", torch.tensor(0.5, dtype=torch.float64))
         svi = stepper(elbo, model, SVGP(6))
         losses = [svi.step(*rows(24)) for _ in range(8)]
         for change in (lambda: net[0].requires_grad_(False), net.eval, store):
