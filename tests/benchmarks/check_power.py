@@ -352,7 +352,7 @@ def truth(model, args):
             at = nested.tried(best.theta + 1.3 * root @ eps)
         for _ in range(0 if at is nested.none else EACH):
             z = torch.randn(len(at.x), generator=generator)
-            x = at.x + torch.linalg.solve_triangular(at.precision.root.mT, z[:, None], upper=True)[:, 0]
+            x = at.x + torch.linalg.solve_triangular(at.precision.factor.root.mT, z[:, None], upper=True)[:, 0]
             there, handler = nested.run(at.theta, x)
             density = handler.log_prior + nested.of_data(there) + nested.densities(at.theta).total(x)
             weights.append(density + 0.5 * (eps @ eps + z @ z - x @ x) - at.precision.half_log_det)
