@@ -19,8 +19,9 @@ from pyro_sparsegp.families import (
     OrthogonallyDecoupled,
 )
 from pyro_sparsegp.gaussians import Diagonal
+from pyro_sparsegp.guide.predictors import Likelihoods, predictors_of
 
-from .models import draws_of, restored
+from .models import draws_of, observed, restored
 
 N, NOISE, KERNEL = 20, 0.3, kernels.Matern32(0.3)
 
@@ -336,26 +337,31 @@ def test_outputs_of_one_site_that_meet_are_joint(form, levels):
         assert ((draws.std(0) / sd[own] - 1).abs() < 0.2)[used].all()
 
 
-def test_logits_of_classes_are_joint():
+@pytest.mark.parametrize(("classes", "points", "rows"), [(3, 8, 8), (5, 57, 8), (4, 8, 4)])
+def test_logits_of_classes_are_joint(classes, points, rows):
     """A level that all logits share is not seen by a softmax: independent outputs had .85 of the width."""
-    x = torch.linspace(0, 1, 8)[:, None]
-    y = torch.tensor([0, 0, 1, 1, 2, 2, 0, 0])
-    prior = torch.block_diag(*[4 * kernels.RBF(0.3)(x) + 1e-6 * torch.eye(8)] * 3)
+    x, inducing = torch.linspace(0, 1, 8)[:, None], torch.linspace(0, 1, points)[:, None]
+    y = torch.tensor([0, 0, 1, 1, 2, classes - 2, classes - 1, 0])
+    prior = torch.block_diag(*[4 * kernels.RBF(0.3)(x) + 1e-6 * torch.eye(8)] * classes)
 
     def log_joint(f):
-        f = f.unflatten(-1, (3, 8))
+        f = f.unflatten(-1, (classes, 8))
         quadratic = -0.5 * (f.flatten(-2) * torch.linalg.solve(prior, f.flatten(-2).mT).mT).sum(-1)
         return quadratic + dist.Categorical(logits=f.mT).log_prob(y).sum(-1)
 
     def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(4 * kernels.RBF(0.3), x).expand([3]).to_event(1))
-        with pyro.plate("data", 8):
-            pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
+        plate = pyro.plate("data", 8, subsample_size=rows)
+        gp = GaussianProcess(4 * kernels.RBF(0.3), x[plate.indices])
+        f = pyro.sample("f", gp.expand([classes]).to_event(1))
+        with plate:
+            pyro.sample("y", dist.Categorical(logits=f.mT), obs=None if y is None else y[plate.indices])
 
-    guide, _ = _trained(model, SVGP(x, trainable=False), (x, y), 60)
+    family = SVGP(inducing, trainable=False, rate=lambda step: 1 / (1 + step / 2))
+    guide, _ = _trained(model, family, (x, y), 30 if rows == 8 else 200)
+    assert guide.joint.links == {"y": {"logits": "contrast"}}
     q = guide.posterior(x)["f"]
-    draws = draws_of(guide, "f", x, y, num=20_000).flatten(-2)
-    proposal = dist.MultivariateNormal(draws.mean(0), draws.mT.cov() + 1e-6 * torch.eye(24))
+    draws = guide.posterior(x)["f"].rsample((20_000,)).flatten(-2)
+    proposal = dist.MultivariateNormal(draws.mean(0), draws.mT.cov() + 1e-6 * torch.eye(8 * classes))
     f = proposal.sample((40_000,))
     weights = (log_joint(f) - proposal.log_prob(f)).softmax(0)
     assert 1 / weights.square().sum() > 4_000
@@ -363,6 +369,51 @@ def test_logits_of_classes_are_joint():
     sd = (weights @ (f - mean).square()).sqrt()
     assert ((q.mean.reshape(-1) - mean).abs() < 0.15 * sd).all()
     assert ((q.stddev.reshape(-1) / sd).log().abs() < 0.15).all()
+
+
+VECTORS = {
+    "classes": (lambda f: dist.Categorical(logits=f.mT), {"logits": "contrast"}),
+    "two classes": (lambda f: dist.Categorical(logits=f[:2].mT), {"logits": "contrast"}),
+    "probabilities": (lambda f: dist.Categorical(probs=f.mT.softmax(-1)), {"probs": "log odds"}),
+    "one-hot": (lambda f: dist.OneHotCategorical(logits=f.mT), {"logits": "contrast"}),
+    "counts": (lambda f: dist.Multinomial(7, logits=f.mT), {"logits": "contrast"}),
+    "shares": (lambda f: dist.Dirichlet((f.mT + 1).exp()), {"concentration": "log"}),
+    "vectors": (lambda f: dist.MultivariateNormal(f.mT, torch.eye(4)), {"loc": "identity"}),
+    "three": (
+        lambda f: dist.StudentT((f[0] + 2).exp(), f[1], f[2].exp()),
+        {"df": "log", "loc": "identity", "scale": "log"},
+    ),
+    "products": (lambda f: dist.Normal(f[0] * f[1] + f[2].sin(), 0.5), None),
+}
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+def test_expectations_over_predictors_of_each_row(kind):
+    """Normal ones with any covariance, against draws; of what is quadratic in them to rounding."""
+    x, (of, links) = _inputs(), VECTORS[kind]
+    f = 0.5 * torch.randn(4, N)
+    y = of(f).sample()
+
+    def model(x):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([4]).to_event(1))
+        return observed(of(f), y)
+
+    guide, _ = _trained(model, SVGP(6), (x,), 1)
+    assert guide.joint.links.get("y") == links
+    if links is None:
+        return
+    likelihoods = Likelihoods(pyro.poutine.trace(lambda: observed(of(f), y)).get_trace().nodes, guide.joint.links, None)
+    eta = predictors_of(likelihoods.sites, likelihoods.links)
+    root = 0.5 * torch.randn(N, len(eta), len(eta)).tril()
+    covariance = {(a, b): (root @ root.mT)[:, i, j] for (i, a), (j, b) in itertools.product(enumerate(eta), repeat=2)}
+    draws = torch.einsum("njk,snk->jsn", root, torch.randn(20_000, N, len(eta)))
+    draws = torch.cat([draws, -draws], 1)
+    each = likelihoods.log_prob("y", {place: eta[place] + move for place, move in zip(eta, draws)})
+    found, drawn, there = likelihoods.expected(eta, covariance, 20), each.mean(0).sum(), of(f).log_prob(y).sum()
+    assert abs(found - drawn) < 0.05 * abs(drawn - there)
+    if kind == "vectors":
+        exact = there - 0.5 * root.square().sum()
+        assert found == pytest.approx(exact.item(), rel=1e-9)
 
 
 def _plain(mu, x):

@@ -36,7 +36,7 @@ def _rows():
 def test_arrows_are_their_dense_matrices():
     (phi, psi), h, eye = _rows(), torch.rand(N), torch.eye(COMMON + OWN)
     first, second = _spread(phi), _spread(psi)
-    arrow = phi.gram(h).plus(1.0)
+    arrow = phi.gram(phi.compact * h[:, None]).plus(1.0)
     precision = eye + first.mT @ (first * h[:, None])
     dense, inverse = Arrow.of(precision), torch.linalg.inv(precision)
     x, v, rows = torch.randn(COMMON + OWN), torch.randn(N), torch.randn(3, COMMON + OWN)
@@ -68,7 +68,7 @@ def test_arrows_are_their_dense_matrices():
         "ΦP⁻¹": (arrow.covariances(phi), torch.cat([along[:, :COMMON], along[range(N), COMMON + phi.owner, None]], 1)),
         "TᵀPT": (arrow.turned(turn, own_turn) @ eye, whole.mT @ precision @ whole),
         "a pair": (
-            sum(a.gram(h, b) @ eye for a, b in ((phi, psi), (psi, phi))),
+            sum(a.gram(b.compact * h[:, None]) @ eye for a, b in ((phi, psi), (psi, phi))),
             first.mT @ (h[:, None] * second) + second.mT @ (h[:, None] * first),
         ),
     }
@@ -95,14 +95,11 @@ def test_natural_steps_are_those_of_a_dense_one():
             blocks = rows if q is made else [list(_spread(part).split(sizes, -1)) for part in rows]
             with recording(scale) as record:
                 w = q(AtRows([torch.ones(1), at * s, s.exp() * torch.ones(OWN)]))
-                moments, kept = [], []
-                for block in blocks:
-                    moments.append(w.moments(block))
-                    kept.append(w.row)
-                (m, change), (log_scale, its) = moments
-                variance = mean.square().sum(-1) + change
-                its = rows[1].square().sum(-1) + its
-                across = (rows[0] * rows[1]).sum(-1) + w.cross_change(*blocks, tuple(kept))
+                pair = torch.stack([*map(_spread, rows)], 1).split(sizes, -1)
+                means, changes = w.joint_moments(rows if q is made else pair)
+                (m, log_scale), variance = means.mT, mean.square().sum(-1) + changes[:, 0, 0]
+                its = rows[1].square().sum(-1) + changes[:, 1, 1]
+                across = (rows[0] * rows[1]).sum(-1) + changes[:, 0, 1]
                 square = (y - m + 2 * across).square() + variance
                 loss = (log_scale + 0.5 * square * (2 * its - 2 * log_scale).exp()).sum() + w.kl()
                 record.retain()
@@ -177,7 +174,16 @@ def _trained(model, data, steps=4):
     return guide, [svi.step(*data) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("model", [_counts, pytest.param(_scales, marks=pytest.mark.slow)])
+def _choices(x, group, y=None):
+    """Of three logits the last one alone has groups."""
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x, jitter=1e-8))
+    with pyro.plate("groups", GROUPS):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    logits = torch.stack([0 * f, f, a[group]], -1)
+    observed(dist.Categorical(logits=logits), None if y is None else y.clamp(0, 2).round())
+
+
+@pytest.mark.parametrize("model", [_counts, _choices, pytest.param(_scales, marks=pytest.mark.slow)])
 def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
     data = _data(model is _counts)
     whole, losses = _trained(model, data)
@@ -291,7 +297,7 @@ def test_steps_on_batches_are_those_of_a_dense_field(dtype, monkeypatch):
 
 def test_a_covariance_that_rounding_makes_singular_has_a_jitter():
     phi, _ = _rows()
-    arrow = phi.gram(torch.full((N,), 1e13)).plus(1.0)
+    arrow = phi.gram(1e13 * phi.compact).plus(1.0)
     arrow.__dict__["common_covariance"] = torch.ones(COMMON, COMMON)
     with pytest.warns(NumericalWarning, match="covariance of some coefficients"):
         factor = ArrowFactor(torch.zeros(COMMON + OWN), arrow).select(torch.arange(COMMON))

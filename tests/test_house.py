@@ -109,12 +109,12 @@ def test_the_root_is_small():
 
 
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
-ALL_LINES = 25015
+ALL_LINES = 25062
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
 ALL_BRANCHES = 155
 ROOM_BRANCHES = {
     "guide": 174.6,
-    "inference": 170.1,
+    "inference": 170.5,
     "program": 174.5,
     "bases": 154.1,
     "gaussians": 108.1,
@@ -123,7 +123,7 @@ ROOM_BRANCHES = {
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
-TEST_LINES = 28086
+TEST_LINES = 28159
 
 
 @functools.cache

@@ -7,8 +7,10 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
+from pyro_sparsegp.gaussians import Product
 from pyro_sparsegp.gaussians import low_rank as module_of
 from pyro_sparsegp.gaussians.base import Stack
+from pyro_sparsegp.gaussians.factors import CovarianceFactor, DenseFactor, DiagonalFactor, LowRankFactor
 from pyro_sparsegp.gaussians.low_rank import Formed, NaturalLowRank, Products, above_one, sweep
 from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import recording
@@ -31,6 +33,20 @@ def pieces(seed=0):
 def dense(blocks, low_rank):
     """blockdiag(D) + BBᵀ."""
     return torch.block_diag(*blocks) + low_rank @ low_rank.mT
+
+
+def test_moments_of_several_functions():
+    loc, phi = torch.randn(8), torch.randn(3, 5, 8)
+    root = torch.randn(8, 8).tril()
+    blocks, low_rank, _ = pieces()
+    covariance = CovarianceFactor(loc, root @ root.mT, *torch.ones(2), lambda: root)
+    coupled = LowRankFactor(STACK, loc, low_rank.to(loc).unflatten(0, (3, 3)), torch.linalg.cholesky(blocks).to(loc))
+    halves = [DenseFactor(loc[:3], root[:3, :3]), DiagonalFactor(loc[3:], loc[3:].exp())]
+    for factors, groups in (([covariance], [(0, 1, 2)]), ([coupled], [(0, 1, 2)]), (halves, [(0,), (1, 2)])):
+        q = Product(STACK.sizes, factors, groups)
+        means, changes = q.joint_moments(phi.split(q.sizes, -1))
+        torch.testing.assert_close(means, phi @ loc)
+        torch.testing.assert_close(changes, phi @ (q.covariance_matrix - torch.eye(8)) @ phi.mT)
 
 
 def test_precision_formed_or_not():

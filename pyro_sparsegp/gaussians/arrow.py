@@ -1,6 +1,7 @@
 """A Gaussian factor whose last coefficients are values that have one owner a datum."""
 
-from typing import Any, Union
+from collections.abc import Sequence
+from typing import Union
 
 import torch
 from torch import Tensor
@@ -19,13 +20,13 @@ class ArrowFactor(Factor):
 
     def moments(self, phi: Union[Tensor, OneEach]) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ); Φ is a tensor, or has one entry of the last block a row."""
-        return phi @ self.loc, self.cross_change(phi, phi)
+        return phi @ self.loc, self.precision.white(phi).square().sum(0) - phi.square().sum(-1)
 
-    def cross_change(self, phi: Any, psi: Any) -> Tensor:
-        """diag(Φ(S − I)Ψᵀ) of two tensors, or of two of the same owners."""
-        white = self.precision.white(phi)
-        other = white if psi is phi else self.precision.white(psi)
-        return (white * other).sum(0) - (phi * psi).sum(-1)
+    def joint_moments(self, features: Sequence[OneEach]) -> tuple[Tensor, Tensor]:
+        """As of a Gaussian, of K of the same owners."""
+        white = torch.stack([self.precision.white(phi).mT for phi in features], 1)
+        compact, means = torch.stack([phi.compact for phi in features], 1), [phi @ self.loc for phi in features]
+        return torch.stack(means, 1), white @ white.mT - compact @ compact.mT
 
     def covariance(self, phi: Tensor) -> Tensor:
         white = self.precision.white(phi)

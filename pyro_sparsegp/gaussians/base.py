@@ -28,7 +28,6 @@ class Gaussian(ABC):
 
     sizes: tuple[int, ...]
     batch_shape: torch.Size
-    row: Any = None  # the last marginals given, where natural steps record them
 
     @property
     @abstractmethod
@@ -42,12 +41,9 @@ class Gaussian(ABC):
     def note_draws(self) -> None:  # noqa: B027, nothing is to be known by most
         """Take note that function values are drawn by the marginals given, where natural steps are to know."""
 
-    def cross_change(self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Any, Any]) -> Tensor:
-        """diag(Φ(S − I)Ψᵀ), ``(..., N)``, of two matrices with as many rows, recorded as ``rows``."""
-        # ¼(‖φ + ψ‖² − ‖φ − ψ‖²) in the metric S − I
-        pairs = list(zip(features, others))
-        _, both = self.moments([phi + psi for phi, psi in pairs])
-        return (both - self.moments([phi - psi for phi, psi in pairs])[1]) / 4
+    def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Φm, ``(N, K)``, and Φ(S − I)Φᵀ, ``(N, K, K)``, of K functions at each of N inputs, ``(N, K, M_b)``."""
+        return sum_blocks(features, self.loc), self.covariance_change(features)
 
     @abstractmethod
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:

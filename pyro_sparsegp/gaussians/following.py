@@ -61,15 +61,12 @@ class Followed(Gaussian):
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         w, u, more = self._features(features)
         (mean, change), (other, its) = self.own.moments(w), self.rest.moments(u)
-        self.row = self.own.row, self.rest.row
         return mean + other, change + its + more
 
-    def cross_change(self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Any, Any]) -> Tensor:
-        (w, u, _), (x, t, _) = self._features(features), self._features(others)
-        seen = (side_by_side(w) * side_by_side(x)).sum(-1)
-        first = seen - (self._split(features)[0] * self._split(others)[0]).sum(-1)
-        pairs = zip((self.own, self.rest), (w, u), (x, t), *rows)
-        return first + sum(q.cross_change(a, b, (one, other)) for q, a, b, one, other in pairs)
+    def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        (w, u, _), first = self._features(features), self._split(features)[0]
+        (mean, change), (other, its), seen = self.own.joint_moments(w), self.rest.joint_moments(u), side_by_side(w)
+        return mean + other, change + its + seen @ seen.mT - first @ first.mT
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         (w, u, _), first = self._features(features), self._split(features)[0]

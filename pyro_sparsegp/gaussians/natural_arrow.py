@@ -64,9 +64,9 @@ class NaturalArrow(NaturalGaussian):
     ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
         found, before, each = taken.curvatures(), Arrow(*parts), 2 * rate / weight
         nothing = before * torch.zeros_like(rate)
-        target = sum((phi.gram(h) for phi, h, *_ in found), nothing)  # type: ignore[attr-defined]
+        target = sum((phi.gram(phi.compact * h[:, None]) for phi, h, *_ in found), nothing)  # type: ignore[attr-defined]
         signed = [(phi, h) for phi, h, _, is_signed in found if is_signed]
-        cuts = [phi.gram((-h).clamp(min=0)) for phi, h in signed]  # type: ignore[attr-defined]
+        cuts = [phi.gram(phi.compact * (-h).clamp(min=0)[:, None]) for phi, h in signed]  # type: ignore[attr-defined]
         if cuts or is_shared():  # all processes send as many tensors
             cuts = [Arrow(*joined(*sum(cuts, nothing).parts))]
         # G ← (1 − ρ)G + (ρ/c)Φᵀ2HΦ

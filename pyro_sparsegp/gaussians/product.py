@@ -59,10 +59,10 @@ class Product(Gaussian):
         parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
         return total(map(itemgetter(0), parts)), total(map(itemgetter(1), parts))
 
-    def cross_change(self, features: Any, others: Any, rows: tuple[Any, Any]) -> Tensor:
-        if isinstance(features, OneEach):
-            return self.factors[0].cross_change(features, others)  # type: ignore[attr-defined]
-        return super().cross_change(features, others, rows)
+    def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        if isinstance(features[0], OneEach):
+            return self.factors[0].joint_moments(features)  # type: ignore[attr-defined,no-any-return]
+        return super().joint_moments(features)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return total(f.covariance(phi) - phi @ phi.mT for f, phi in zip(self.factors, self._join(features)))
@@ -121,18 +121,19 @@ class Recorded(Product):
             mean, change = factor.moments(phi, matrix)
         else:
             mean, change = super().moments(features)
-        self.row = Row(phi.detach(), keep(mean), keep(change), matrix)
-        self.taken.rows.append(self.row)
-        return self.row.mean, self.row.change
+        row = Row(phi.detach(), keep(mean), keep(change), matrix)
+        self.taken.rows.append(row)
+        return row.mean, row.change
 
     def note_draws(self) -> None:
         self.taken.by_draws = True
 
-    def cross_change(self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Row, Row]) -> Tensor:
-        plain = Product(self.sizes, self.factors, self.groups)  # these sums and differences are no rows of their own
-        value = self.taken.keep(plain.cross_change(features, others, rows))
-        self.taken.crosses.append((*rows, value))
-        return value
+    def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        parts = [part.detach() for part in features]
+        phi = parts if isinstance(parts[0], OneEach) else side_by_side(parts)
+        mean, change = map(self.taken.keep, super().joint_moments(features))
+        self.taken.groups.append(Row(phi, mean, change))
+        return mean, change
 
     def kl(self) -> Tensor:
         # whose gradient is c

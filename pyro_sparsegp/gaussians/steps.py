@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -30,9 +30,9 @@ from .base import Coefficients
 
 @dataclass(eq=False)
 class Row:
-    """Marginals at some inputs."""
+    """Marginals at some inputs; of K functions that meet in densities ``(N, K)``, and covariances ``(N, K, K)``."""
 
-    phi: Any  # Φ of all blocks side by side, without its graph: a tensor, or one entry of the last block a row
+    phi: Any  # Φ of all blocks side by side, without its graph: a tensor, or (K of) one entry of the last block a row
     mean: Tensor  # Φm
     change: Tensor  # diag(Φ(S − I)Φᵀ)
     covariance: Optional[Tensor] = None  # S, if it is one of these marginals' alone: its gradient is Φᵀ diag(h) Φ
@@ -56,7 +56,7 @@ class Pass:
     base: Any  # what the step starts from, of the module's own making
     divergences: list[Tensor] = field(default_factory=list)  # whose gradients add up to c, the weight of KL[q ‖ p]
     rows: list[Row] = field(default_factory=list)
-    crosses: list[tuple[Row, Row, Tensor]] = field(default_factory=list)  # and the covariances of two rows' functions
+    groups: list[Row] = field(default_factory=list)  # of functions that meet
     draws: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # w − m, or what stands for it, and w, (..., M)
     by_draws: bool = False  # whether marginals were drawn from: gradients by variances are those of single draws
     has_design: bool = False  # whether its draws are so many, and such, that curvatures by them are no guesses
@@ -74,13 +74,23 @@ class Pass:
         grads = [g.sum_to_size(batch_shape) if g.dim() > num else g for p in found if (g := p.grad) is not None]
         return sum(grads[1:], grads[0]).expand(batch_shape)
 
+    @property
+    def functions(self) -> list[tuple[Any, Optional[Tensor]]]:
+        """Φ of each function at its inputs, and the gradient by its means."""
+        found: list[tuple[Any, Optional[Tensor]]] = [(row.phi, row.mean.grad) for row in self.rows]
+        for group in self.groups:
+            each, grad = group.phi, group.mean.grad
+            grads = torch.zeros_like(group.mean) if grad is None else grad
+            found += zip(each, grads.mT) if isinstance(each, list) else [(each.flatten(0, 1), grads.flatten())]
+        return found
+
     def slope(self, loc: Tensor) -> Tensor:
         """The gradient by m, ``(..., M)``, but for the divergence's: Φᵀg of all rows, and the gradients by draws."""
         # Φᵀg
         total = [
-            g @ row.phi if isinstance(row.phi, OneEach) else (row.phi.mT @ g[..., None])[..., 0]
-            for row in self.rows
-            if (g := row.mean.grad) is not None
+            g @ phi if isinstance(phi, OneEach) else (phi.mT @ g[..., None])[..., 0]
+            for phi, g in self.functions
+            if g is not None
         ]
         total += [w.grad.reshape(-1, *loc.shape).sum(0) for _, w in self.draws if w.grad is not None]
         return sum(total, torch.zeros_like(loc))
@@ -103,38 +113,27 @@ class Pass:
 
     def curvatures(self) -> list[Curvature]:
         """The gradients by variances, and of functions that have covariances too those along :func:`_axes_of`."""
-        crosses = [(a, b, value.grad) for a, b, value in self.crosses if value.grad is not None]
-        # Rows that meet others in a density; a group has as many data.
-        crossed = dict.fromkeys(itertools.chain(*map(itemgetter(slice(2)), crosses)))
         found = [
             Curvature(row.phi, h, getattr(row.covariance, "grad", None), row.is_signed)
             for row in self.rows
-            if (h := row.change.grad) is not None and row not in crossed
+            if (h := row.change.grad) is not None
         ]
-        for shape in set(map(attrgetter("phi.shape"), crossed)):
-            group = [row for row in crossed if row.phi.shape == shape]
-            found += _axes_of(group, [cross for cross in crosses if cross[0] in group])
-        return found
+        return sum((_axes_of(group) for group in self.groups if group.change.grad is not None), found)
 
 
-def _axes_of(group: list[Row], crosses: Sequence[tuple[Row, Row, Tensor]]) -> list[Curvature]:
+def _axes_of(group: Row) -> list[Curvature]:
     """Curvatures of functions φ₁, …, φ_K with the gradients H, K × K a datum, by their variances and covariances: along
     the axes of H, Σ_j e_jφ_j with the eigenvalues, so that one that is positive stays so.
     """
-    hessian = torch.diag_embed(
-        torch.stack([torch.zeros_like(crosses[0][2]) if r.change.grad is None else r.change.grad for r in group], -1)
-    )
-    for a, b, grad in crosses:
-        i, j = group.index(a), group.index(b)
-        # the covariance of two values stands twice in S
-        hessian[..., i, j] = hessian[..., j, i] = 0.5 * grad
+    hessian: Any = group.change.grad
     # H = EΛEᵀ: ΣΣ h_jkφ_jφ_kᵀ = Σ_j λ_j(Φe_j)(Φe_j)ᵀ
-    values, axes = torch.linalg.eigh(hessian.nan_to_num())
-    first = group[0].phi
-    turned = torch.stack([getattr(row.phi, "compact", row.phi) for row in group], -1) @ axes  # (..., N, M, K)
-    each = zip(turned.unbind(-1), values.unbind(-1))
-    made = [(first.like(phi) if isinstance(first, OneEach) else phi, h) for phi, h in each]
-    return [Curvature(phi, h, None, decided((h < 0).any(), serves_both=True)) for phi, h in made]
+    values, axes = torch.linalg.eigh(0.5 * (hessian + hessian.mT).nan_to_num())
+    if isinstance(group.phi, list):
+        turned = axes.mT @ torch.stack([phi.compact for phi in group.phi], 1)  # (N, K, C + 1)
+        each = list(zip(map(group.phi[0].like, turned.unbind(1)), values.unbind(1)))
+    else:
+        each = [((axes.mT @ group.phi).flatten(0, 1), values.flatten())]
+    return [Curvature(phi, h, None, decided((h < 0).any(), serves_both=True)) for phi, h in each]
 
 
 class Record:
@@ -178,7 +177,8 @@ class Record:
         """The largest gradient by means, variances and draws, 0 where no data depend on q."""
         tensors: list[Tensor] = []
         for one in itertools.chain(*self._passes.values()):
-            tensors += [w for _, w in one.draws] + [part for row in one.rows for part in (row.mean, row.change)]
+            tensors += [w for _, w in one.draws]
+            tensors += [part for row in (*one.rows, *one.groups) for part in (row.mean, row.change)]
         found = [part.grad.abs().amax() for part in tensors if part.grad is not None]
         return torch.stack([self.zero.detach(), *found]).amax()
 
@@ -208,6 +208,7 @@ def is_recorded() -> bool:
     return _RECORD.get() is not None
 
 
+_OF_GROUPS = 0.7  # the largest rate where several functions meet in densities
 _BY_MARGINALS = 0.1  # the largest rate where marginals are drawn from: at 1 a first draw throws an inner layer away
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
 _CLOSER = 6  # times as close where negative curvatures are cut, half a deviation
@@ -229,7 +230,7 @@ class Tape:
     def rate_of(self, passes: list[Pass], share: float) -> Tensor:
         """The rate that replays read; what theirs is found by is kept."""
         self.passes = [
-            Pass(None, None, draws=one.draws and [()], by_draws=one.by_draws, has_design=one.has_design)  # type: ignore
+            Pass(None, None, [], [], one.groups and [()], one.draws and [()], one.by_draws, one.has_design)  # type: ignore
             for one in passes
         ]
         return self.rate
@@ -279,6 +280,8 @@ class Natural(Coefficients):
         of_points = max(0.25, 1 / (1 + self.steps))
         limits = [of_points if one.has_design else of_draws for one in passes if one.draws]
         limits += [_BY_MARGINALS for one in passes if one.by_draws]
+        # At 1 steps of classes may go to and fro between two posteriors, as far from the best on either side.
+        limits += [_OF_GROUPS for one in passes if one.groups]
         return min([self.next_rate(share), *limits])
 
     def take(self, passes: list[Pass], share: float) -> None:
@@ -375,14 +378,12 @@ def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor
     # of draws inputs are not known
     most = shift.abs().amax(-1, keepdim=True) if taken.draws else torch.zeros_like(shift[..., :1])
     # |φᵀΔm|/‖φ‖ of each function value: test_counts_far_from_where_q_starts
-    for row in taken.rows:
-        moved = (row.phi @ shift[..., None])[..., 0].abs_()
-        by = torch.linalg.vector_norm(getattr(row.phi, "compact", row.phi), dim=-1).clamp_(
-            min=torch.finfo(shift.dtype).tiny
-        )
+    for phi, _ in taken.functions:
+        moved = (phi @ shift[..., None])[..., 0].abs_()
+        by = torch.linalg.vector_norm(getattr(phi, "compact", phi), dim=-1).clamp_(min=torch.finfo(shift.dtype).tiny)
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
     # Along them, such as a mean and its log-noise, a slope meets the prior's precision alone:
     # test_a_mean_and_its_noise_do_not_diverge.
-    if cut is not None and taken.crosses:
+    if cut is not None and taken.groups:
         most = torch.where(cut[..., None], _CLOSER * most, most)
     return shift * (_FARTHEST / largest(most.clamp(min=_FARTHEST)))

@@ -41,7 +41,7 @@ def by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tens
     slopes = grads(density, eta)
     curvatures: Slopes = {}
     for one, slope in slopes.items():
-        own = [place for place in eta if place[0] == one[0]]
+        own = found.of(one[0])
         if slope.requires_grad:  # a datum's slopes depend on its own predictors: their sum has them all apart
             second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
             curvatures |= {(one, place): -part for place, part in zip(own, second) if part is not None}
@@ -63,7 +63,10 @@ def by_precision(found: Predictors, here: Local, precision: Arrow) -> Tensor:
 def gram_of(found: Predictors, here: Local) -> Arrow:
     """G = JᵀWJ = P − I, and what other densities add to it, without its graph."""
     _, *others = found.layout.nothing(here.matrix).parts
-    total = Arrow(here.matrix.detach(), *others)
-    for (one, other), weight in here.weights.items():
-        total = total + gram(found.rows[one].detach(), weight.detach(), found.rows[other].detach())
+    total, rows = Arrow(here.matrix.detach(), *others), found.detached().rows
+    for one, phi in rows.items():  # Σ_j J_jᵀ(Σ_k W_jk J_k)
+        pairs = [(rows[b], weight.detach()) for (a, b), weight in here.weights.items() if a == one]
+        parts = [getattr(other, "compact", other) * weight[:, None] for other, weight in pairs]
+        psi: Any = sum(parts, 0 * getattr(phi, "compact", phi))
+        total = total + gram(phi, psi)
     return total

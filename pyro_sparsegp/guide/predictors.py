@@ -13,6 +13,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..numerics.arrow import OneEach
 from ..numerics.functions import depends, jacobian
@@ -25,7 +26,7 @@ from ..program.reader import normal_nodes
 from ..program.traces import LINKS, bare, repeatable
 from .field import Layout
 
-Place = tuple[str, str]  # a site, and its parameter
+Place = tuple[str, str, int]  # a site, its parameter, and which of its numbers
 Pair = tuple[Place, Place]
 Links = Mapping[str, Mapping[str, str]]  # by site and parameter
 Again = Callable[[Values], Mapping[str, Any]]  # the sites of the same run with GP sites' values given
@@ -34,6 +35,7 @@ Again = Callable[[Values], Mapping[str, Any]]  # the sites of the same run with 
 VALUE = "value"
 _AWAY = 0.37, -0.71  # of a value, from where it may be at a top of its density
 _MOVED = -1.5, 3.0  # times a draw of a member, to see kinks: through its prior's mean, and out
+_MOST = 16  # predictors of a datum
 _MOST_POINTS = 600  # that stand for N(0, I)
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-2}  # of a log density, and of a nat
 
@@ -70,7 +72,7 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         its = Predictors(here, {name: of_site}, x, layout, lambda given: run(x, given).nodes).detached()
         its.sure[name] = its.sure[name] & _are_sure(start, name, of_site)  # slopes are of here
         its.sites, its.again = start, lambda given: run(base, given).nodes
-        its.eta = {place: _eta(start, *place, of_site[place[1]]).to(x) for place in its.eta}
+        its.eta = {place: eta.to(x) for place, eta in predictors_of(start, its.links).items()}
         tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
         off = [member for member, is_told in zip(members, tells) if not is_told]
         # all of them, if only the last move, of all at once, is not told
@@ -84,7 +86,7 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         if not depends(density, x):
             continue
         total = total + scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]).sum()
-        made_of = {} if fn.event_shape else traces.parameters(fn)
+        made_of = traces.parameters(fn) if fn.event_shape.numel() else {}
         moving = [key for key, part in made_of.items() if depends(part, x)]
         tried = [found(name, option) for option in _options(fn, moving, site["value"], x)]
         # What moves without a slope jumps, as by a comparison.
@@ -125,21 +127,26 @@ def _are_sure(sites: Mapping[str, Any], name: str, of_site: Mapping[str, str]) -
     """
     made, signs = [_made_of(sites, name, *each) for each in of_site.items()], (-1, 1)
     ends = [[function(p.detach() + sign * torch.finfo(p.dtype).eps) for sign in signs] for p, function in made]
-    return torch.stack([(high - low).abs() < _ROUNDING[low.dtype] for low, high in ends]).all(0)
+    return torch.cat([(high - low).abs() < _ROUNDING[low.dtype] for low, high in ends], 1).all(1)
 
 
-def _eta(sites: Any, name: str, key: str, link: str) -> Tensor:
-    """A predictor in a run, ``(N,)``."""
-    part, function = _made_of(sites, name, key, link)
-    return function(part)
+def predictors_of(sites: Any, links: Links) -> dict[Place, Tensor]:
+    """The predictors of sites in a run, ``(N,)`` each."""
+    found: dict[Place, Tensor] = {}
+    for name, key, link in [(name, key, link) for name, of_site in links.items() for key, link in of_site.items()]:
+        part, function = _made_of(sites, name, key, link)
+        found |= {(name, key, k): eta for k, eta in enumerate(function(part).mT)}
+    return found
 
 
 def _made_of(sites: Any, name: str, key: str, link: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What a predictor is made of in a run, ``(N,)``, and the function of it."""
+    """What predictors of one parameter are made of in a run, ``(N, its numbers)``, and the function of it."""
     fn = bare(sites[name]["fn"])
     if link == VALUE:
-        return sites[key]["value"].reshape(-1), LINKS["identity"][0]
-    return traces.parameters(fn)[key].expand(fn.batch_shape).reshape(-1), LINKS[link][0]
+        return sites[key]["value"].reshape(-1, 1), LINKS["identity"][0]
+    part = traces.parameters(fn)[key]
+    event = part.shape[part.dim() - traces.event_dim_of(fn, key) :]
+    return part.expand(fn.batch_shape + event).reshape(-1, event.numel()), LINKS[link][0]
 
 
 def _density_of(site: Any) -> Tensor:
@@ -149,12 +156,15 @@ def _density_of(site: Any) -> Tensor:
 
 
 def _options(fn: Any, moving: list[str], value: Tensor, x: Tensor) -> list[dict[str, str]]:
-    """The links of one or two parameters that move, if a density of single data can be made anew of all parameters."""
-    # Grids have two axes at most. What is observed may move, as in obs=y - a. Numbers tell whether a subclass is more.
-    are_single = all(traces.parameters(fn)[key].dim() <= len(fn.batch_shape) for key in moving)
-    is_single, is_made_of = 0 < len(moving) <= 2 and are_single and not depends(value, x), False
+    """The links of parameters that move, if densities of single data can be made anew of all parameters."""
+    # What is observed may move, as in obs=y - a. Numbers tell whether a subclass is more.
+    made_of, num = traces.parameters(fn), len(fn.batch_shape)
+    shapes = [(made_of[key].shape, traces.event_dim_of(fn, key)) for key in moving]
+    are_rows = all(len(shape) <= num + dim < num + 2 for shape, dim in shapes)
+    numbers = sum(shape[len(shape) - dim :].numel() for shape, dim in shapes)
+    is_single, is_made_of = are_rows and 0 < numbers <= _MOST and not depends(value, x), False
     with attempt(), asks_program():
-        is_made_of = is_single and torch.equal(traces.rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
+        is_made_of = is_single and torch.allclose(traces.rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
     links = product(*(traces.candidates(fn, key) for key in moving))
     return [dict(zip(moving, each)) for each in links] if is_made_of else []
 
@@ -216,11 +226,13 @@ class Likelihoods:
 
     def distribution(self, name: str, eta: Mapping[Place, Tensor]) -> Any:
         """A site's distribution of single data at predictors ``(..., N)``."""
-        shape, changed = bare(self.sites[name]["fn"]).batch_shape, {}
+        fn, changed = bare(self.sites[name]["fn"]), {}
         for key, link in self.links[name].items():
-            value = eta[name, key]
-            changed[key] = LINKS[link][1](value.reshape(value.shape[:-1] + shape))
-        return traces.rebuilt(self.sites[name]["fn"], changed)
+            each = [part for place, part in eta.items() if place[:2] == (name, key)]
+            value = LINKS[link][1](torch.stack(each, -1))
+            event = value.shape[-1:] * traces.event_dim_of(fn, key)
+            changed[key] = value.reshape(value.shape[:-2] + fn.batch_shape + event)
+        return traces.rebuilt(fn, changed)
 
     def log_prob(self, name: str, eta: Mapping[Place, Tensor]) -> Tensor:
         """A site's log densities of single data at predictors ``(..., N)``."""
@@ -233,7 +245,7 @@ class Likelihoods:
         def at(f: Tensor) -> tuple[Tensor]:
             return (_density_of(self.again({key: f})[name]),)
 
-        first = eta[name, key]
+        first = eta[name, key, 0]
         return (at(first) if first.dim() == 1 else mapped(at, first))[0]
 
     def summed(self, of_site: Callable[[str], Tensor]) -> Tensor:
@@ -247,31 +259,36 @@ class Likelihoods:
 
     def expected(self, eta: Mapping[Place, Tensor], covariance: Mapping[Pair, Tensor], num_nodes: int) -> Tensor:
         """E[ℓ] over normal predictors of the means η, ``(N,)``, with covariances by :attr:`pairs`, in closed form or at
-        Gauss-Hermite nodes.
+        nodes of each datum's own.
         """
 
         def of_site(name: str) -> Tensor:
-            site, links = self.sites[name], self.links[name]
-            # A closed form is of one parameter, as a Normal's loc is; another is at nodes beside it.
-            forms = {key: traces.closed_form(site["fn"], key, link) for key, link in links.items()}
-            places = [(name, key) for key in sorted(links, key=lambda key: forms[key] is not None)]
-            form = forms[places[-1][1]]
-            is_closed = form is not None
-            nodes, weights = normal_nodes(len(places) - is_closed, eta[places[0]], num_nodes)
-            at: dict[Place, Tensor] = {}
-            for place in places:
-                mean, variance, axis = eta[place][None], covariance[place, place], len(at)
-                # Of two the second is normal given the first: its mean moves by C₁₂/C₁₁ of the first's.
-                for first in at:
-                    both = covariance[(first, place) if (first, place) in covariance else (place, first)]
-                    across = both / covariance[first, first].sqrt()
-                    mean, variance = mean + across * nodes[:, :1], above_rounding(variance - across.square(), variance)
-                at[place] = mean + variance.sqrt() * nodes[:, axis : axis + 1] if axis < nodes.shape[1] else mean
+            site, links, own = self.sites[name], self.links[name], [place for place in eta if place[0] == name]
+            # A closed form is of one number, as a Normal's loc is; others are at nodes beside it.
+            is_vector = len(own) > len(links) or bool(bare(site["fn"]).event_shape)
+            forms = {p: None if is_vector else traces.closed_form(site["fn"], p[1], links[p[1]]) for p in own}
+            places = sorted(own, key=lambda place: forms[place] is not None)
+            form = forms[places[-1]]
+            both = [[covariance[min(a, b, key=own.index), max(a, b, key=own.index)] for a in places] for b in places]
+            # η = η(m) + Lε with LLᵀ = C, column by column
+            left, columns = torch.stack([torch.stack(row) for row in both]), list[Tensor]()
+            for _ in places[form is not None :]:
+                pivot = above_rounding(left[0, 0], both[len(columns)][len(columns)]).sqrt()
+                column = torch.cat([pivot[None], left[1:, 0] / pivot])
+                columns.append(pad(column, (0, 0, len(columns), 0)))
+                left = left[1:, 1:] - column[1:, None] * column[1:]
+            # Densities of classes are smooth: 10 nodes along two axes, as many points as of more axes.
+            nodes, weights = normal_nodes(len(columns), left, None if is_vector else num_nodes)
+            means = torch.stack([eta[place] for place in places])[None].expand(len(nodes), -1, -1)
+            if columns:
+                means = means + torch.einsum("sj,jkn->skn", nodes, torch.stack(columns))
+            at = dict(zip(places, means.unbind(1)))
             if form is None:
                 each = self.log_prob(name, at)
             else:
                 shape, made = bare(site["fn"]).batch_shape, functools.partial(self.distribution, name, at)
-                mean, variance = (v.reshape((*v.shape[:-1], *shape)) for v in (mean, variance))
+                variance = above_rounding(left[0, 0], covariance[places[-1], places[-1]])
+                mean, variance = (v.reshape((*v.shape[:-1], *shape)) for v in (at[places[-1]], variance))
                 each = form(made, site["value"], mean, variance)
             total = weights.to(each) @ each.reshape(len(each), -1)  # priors of Python numbers have the default dtype
             return total.view(each.shape[1:])
@@ -289,30 +306,31 @@ class Predictors(Likelihoods):
 
     def __init__(self, sites: Any, links: Links, x: Tensor, layout: Layout, again: Again) -> None:
         super().__init__(sites, links, again)
-        self.x = x
-        places = {(name, key): link for name, of_site in links.items() for key, link in of_site.items()}
-        self.eta = {place: _eta(sites, *place, link).to(x) for place, link in places.items()}
-        self.rows: dict[Place, Any] = {}
-        self.residuals: dict[Place, Tensor] = {}
-        self.layout = layout
+        self.x, self.layout = x, layout
+        self.eta = {place: eta.to(x) for place, eta in predictors_of(sites, links).items()}
         # One way back for all predictors; none, in a step without some of the data.
         every = jacobian(torch.cat([x[:0], *self.eta.values()]), x, layout.directions(x))
-        for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
-            if places[place] == VALUE:  # f, of which its density says how it moves with all others
-                part = part + self._beside(*place)
-            self.rows[place], self.residuals[place] = layout.split(part)
-        if layout.eliminated:  # predictors of a datum have one owner, unless they are of two, which does not tell
-            for one, other in self.pairs:
-                a, b = self.rows[one], self.rows[other]
-                self.rows[other] = OneEach(b.compact, torch.where(a.entry == 0, b.owner, a.owner), a.num)
+        numbers = [len(eta) for eta in self.eta.values()]
+        if of_values := [place for place in self.eta if links[place[0]][place[1]] == VALUE]:
+            # f, of which its density says how it moves with all others
+            parts = zip(self.eta, every.split(numbers, -1))
+            every = torch.cat([p + self._beside(*place[:2]) if place in of_values else p for place, p in parts], -1)
+        rows, residuals = layout.split(every)
+        self.rows: dict[Place, Any] = dict(zip(self.eta, rows.split(numbers)))
+        self.residuals: dict[Place, Tensor] = dict(zip(self.eta, residuals.split(numbers)))
+        for own in map(self.of, links) if layout.eliminated else ():
+            # predictors of a datum have one owner, unless they are of two, which does not tell
+            each = [self.rows[place] for place in own]
+            owner = functools.reduce(lambda owner, b: torch.where(b.entry == 0, owner, b.owner), each, each[0].owner)
+            self.rows |= {place: OneEach(one.compact, owner, one.num) for place, one in zip(own, each)}
 
     def _beside(self, name: str, gp: str) -> Tensor:
         """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""
         # j/g with the density's slopes j by x and g by f, where |g| is larger: at a top of it both are 0.
         found: list[tuple[Tensor, Tensor]] = []
         for away in _AWAY:
-            f = (self.eta[name, gp].detach() + away).requires_grad_()
-            density = self.log_prob(name, {(name, gp): f}) + 0 * self.x.sum()
+            f = (self.eta[name, gp, 0].detach() + away).requires_grad_()
+            density = self.log_prob(name, {(name, gp, 0): f}) + 0 * self.x.sum()
             (slope,) = torch.autograd.grad(density.sum(), f, create_graph=True)
             by_x = jacobian(density, self.x, self.layout.directions(self.x))
             # 0 where a datum's density has no f: test_factors_that_leave_rows_out
@@ -363,6 +381,10 @@ class Predictors(Likelihoods):
             place: torch.cat([precision.white(rows), self.residuals[place].mT]) for place, rows in self.rows.items()
         }
         return {(one, other): (parts[one] * parts[other]).sum(0).detach() for one, other in self.pairs}
+
+    def of(self, name: str) -> list[Place]:
+        """The predictors of a site."""
+        return [place for place in self.eta if place[0] == name]
 
     @property
     def pairs(self) -> list[Pair]:

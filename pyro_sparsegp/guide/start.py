@@ -39,7 +39,8 @@ _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from 
 _NARROWER = 0.2  # of a hyperparameter's precision, from which data's precision follows it
 _FACTOR = 0.05  # a standard deviation of log factors, from which they are followed
 _MODULES = SparseGP, OptimalGP, ExactGP, ExpectationGP  # that may be a part of a field
-_MOST_OF_OUTPUTS = 256  # values at inducing points, of outputs that meet in densities as logits of classes do
+_MOST_OF_OUTPUTS = 5_000_000  # squared values at inducing points, of outputs that meet, times a datum's predictors
+_DRAWN = 75  # predictors that take as long as a density without them
 _DRAWS = 3  # of the prior, beside the first call's own values
 
 
@@ -307,9 +308,7 @@ class _Mode:
     def _obstacles(self, field: list[str], intercepts: Collection[str]) -> list[tuple[Any, str]]:
         """What may keep GP sites and latents apart, whether it does, and what to say of it if latents are."""
         search, facts, modules = self.search, self.facts, self.guide.modules_by_site().values()
-        classes = (
-            f"outputs that meet in a density have one posterior of up to {_MOST_OF_OUTPUTS} values. Take fewer points."
-        )
+        classes = f"outputs that meet in a density have too many values, {len(self.best.x)}. Take fewer points."
         many = f"one posterior under Exact() takes up to {MOST_VALUES} rows. Take SVGP(64)."
         moves = f"inputs of {', '.join(facts.gps)} move, or plates take a part of the rows. Take SVGP(64)."
         meet = len(field) > len(modules) or facts.meeting or self.guide.together_by_name or facts.has_outputs_that_meet
@@ -320,8 +319,9 @@ class _Mode:
         parts = [search.is_part, *(as_process(self.handler.priors[name])[0].x.requires_grad for name in facts.gps)]  # type: ignore[union-attr]
         # Where they have no linear predictor a step takes as many points as twice the values.
         is_drawn = self.nested.drawn and not all(gp.is_quadratic for gp in facts.gps.values())
+        work = (_DRAWN if is_drawn else len(self.found.eta)) * len(self.best.x) ** 2
         return [
-            (facts.has_outputs_that_meet and is_drawn and len(self.best.x) > _MOST_OF_OUTPUTS, classes),
+            (facts.has_outputs_that_meet and work > _MOST_OF_OUTPUTS, classes),
             (any(isinstance(module, ExpectationGP) for module in modules), ""),
             (search.is_exact and search.rows < search.num, many),
             (search.is_exact and any(parts), moves),

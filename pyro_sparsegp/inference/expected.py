@@ -280,11 +280,11 @@ class Grid:
             moving = {*self.closed.moving.get(name, ())} - known.keys()
             found = _functions(sites[name], made, moving)
             links[name] = dict.fromkeys(known, "identity") | {key: link for key, (_, link) in found.items()}
-            moments |= {(name, key): (traces.parameter_of(fn).expand(fn.batch_shape), v) for key, v in known.items()}
+            moments |= {(name, key, 0): (traces.parameter_of(fn).expand(fn.batch_shape), v) for key, v in known.items()}
             marginals = {key: posterior_at(guide_trace, gp) for key, (gp, _) in found.items()}
-            moments |= {(name, key): (q.mean, q.variance) for key, q in marginals.items()}
+            moments |= {(name, key, 0): (q.mean, q.variance) for key, q in marginals.items()}
         # Replicates in a plate beside the rows' would be taken for nodes: test_replicates_are_no_nodes.
-        require_shown(all(mean.shape == sites[name]["fn"].batch_shape for (name, _), (mean, _) in moments.items()))
+        require_shown(all(mean.shape == sites[name]["fn"].batch_shape for (name, *_), (mean, _) in moments.items()))
         eta = {place: mean for place, (mean, _) in moments.items()}
         covariance = {pair: torch.zeros_like(eta[pair[0]]) for pair in combinations(eta, 2)}
         covariance |= {(place, place): variance for place, (_, variance) in moments.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import combinations_with_replacement
 from typing import Any
 
 import pyro
@@ -163,23 +164,24 @@ def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor]
 
 def _moments(q: Gaussian, layout: Layout, found: Predictors) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:
     """The means of the linear predictors of a run with the field at its mean, and covariances of pairs."""
-    eta: dict[Place, Tensor] = {}
-    marginals: dict[Place, Any] = {}  # as they are recorded
-    covariance: dict[Pair, Tensor] = {}
-    blocks: dict[Place, Any] = dict(found.rows)
-    if not layout.eliminated:
-        blocks = {place: list(features.split(layout.sizes, -1)) for place, features in found.rows.items()}
-    for place, features in found.rows.items():
-        mean, change = q.moments(blocks[place])
-        marginals[place] = q.row
+    eta, covariance, loc = dict[Place, Tensor](), dict[Pair, Tensor](), found.x[: layout.num].detach()
+    blocks: Any = (lambda phi: phi) if layout.eliminated else (lambda phi: phi.split(layout.sizes, -1))
+    for name in found.links:
+        places: Any = found.of(name)
+        rows, residuals = [found.rows[place] for place in places], [found.residuals[place] for place in places]
+        if len(places) > 1:
+            phi, left = torch.stack([getattr(row, "compact", row) for row in rows], 1), torch.stack(residuals, 1)
+            both = phi @ phi.mT + left @ left.mT
+            mean, change = q.joint_moments(rows if layout.eliminated else blocks(phi))
+            means, prior, whole = mean.unbind(-1), both.movedim(0, -1), (both + change).movedim(0, -1)
+        else:
+            mean, change = q.moments(blocks(rows[0]))
+            both = rows[0].square().sum(-1) + residuals[0].square().sum(-1)
+            means, prior, whole = (mean,), both[None, None], (both + change)[None, None]
         # η at m, whose derivative by m is that of the features' mean.
-        eta[place] = found.eta[place] - features @ found.x[: layout.num].detach() + mean
-        prior = features.square().sum(-1) + found.residuals[place].square().sum(-1)
-        covariance[place, place] = above_rounding(prior + change, prior)
-    for one, other in [pair for pair in found.pairs if pair not in covariance]:
-        prior = (found.rows[one] * found.rows[other]).sum(-1) + (found.residuals[one] * found.residuals[other]).sum(-1)
-        change = q.cross_change(blocks[one], blocks[other], (marginals[one], marginals[other]))
-        covariance[one, other] = prior + change
+        eta |= {place: found.eta[place] - row @ loc + mean for place, row, mean in zip(places, rows, means)}
+        covariance |= {(a, b): whole[i, j] for (i, a), (j, b) in combinations_with_replacement(enumerate(places), 2)}
+        covariance |= {(a, a): above_rounding(whole[i, i], prior[i, i]) for i, a in enumerate(places)}
     return eta, covariance
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Optional, Union
+from typing import NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class OneEach:
     def like(self, compact: Tensor) -> OneEach:
         """Another one of these owners."""
         return OneEach(compact, self.owner, self.num)
+
+    def split(self, numbers: list[int]) -> list[OneEach]:
+        """So many rows of it each."""
+        return [OneEach(*part, self.num) for part in zip(self.compact.split(numbers), self.owner.split(numbers))]
 
     def __matmul__(self, x: Tensor) -> Tensor:
         """Φx of a vector, or of a column."""
@@ -61,17 +65,16 @@ class OneEach:
         """This without its graph."""
         return self.like(self.compact.detach())
 
-    def gram(self, weight: Tensor, other: Optional[OneEach] = None) -> Arrow:
-        """Φᵀ diag(w) Φ, or Φᵀ diag(w) Ψ, of the same owners, where its transpose is to be added to it."""
-        right = (self if other is None else other).compact * weight[:, None]
+    def gram(self, right: Tensor) -> Arrow:
+        """ΦᵀΨ of compact Ψ of the same owners, where that is symmetric, or its transpose is to be added to it."""
         # sums over each owner's rows, of its entry times those of all columns
         own = right.new_zeros(self.num, right.shape[1]).index_add(0, self.owner, right * self.entry[:, None])
         return Arrow(self.common.mT @ right[:, :-1], own[:, :-1].mT, own[:, -1])
 
 
-def gram(phi: Union[OneEach, Tensor], weight: Tensor, psi: Any) -> Arrow:
-    """Φᵀ diag(w) Ψ, as :meth:`OneEach.gram`."""
-    return Arrow.of(phi.mT @ (weight[:, None] * psi)) if isinstance(phi, Tensor) else phi.gram(weight, psi)
+def gram(phi: Union[OneEach, Tensor], psi: Tensor) -> Arrow:
+    """ΦᵀΨ, as :meth:`OneEach.gram`."""
+    return Arrow.of(phi.mT @ psi) if isinstance(phi, Tensor) else phi.gram(psi)
 
 
 class Parts(NamedTuple):

@@ -228,9 +228,13 @@ def _normal_nodes(
             weights = products.prod(-1)
         else:
             # ε = Φ⁻¹(u) = √2 erf⁻¹(2u − 1), and −ε with each ε: odd moments are 0.
-            uniform = torch.quasirandom.SobolEngine(num_axes, scramble=True, seed=0).draw(64, dtype=torch.float64)
+            draws = torch.quasirandom.SobolEngine(num_axes, scramble=True, seed=0)
+            uniform = draws.draw(max(64, 2 * num_axes), dtype=torch.float64)
             half = math.sqrt(2) * torch.erfinv(2 * uniform.clamp(1e-6, 1 - 1e-6) - 1)
-            points, weights = torch.cat([half, -half]), half.new_full((128,), 1 / 128)
+            # of the second moments I: what is of third degree has its expectation
+            half = math.sqrt(len(half)) * torch.linalg.qr(half).Q
+            points = torch.cat([half, -half])
+            weights = torch.full_like(points[:, 0], 1 / len(points))
         if pairs:
             # ±√P eₚ on each of P axes have the moments of N(0, I) up to the third.
             axes = math.sqrt(pairs) * torch.eye(pairs, dtype=torch.float64)

@@ -6,6 +6,7 @@ A closed form is used where θ is an affine function of function values and noth
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
+from torch.nn.functional import pad
 
 from ..distributions import ExpectedLogProb
 from ..numerics.functions import broadcast_shapes, if_known
@@ -331,22 +333,34 @@ def expectation(fn: TorchDistribution, value: Tensor, variance: Tensor) -> Tenso
 
 # Linear predictors: links under which parameters are affine functions of a program's normal values.
 
-# By name the link η(θ) and its inverse θ(η).
+# By name the link η(θ) and its inverse θ(η). A parameter that is a vector has its numbers last; those of classes are
+# known by what each one's logit has over the first one's.
 LINKS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "identity": (lambda t: t, lambda t: t),
     "log": (torch.log, torch.exp),
     "softplus": (lambda t: t + (-torch.expm1(-t)).log(), torch.nn.functional.softplus),
     "logit": (torch.logit, torch.sigmoid),
     "probit": (torch.special.ndtri, torch.special.ndtr),
+    "contrast": (lambda t: t[..., 1:] - t[..., :1], lambda t: pad(t, (1, 0))),
+    "log odds": (lambda t: (t[..., 1:] / t[..., :1]).log(), lambda t: pad(t, (1, 0)).softmax(-1)),
 }
+
+
+def event_dim_of(fn: TorchDistribution, parameter: str) -> int:
+    """The number of a parameter's dimensions within a datum."""
+    support = bare(fn).arg_constraints[parameter]
+    return 0 if constraints.is_dependent(support) else support.event_dim  # which may not be known
 
 
 def candidates(fn: TorchDistribution, parameter: str) -> list[str]:
     """The links of a parameter's range, the most common first."""
-    support = constraints.real if parameter == "logits" else bare(fn).arg_constraints[parameter]
-    return {constraints.real: ["identity"], constraints.unit_interval: ["logit", "probit"]}.get(
-        support, ["log", "softplus"]
-    )
+    support = bare(fn).arg_constraints[parameter]
+    known = {
+        constraints.real: ["identity"] if event_dim_of(fn, parameter) == 0 else ["contrast", "identity"],
+        constraints.unit_interval: ["logit", "probit"],
+        constraints.simplex: ["log odds"],
+    }
+    return known.get(getattr(support, "base_constraint", support), ["log", "softplus"])
 
 
 # Names of one parameter: a distribution is made of one of these, and makes others of it where they are asked for.
@@ -365,9 +379,12 @@ def parameters(fn: TorchDistribution) -> dict[str, Tensor]:
 
 def rebuilt(fn: TorchDistribution, changed: Mapping[str, Tensor]) -> Any:
     """The distribution under its wrappers, with other values of some parameters."""
-    kind, made_of = type(bare(fn)), {**parameters(fn), **changed}
+    made_of, kind = {**parameters(fn), **changed}, type(bare(fn))
+    # beside tensors, such as a Multinomial's total_count
+    given = {name: vars(bare(fn)).get(name) for name in inspect.signature(kind).parameters}
+    numbers = {name: value for name, value in given.items() if isinstance(value, (int, float))}
     with asks_program():  # a subclass may be made of other arguments
-        return kind(**made_of, validate_args=False)
+        return kind(**numbers, **made_of, validate_args=False)
 
 
 def rewrapped(fn: TorchDistribution, value: Tensor, masked: bool = True) -> Tensor:
