@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations_with_replacement, cycle, product
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..numerics.arrow import OneEach
 from ..numerics.functions import depends, jacobian
@@ -218,6 +217,10 @@ class Densities:
         return slopes[:, : len(x)].sum(0), -0.5 * (curvature + curvature.mT)
 
 
+def _pairs(places: Sequence[Place]) -> Iterable[Pair]:
+    return combinations_with_replacement(places, 2)
+
+
 class Likelihoods:
     """Densities of single data whose parameters are linear predictors under links, all else of them as in a run."""
 
@@ -269,26 +272,24 @@ class Likelihoods:
             forms = {p: None if is_vector else traces.closed_form(site["fn"], p[1], links[p[1]]) for p in own}
             places = sorted(own, key=lambda place: forms[place] is not None)
             form = forms[places[-1]]
-            both = [[covariance[min(a, b, key=own.index), max(a, b, key=own.index)] for a in places] for b in places]
-            # η = η(m) + Lε with LLᵀ = C, column by column
-            left, columns = torch.stack([torch.stack(row) for row in both]), list[Tensor]()
-            for _ in places[form is not None :]:
-                pivot = above_rounding(left[0, 0], both[len(columns)][len(columns)]).sqrt()
-                column = torch.cat([pivot[None], left[1:, 0] / pivot])
-                columns.append(pad(column, (0, 0, len(columns), 0)))
-                left = left[1:, 1:] - column[1:, None] * column[1:]
             # Densities of classes are smooth: 10 nodes along two axes, as many points as of more axes.
-            nodes, weights = normal_nodes(len(columns), left, None if is_vector else num_nodes)
-            means = torch.stack([eta[place] for place in places])[None].expand(len(nodes), -1, -1)
-            if columns:
-                means = means + torch.einsum("sj,jkn->skn", nodes, torch.stack(columns))
-            at = dict(zip(places, means.unbind(1)))
+            num_axes, at = len(places) - (form is not None), {place: eta[place][None] for place in places}
+            nodes, weights = normal_nodes(num_axes, eta[places[0]], None if is_vector else num_nodes)
+            # η = η(m) + Lε with LLᵀ = C, column by column
+            left = {(a, b): covariance[min(a, b, key=own.index), max(a, b, key=own.index)] for a, b in _pairs(places)}
+            for k, node in enumerate(nodes.mT):
+                one, *others = places[k:]
+                pivot = left[one, one].sqrt()
+                column = {other: left[one, other] / pivot for other in others}
+                at |= {place: at[place] + part * node[:, None] for place, part in [(one, pivot), *column.items()]}
+                left |= {(a, b): left[a, b] - column[a] * column[b] for a, b in _pairs(others)}
+                left |= {(a, a): above_rounding(left[a, a], covariance[a, a]) for a in others}
             if form is None:
                 each = self.log_prob(name, at)
             else:
                 shape, made = bare(site["fn"]).batch_shape, functools.partial(self.distribution, name, at)
-                variance = above_rounding(left[0, 0], covariance[places[-1], places[-1]])
-                mean, variance = (v.reshape((*v.shape[:-1], *shape)) for v in (at[places[-1]], variance))
+                last = places[-1]
+                mean, variance = (v.reshape((*v.shape[:-1], *shape)) for v in (at[last], left[last, last]))
                 each = form(made, site["value"], mean, variance)
             total = weights.to(each) @ each.reshape(len(each), -1)  # priors of Python numbers have the default dtype
             return total.view(each.shape[1:])

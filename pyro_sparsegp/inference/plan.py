@@ -171,17 +171,19 @@ def _moments(q: Gaussian, layout: Layout, found: Predictors) -> tuple[dict[Place
         rows, residuals = [found.rows[place] for place in places], [found.residuals[place] for place in places]
         if len(places) > 1:
             phi, left = torch.stack([getattr(row, "compact", row) for row in rows], 1), torch.stack(residuals, 1)
-            both = phi @ phi.mT + left @ left.mT
+            both = (phi @ phi.mT + left @ left.mT).permute(1, 2, 0)
             mean, change = q.joint_moments(rows if layout.eliminated else blocks(phi))
-            means, prior, whole = mean.unbind(-1), both.movedim(0, -1), (both + change).movedim(0, -1)
+            means, changes = mean.unbind(-1), change.permute(1, 2, 0)
+            index = combinations_with_replacement(range(len(places)), 2)
+            parts = {(places[i], places[j]): (both[i, j], changes[i, j]) for i, j in index}
         else:
             mean, change = q.moments(blocks(rows[0]))
             both = rows[0].square().sum(-1) + residuals[0].square().sum(-1)
-            means, prior, whole = (mean,), both[None, None], (both + change)[None, None]
+            means, parts = (mean,), {(places[0], places[0]): (both, change)}
         # η at m, whose derivative by m is that of the features' mean.
         eta |= {place: found.eta[place] - row @ loc + mean for place, row, mean in zip(places, rows, means)}
-        covariance |= {(a, b): whole[i, j] for (i, a), (j, b) in combinations_with_replacement(enumerate(places), 2)}
-        covariance |= {(a, a): above_rounding(whole[i, i], prior[i, i]) for i, a in enumerate(places)}
+        covariance |= {pair: prior + change for pair, (prior, change) in parts.items()}
+        covariance |= {(a, a): above_rounding(covariance[a, a], parts[a, a][0]) for a in places}
     return eta, covariance
 
 
