@@ -383,6 +383,10 @@ VECTORS = {
         lambda f: dist.StudentT((f[0] + 2).exp(), f[1], f[2].exp()),
         {"df": "log", "loc": "identity", "scale": "log"},
     ),
+    "ordered": (
+        lambda f: dist.OrderedLogistic(f[0], f[1, :, None] + torch.tensor([-1.0, 0.0, 1.2])),
+        {"predictor": "identity", "cutpoints": "identity"},
+    ),
     "products": (lambda f: dist.Normal(f[0] * f[1] + f[2].sin(), 0.5), None),
 }
 
@@ -405,6 +409,8 @@ def test_expectations_over_predictors_of_each_row(kind):
     likelihoods = Likelihoods(pyro.poutine.trace(lambda: observed(of(f), y)).get_trace().nodes, guide.joint.links, None)
     eta = predictors_of(likelihoods.sites, likelihoods.links)
     root = 0.5 * torch.randn(N, len(eta), len(eta)).tril()
+    if kind == "ordered":
+        root[:, 2:] = root[:, 1:2]  # cut points move as one: predictors of rank two
     covariance = {(a, b): (root @ root.mT)[:, i, j] for (i, a), (j, b) in itertools.product(enumerate(eta), repeat=2)}
     draws = torch.einsum("njk,snk->jsn", root, torch.randn(20_000, N, len(eta)))
     draws = torch.cat([draws, -draws], 1)

@@ -15,13 +15,12 @@ from typing import Any, Optional
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, MaskedDistribution, TorchDistribution
+from pyro.distributions import Delta, MaskedDistribution, TorchDistribution, constraints
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import constraints
 from torch.nn.functional import pad
 
 from ..distributions import ExpectedLogProb
@@ -359,6 +358,7 @@ def candidates(fn: TorchDistribution, parameter: str) -> list[str]:
         constraints.real: ["identity"] if event_dim_of(fn, parameter) == 0 else ["contrast", "identity"],
         constraints.unit_interval: ["logit", "probit"],
         constraints.simplex: ["log odds"],
+        constraints.ordered_vector: ["identity"],
     }
     return known.get(getattr(support, "base_constraint", support), ["log", "softplus"])
 
