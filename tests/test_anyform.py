@@ -115,6 +115,7 @@ def test_slopes_of_groups_whose_scale_may_be_0():
     assert guide.median()["tau"] > 0.05
 
 
+@pytest.mark.slow
 def test_a_product_of_processes_does_not_diverge():
     """Curvatures by points have noise, which lengths that move magnify where the kernel matrix is ill conditioned."""
     generator = torch.Generator().manual_seed(19)

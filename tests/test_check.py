@@ -68,6 +68,7 @@ def test_intervals_are_compared_as_they_are_read():
     assert guide.check(x, y) == []
 
 
+@pytest.mark.slow
 def test_a_lower_mode_far_away_is_told():
     """A change whose place has some per cent of its probability elsewhere is uncertain by that."""
     x = torch.linspace(0, 10, 60)[:, None]
@@ -268,6 +269,7 @@ def test_a_saturated_probability_is_as_the_guide_knows_it():
     assert guide.check(time) == []
 
 
+@pytest.mark.slow
 def test_weighted_draws_are_the_posterior_s_wherever_q_is():
     """Draws about a q that is far off are worth nothing: others go to the mode, and to what these weigh."""
     guide = _trained(_plain, families.SVGP(12), *_data(), steps=5)

@@ -216,6 +216,7 @@ class TestGaussianLikelihood:
         torch.testing.assert_close(guide.posterior(new)["f"].mean, expected, atol=limit, rtol=limit)
 
 
+@pytest.mark.slow
 def test_a_learned_noise():
     """Steps are taken at sites that belong to the noise of the step: −log Z is FITC's, and falls to its least."""
     x = torch.linspace(0, 1, 100)[:, None]

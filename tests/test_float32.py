@@ -381,7 +381,8 @@ def test_exact_draws_at_its_own_rows(dtype):
         assert error < 5 * (2 / 1000) ** 0.5  # standard errors of a variance
 
 
-@pytest.mark.parametrize("start", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [torch.float32, torch.float64])
 def test_a_check_in_another_dtype_than_that_of_numbers(start, monkeypatch):
     """Priors of Python numbers have the default dtype, float64."""
     take_few_draws(monkeypatch)

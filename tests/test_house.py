@@ -123,7 +123,7 @@ ROOM_BRANCHES = {
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
-TEST_LINES = 28165
+TEST_LINES = 28170
 
 
 @functools.cache
