@@ -881,7 +881,8 @@ def test_a_density_with_kinks_has_the_curvature_of_its_expectation():
     nested = _nested(guide, (x, y))
     theta = torch.tensor([-0.6])
     found, (predictors, _) = nested.at(theta), nested.predictors(theta)
-    rows, rho, level = (part["y", "loc"].detach() for part in (predictors.rows, predictors.residuals, predictors.eta))
+    parts = predictors.rows, predictors.residuals, predictors.eta
+    rows, rho, level = (part["y", "loc", 0].detach() for part in parts)
     m, root = torch.zeros(7, requires_grad=True), torch.eye(7).requires_grad_()
     optimiser = torch.optim.LBFGS([m, root], max_iter=500, tolerance_change=1e-12, line_search_fn="strong_wolfe")
 

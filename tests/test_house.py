@@ -109,7 +109,7 @@ def test_the_root_is_small():
 
 
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
-ALL_LINES = 25065
+ALL_LINES = 25070
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
 ALL_BRANCHES = 155
 ROOM_BRANCHES = {
@@ -123,7 +123,7 @@ ROOM_BRANCHES = {
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
-TEST_LINES = 28170
+TEST_LINES = 28171
 
 
 @functools.cache

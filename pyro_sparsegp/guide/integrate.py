@@ -18,7 +18,7 @@ from ..program.traces import repeatable, whole_plates
 from .check import Compared, is_of_others
 from .known import KnownGuide
 from .nested import Optimum
-from .points import Points
+from .points import Points, worth
 from .runs import Priors
 from .search import Search
 from .start import obstacle
@@ -28,6 +28,7 @@ _WIDTHS = 0.3, 4.0  # of a half of it, of those at the mode
 _WIDER = 1.2  # for tails that are longer than a normal's
 _SMALL = 20.0  # effective size, below which it is told
 _LEAST = 1e-6  # a weight
+_TIMES = 4  # as many points as asked for, at most, until they are worth half of those
 
 
 def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) -> Points:
@@ -50,17 +51,20 @@ def _weighted(compared: Compared, num: int) -> Points:
     nested, hyper = compared.nested, compared.hyper
     mode = nested.mode([compared.best])
     axes, lower, upper = _halves(compared, mode)
-    uniform = hyper.points(num)
-    noise, log_density = _drawn(uniform, lower, upper)
-    tried = [nested.tried(mode.theta + axes @ eps) for eps in noise]
-    kept = [i for i, found in enumerate(tried) if found is not nested.none]
-    if not kept:
+    found, values, ratio = list[Optimum](), mode.theta.new_zeros(0), mode.theta.new_zeros(0)
+    for times in range(_TIMES):
+        noise, log_density = _drawn(hyper.points(num, times), lower, upper)
+        log_density = log_density - torch.linalg.slogdet(axes).logabsdet
+        tried = [nested.tried(mode.theta + axes @ eps) for eps in noise]
+        found, values = found + tried, torch.cat([values, torch.stack([one.value for one in tried])])
+        ratio = torch.cat([ratio, values[len(ratio) :] - log_density])
+        # as many as a skewed density needs; without hyperparameters there is one
+        if worth(ratio.softmax(0)) >= len(noise) / 2:
+            break
+    if not values.isfinite().any():
         raise ValueError("integrate: the density is not finite at draws of the hyperparameters. Train longer.")
-    found, log_density = [tried[i] for i in kept], log_density[kept] - torch.linalg.slogdet(axes).logabsdet
-    values = torch.stack([one.value for one in found])
-    ratio = values - log_density
     weight, theta = torch.softmax(ratio, 0), torch.stack([one.theta for one in found])
-    log_q = values - (torch.logsumexp(ratio, 0) - math.log(len(uniform)))
+    log_q = values - (torch.logsumexp(ratio, 0) - math.log(len(found)))
     some = [i for i, one in enumerate(weight) if one > _LEAST]
     middle = nested.tried(_medians(theta, weight))
     ends = [mode if middle is nested.none else middle, *(found[i] for i in some)]
