@@ -51,14 +51,13 @@ def _weighted(compared: Compared, num: int) -> Points:
     nested, hyper = compared.nested, compared.hyper
     mode = nested.mode([compared.best])
     axes, lower, upper = _halves(compared, mode)
+    volume = torch.linalg.slogdet(axes).logabsdet
     found, values, ratio = list[Optimum](), mode.theta.new_zeros(0), mode.theta.new_zeros(0)
     for times in range(_TIMES):
         noise, log_density = _drawn(hyper.points(num, times), lower, upper)
-        log_density = log_density - torch.linalg.slogdet(axes).logabsdet
         tried = [nested.tried(mode.theta + axes @ eps) for eps in noise]
         found, values = found + tried, torch.cat([values, torch.stack([one.value for one in tried])])
-        ratio = torch.cat([ratio, values[len(ratio) :] - log_density])
-        # as many as a skewed density needs; without hyperparameters there is one
+        ratio = torch.cat([ratio, values[len(ratio) :] - log_density + volume])
         if worth(ratio.softmax(0)) >= len(noise) / 2:
             break
     if not values.isfinite().any():

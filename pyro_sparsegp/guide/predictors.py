@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from itertools import combinations_with_replacement, cycle, product
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ Place = tuple[str, str, int]  # a site, its parameter, and which of its numbers
 Pair = tuple[Place, Place]
 Links = Mapping[str, Mapping[str, str]]  # by site and parameter
 Again = Callable[[Values], Mapping[str, Any]]  # the sites of the same run with GP sites' values given
+
+_pairs = functools.partial(combinations_with_replacement, r=2)
 
 # The link of a density whose parameters do not show its predictor: it is told in the values of a GP site.
 VALUE = "value"
@@ -217,10 +219,6 @@ class Densities:
         return slopes[:, : len(x)].sum(0), -0.5 * (curvature + curvature.mT)
 
 
-def _pairs(places: Sequence[Place]) -> Iterable[Pair]:
-    return combinations_with_replacement(places, 2)
-
-
 class Likelihoods:
     """Densities of single data whose parameters are linear predictors under links, all else of them as in a run."""
 
@@ -390,4 +388,4 @@ class Predictors(Likelihoods):
     @property
     def pairs(self) -> list[Pair]:
         """Pairs of places of one site, and each with itself, the first one's before."""
-        return [pair for pair in combinations_with_replacement(self.eta, 2) if pair[0][0] == pair[1][0]]
+        return [pair for name in self.links for pair in _pairs(self.of(name))]

@@ -131,8 +131,9 @@ def fit(
     require_choice(jit, "fit's jit", "auto", True, False)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
     total = (_STEPS if steps is None else steps) if epochs is None else epochs * len(batches)
-    ways: dict[Any, bool] = {"auto": total >= _LONG, True: True, False: False}
-    method = _method(guide, optim, loss, method, group, (TraceQuadrature_ELBO, JitTraceQuadrature_ELBO)[ways[jit]])
+    kinds: dict[Any, type[ELBO]] = {True: JitTraceQuadrature_ELBO, False: TraceQuadrature_ELBO}
+    kinds["auto"] = kinds[total >= _LONG]
+    method = _method(guide, optim, loss, method, group, kinds[jit])
     path = if_known(Path, checkpoint)
     settles = steps is None and epochs is None and stopping is None
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
@@ -149,14 +150,14 @@ def fit(
 
 
 def _method(
-    guide: AutoSparseGP, optim: Optional[PyroOptim], loss: Optional[ELBO], method: Any, group: object, own: type
+    guide: AutoSparseGP, optim: Optional[PyroOptim], loss: Optional[ELBO], method: Any, group: object, kind: type[ELBO]
 ) -> Union[SVI, ExpectationPropagation]:
     """What takes the steps."""
     if method is None:
         optim = FallingAdam() if optim is None else optim
         if not guide.q.has_bound:
             return ExpectationPropagation(guide.model, guide, optim, group=group)
-        loss = loss or own()
+        loss = loss or kind()
         if isinstance(loss, JitTraceQuadrature_ELBO) and isinstance(optim, FallingAdam):
             loss.optim = optim
         return SVI(guide.model, guide, optim, loss)
