@@ -253,7 +253,7 @@ plt.rcParams.update({"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 1
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"legend.frameon": False, "legend.handlelength": 1.2})
 figure, axes = plt.subplot_mosaic(
-    [["few", "latents"], ["many", "many"]], figsize=(7, 7), layout="constrained"
+    [["few", "latents"], ["many", "many"]], figsize=(6, 7), layout="constrained"
 )
 colours = {"NUTS": "0.6", "SVGP(6)": "C0", "SVGP(2)": "C1", "mean field": "C3"}
 axis, values = axes["few"], 10 * illness[:, 0]
@@ -273,7 +273,7 @@ for name, draws in found.items():
         axis.plot(values, high, color=colours[name])
 axis.set(xlabel="index of chronic diseases", ylim=(0, 10), xlim=(0, 45))
 axis.set_title("400 people: visits")
-axis.legend(loc="upper left")
+figure.legend(loc="outside upper center", ncols=5, columnspacing=0.8)
 axis, names = axes["latents"], ["base", "plan 1", "plan 5", "f(10)", "spread", "sd"]
 ten = int((values - 10).abs().argmin())
 for i, (name, draws) in enumerate(found.items()):
