@@ -60,22 +60,22 @@ def test_a_bug_of_the_packages_own_is_raised(monkeypatch, owner, name, program, 
         train()
 
 
+def asked_of(function, *args):
+    with attempt() as asked:
+        function(*args)
+    return asked.error
+
+
 def test_what_the_program_raises_ends_an_attempt():
-    with attempt() as asked, asks_program():
-        raise IndexError("the program's")
-    assert isinstance(asked.error, Unsupported)
-    assert isinstance(asked.error.__cause__, IndexError)
+    error = asked_of(asks_program()([].pop))
+    assert (type(error), type(error.__cause__)) == (Unsupported, IndexError)
     with pytest.raises(IndexError), asks_program():  # where no other way is left
-        raise IndexError("the program's")
+        [].pop()
 
 
 def test_answers_within_the_program_are_the_packages():
-    def raises():
-        with attempt(), asks_program(), answers():
-            raise IndexError("ours")
-
+    answer = answers(lambda function: function())
     with pytest.raises(IndexError):
-        raises()
-    with attempt() as asked, asks_program(), answers():
-        torch.linalg.cholesky(-torch.eye(2))
-    assert "positive-definite" in str(asked.error)
+        asked_of(asks_program()(answer), [].pop)
+    assert isinstance(asked_of(asks_program()(answer), asks_program()([].pop)), Unsupported)  # which asks it again
+    assert "definite" in str(asked_of(asks_program()(answer), lambda: torch.linalg.cholesky(-torch.eye(2))))

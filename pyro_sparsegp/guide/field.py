@@ -160,7 +160,7 @@ class Standardised(Messenger):
         self.features: dict[str, list[Tensor]] = {}
         self.bases: dict[str, Any] = dict(bases)
 
-    @answers()
+    @answers
     def _pyro_sample(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
         if msg["is_observed"]:

@@ -80,7 +80,7 @@ class SiteMessenger(KnownGuide):
         answer = run.answer(name, process, module)
         return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
 
-    @answers()
+    @answers
     def _pyro_sample(self, msg: Any) -> None:
         core, run = self.core, self.run
         if run.enumeration is not None:
@@ -103,7 +103,7 @@ class SiteMessenger(KnownGuide):
             event_dim = msg["infer"]["prior"].event_dim - 1
             msg["infer"]["prior"] = PriorProcess.of(run.processes[name]).to_event(event_dim)
 
-    @answers()
+    @answers
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
         traces.fill_masked(self.trace.nodes[msg["name"]])

@@ -1,33 +1,30 @@
 """How a program is asked in a way that it may refuse, and whose errors are whose.
 
 >>> with attempt() as asked:  # here the program's errors are Unsupported, and end the attempt
-...     with asks_program():  # a run of the program, in which the package answers under ``answers``
+...     with asks_program():  # a run of the program, in which the package answers by functions marked ``answers``
 ...         torch.linalg.cholesky(-torch.eye(2))
 >>> asked.error is None  # then follows the general way
 False
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Optional
+from traceback import walk_tb
+from types import CodeType
+from typing import Any, Optional, TypeVar
 
 import torch
 
+M = TypeVar("M", bound=Callable[..., None])
+
+_ANSWERS: set[CodeType] = set()
 _IS_ATTEMPT: ContextVar[bool] = ContextVar("is_attempt", default=False)
 _REFUSALS = "vmap", "atching rule", "functorch", "doesn't have storage"  # in what torch.func.vmap says where it refuses
 
 
 class Unsupported(ValueError):  # noqa: N818
     """The program cannot be asked in this way: a more general one is to be taken."""
-
-
-class _OwnError(BaseException):
-    """An error of the package on its way out through the program."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
 
 
 class attempt(AbstractContextManager["attempt"]):
@@ -53,23 +50,20 @@ def asks_program() -> Iterator[None]:
     """A run of the user's program, or of what its distributions compute."""
     try:
         yield
-    except _OwnError as own:
-        raise own.error from own.error.__cause__
     except Exception as error:
-        if _IS_ATTEMPT.get() and not isinstance(error, Unsupported):
+        if _IS_ATTEMPT.get() and not isinstance(error, Unsupported) and not _is_own(error):
             raise Unsupported(str(error)) from error
         raise
 
 
-@contextmanager
-def answers() -> Iterator[None]:
-    """What the package does within a run of the program, such as an answer at a GP site."""
-    try:
-        yield
-    except Exception as error:
-        if _IS_ATTEMPT.get() and not _is_unsupported(error):
-            raise _OwnError(error) from None
-        raise
+def answers(method: M) -> M:
+    """Mark what the package does within a run of the program, such as answers at GP sites; its errors are its own."""
+    _ANSWERS.add(method.__code__)  # type: ignore[attr-defined]
+    return method
+
+
+def _is_own(error: Exception) -> bool:
+    return any(frame.f_code in _ANSWERS for frame, _ in walk_tb(error.__traceback__))
 
 
 def _is_unsupported(error: Optional[Exception]) -> bool:
