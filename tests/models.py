@@ -142,10 +142,10 @@ def trained(model, family, *args, independent=(), **how):
 
 
 def take_few_draws(monkeypatch):
-    """A check by a third of its draws, where it is not their number that a test asks about."""
-    monkeypatch.setattr(Compared, "num_draws", (24, 4, 40))
-    for name, few in (("guide.bounds._BOUNDS", 16), ("guide.check._OWN", 40)):
-        monkeypatch.setattr(f"pyro_sparsegp.{name}", few)
+    """A check by a third of its draws and searches, where it is not their number that a test asks about."""
+    monkeypatch.setattr(Compared, "num_draws", (16, 4, 40))
+    for name, few in {"check._STARTS": 2, "check._OWN": 40, "check._ENOUGH": 16.0, "bounds._BOUNDS": 16}.items():
+        monkeypatch.setattr(f"pyro_sparsegp.guide.{name}", few)
 
 
 def restored(guide, model, family, **options):

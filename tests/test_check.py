@@ -20,7 +20,7 @@ from pyro_sparsegp.guide.runs import Priors
 from pyro_sparsegp.guide.search import Search
 from pyro_sparsegp.program.traces import all_sites, whole_plates
 
-from .models import observed
+from .models import observed, take_few_draws
 
 N = 24
 
@@ -45,8 +45,9 @@ def _plain(x, y=None):
     observed(dist.Normal(pyro.sample("f", GaussianProcess(variance * kernels.RBF(length), x)), 0.3), y)
 
 
-def test_intervals_are_compared_as_they_are_read():
+def test_intervals_are_compared_as_they_are_read(monkeypatch):
     """Of one value of f that is known v ~ InverseGamma(2, 1.32): q has the width of log v, and v's tail is longer."""
+    take_few_draws(monkeypatch)
     x, y = torch.zeros(1, 1), torch.tensor([0.8])
 
     def model(x, y=None):
@@ -92,6 +93,7 @@ def test_the_objective_is_compared_with_draws(monkeypatch):
     runs.clear()
     assert of_bound(guide, _data(), {}) == []
     assert len(runs) < 20  # draws of both are made at once
+    take_few_draws(monkeypatch)
     loss = TraceQuadrature_ELBO.differentiable_loss
     monkeypatch.setattr(TraceQuadrature_ELBO, "differentiable_loss", lambda *args: loss(*args) - 40.0)
     line = guide.check()[0]
@@ -118,11 +120,12 @@ def _correlated(x, y=None):
 
 
 @pytest.mark.parametrize(("model", "names"), [(_preferences, "s"), (_outputs, "f"), (_correlated, "f mu")])
-def test_a_program_of_any_form_is_checked(model, names):
+def test_a_program_of_any_form_is_checked(model, names, monkeypatch):
     """No linear predictor, or several values of a site, in a density: q takes what it can't join to be independent."""
+    take_few_draws(monkeypatch)
     x, y = _data()
     y = (y > 0).double()[1:] if model is _preferences else y
-    lines = _trained(model, families.SVGP(12), x, y, independent=True).check()
+    lines = _trained(model, families.SVGP(12), x, y, steps=5, independent=True).check()
     for name in names.split():
         assert any(line.startswith(f"'{name}': ") and "times too narrow" in line for line in lines)
     assert not any("Train longer" in line for line in lines)
@@ -148,7 +151,8 @@ def test_values_of_a_product_start_near_where_it_stands_still():
     assert 2 * nested.at(nothing.of({})).x[0] == pytest.approx(1.5, abs=0.2)
 
 
-def test_independent_normal_latents_are_compared():
+def test_independent_normal_latents_are_compared(monkeypatch):
+    take_few_draws(monkeypatch)
     def model(x, y=None):
         mu = pyro.sample("mu", dist.Normal(0.0, 9.0))
         observed(dist.Normal(mu + pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x)), 0.3), y)
@@ -157,7 +161,8 @@ def test_independent_normal_latents_are_compared():
     assert any(line.startswith("'mu': ") and "Remove 'mu' from independent=" in line for line in lines)
 
 
-def test_missing_inducing_points_are_told_of_all_latents():
+def test_missing_inducing_points_are_told_of_all_latents(monkeypatch):
+    take_few_draws(monkeypatch)
     def model(x, y=None):
         mu, noise = pyro.sample("mu", dist.Normal(0.0, 9.0)), pyro.sample("noise", dist.LogNormal(-1.0, 0.7))
         observed(dist.Normal(mu + pyro.sample("f", GaussianProcess(kernels.RBF(0.1), x)), noise), y)
@@ -181,8 +186,9 @@ def test_what_float32_rounds_is_told(family):
     assert "float64" in line
 
 
-def test_a_normal_posterior_that_is_missed_asks_for_more_steps():
+def test_a_normal_posterior_that_is_missed_asks_for_more_steps(monkeypatch):
     """Given all hyperparameters nothing is far from normal."""
+    take_few_draws(monkeypatch)
 
     def model(x, y=None):
         observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.2), x)), 0.3), y)
@@ -192,15 +198,16 @@ def test_a_normal_posterior_that_is_missed_asks_for_more_steps():
     assert "because training has not brought 'f' to the optimum. Train longer, at a learning rate that falls" in line
 
 
-def test_a_process_whose_mean_is_a_latent_is_right():
+def test_a_process_whose_mean_is_a_latent_is_right(monkeypatch):
     """f = c + r given draws of c has no more of its variance than given c's posterior, which r balances."""
+    take_few_draws(monkeypatch)
 
     def model(x, y=None):
         c, noise = pyro.sample("c", dist.Normal(0.0, 9.0)), pyro.sample("noise", dist.LogNormal(-1.0, 0.3))
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x, mean=c))
         observed(dist.Normal(f, noise), y)
 
-    assert _trained(model, families.SVGP(12), *_data(), steps=40).check() == []
+    assert _trained(model, families.SVGP(12), *_data(), steps=10).check() == []
 
 
 def test_a_family_without_a_basis_is_checked():
