@@ -451,7 +451,7 @@ def test_a_latent_below_a_sum_keeps_its_width():
 
     guide = AutoSparseGP(model, SVGP(x.clone(), trainable=False), independent=True)
     losses, scales = [], []
-    for rate, steps, particles in ((0.05, 100, 1), (0.01, 150, 2)):
+    for rate, steps, particles in ((0.05, 60, 1), (0.01, 110, 2)):
         svi = SVI(model, guide, pyro.optim.Adam({"lr": rate}), TraceQuadrature_ELBO(num_particles=particles))
         for _ in range(steps):
             losses.append(svi.step(x, y))

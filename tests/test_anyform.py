@@ -358,7 +358,7 @@ def test_logits_of_classes_are_joint(classes, points, rows):
             pyro.sample("y", dist.Categorical(logits=f.mT), obs=None if y is None else y[plate.indices])
 
     family = SVGP(inducing, trainable=False, rate=lambda step: 1 / (1 + step / 2))
-    guide, _ = _trained(model, family, (x, y), 30 if rows == 8 else 200)
+    guide, _ = _trained(model, family, (x, y), 30 if rows == 8 else 120)
     assert guide.joint.links == {"y": {"logits": "contrast"}}
     q = guide.posterior(x)["f"]
     draws = guide.posterior(x)["f"].rsample((20_000,)).flatten(-2)

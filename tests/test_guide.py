@@ -658,10 +658,10 @@ def test_numbers_that_are_none_are_named(family, match):
 
 def test_a_summary_is_of_draws_and_prints_as_a_table():
     x, _, guide = begun(steps=5)
-    table = guide.summary(x[:2], num_draws=2000)
+    table = guide.summary(x[:2], num_draws=1000)
     assert {*table.names[:-2]} == {"length[0]", "length[1]", "noise", "scale"}
     assert table.names[-2:] == ("f[0]", "f[1]")
-    draws = guide.quantiles([0.05, 0.5], x[:2], num_draws=2000)["f"]
+    draws = guide.quantiles([0.05, 0.5], x[:2], num_draws=1000)["f"]
     assert ((table.low[-2:] - draws[0]).abs() < 0.2 * table.sd[-2:]).all()
     assert ((table.mean[-2:] - draws[1]).abs() < 0.2 * table.sd[-2:]).all()
     lines = repr(guide.summary(num_draws=20)).splitlines()

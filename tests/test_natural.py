@@ -831,7 +831,7 @@ def test_hyperparameters_that_are_drawn_have_the_width_of_the_posterior():
         pyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
 
     guide, svi = svi_of(model, SVGP(24))
-    for _ in range(300):
+    for _ in range(200):
         svi.step(x, y)
     grid = torch.linspace(-2.5, 1.5, 401)
     covariance = torch.stack([kernels.RBF(z.exp())(x) for z in grid]) + 0.01 * torch.eye(60)
