@@ -139,6 +139,7 @@ def dense(model, posteriors, args):
     return total
 
 
+@pytest.mark.quick("SVGP(inducing=5) | sums")
 @pytest.mark.filterwarnings("ignore:GP sites .* by their sum")
 @pytest.mark.parametrize(
     "model", [aggregated, scaled_and_masked, two_blocks, two_sites], ids=["sums", "scaled", "blocks", "sites"]

@@ -153,6 +153,7 @@ def test_values_of_a_product_start_near_where_it_stands_still():
 
 def test_independent_normal_latents_are_compared(monkeypatch):
     take_few_draws(monkeypatch)
+
     def model(x, y=None):
         mu = pyro.sample("mu", dist.Normal(0.0, 9.0))
         observed(dist.Normal(mu + pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x)), 0.3), y)
@@ -163,6 +164,7 @@ def test_independent_normal_latents_are_compared(monkeypatch):
 
 def test_missing_inducing_points_are_told_of_all_latents(monkeypatch):
     take_few_draws(monkeypatch)
+
     def model(x, y=None):
         mu, noise = pyro.sample("mu", dist.Normal(0.0, 9.0)), pyro.sample("noise", dist.LogNormal(-1.0, 0.7))
         observed(dist.Normal(mu + pyro.sample("f", GaussianProcess(kernels.RBF(0.1), x)), noise), y)

@@ -291,7 +291,7 @@ def test_scores_of_mcmc_samples_at_new_data():
     np.testing.assert_allclose(found.pointwise["log_score"], torch.logsumexp(densities, 0) - np.log(3), atol=1e-5)
 
 
-@pytest.mark.quick("1-Probit | 3-<lambda> | 2-<lambda>")
+@pytest.mark.quick("1-Probit | 3-<lambda>")
 @pytest.mark.parametrize("likelihood", [lambda f: dist.Bernoulli(logits=f), Probit])
 @pytest.mark.parametrize(("num", "outputs"), [(6, 3), (5, 1), (5, 2)])
 def test_scores_of_several_classes_a_row(likelihood, num, outputs):

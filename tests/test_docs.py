@@ -27,12 +27,12 @@ def blocks(page):
 
 
 def short(program):
-    """The program with a tenth of its steps, or 4, 50 draws, which plot_ppc_dist wants, 5 of a chain, and 50 points; on
+    """The program with two steps, 50 draws, which plot_ppc_dist wants, 5 of a chain, and 50 points; on
     the same lines.
     """
-    program = re.sub(r"(\bfit\(model, guide, \(x, y\))\)", r"\1, steps=4)", program)
+    program = re.sub(r"(\bfit\(model, guide, \(x, y\))\)", r"\1, steps=2)", program)
     program = re.sub(r"(MCMC\(\w+, num_samples=)\d+", r"\g<1>5", program)
-    program = re.sub(r"(\brange\(|steps=)(\d+)\b", lambda m: f"{m[1]}{max(2, min(4, int(m[2]) // 10))}", program)
+    program = re.sub(r"(\brange\(|steps=)(\d+)\b", lambda m: f"{m[1]}{min(2, int(m[2]))}", program)
     program = re.sub(r"\b(num_samples=|draws\()[1-9]\d\d+\b", r"\g<1>50", program)
     return re.sub(r"(\.integrate\(.*)\)$", r"\1, num_points=50)", program, flags=re.M)
 

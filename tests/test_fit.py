@@ -370,7 +370,7 @@ FALLING = {
 }
 
 
-@pytest.mark.quick("ExponentialLR | ClippedAdam-fit | warm-up-loop | constant-fit")
+@pytest.mark.quick("ExponentialLR | constant-fit")
 @pytest.mark.parametrize("how", ["fit", "loop"])
 @pytest.mark.parametrize("kind", FALLING)
 def test_natural_steps_follow_a_schedule(kind, how):

@@ -6,7 +6,7 @@ import pytest
 
 from .golden import FILE, QUICK, cases, compare
 
-FIRST = [*QUICK[::2], "poisson-SVGP-float32"]
+FIRST = QUICK[::2]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in cases() if name not in FIRST]
 
 

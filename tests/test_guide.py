@@ -617,7 +617,7 @@ def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
     torch.testing.assert_close(draws["f"], draws["level"], rtol=0, atol=8.0)
 
 
-@pytest.mark.quick("SGPR-rows of training | ComputationAware-new rows | SGPR-scaled | ComputationAware-scaled")
+@pytest.mark.quick("SGPR-rows of training | scaled")
 @pytest.mark.parametrize("which", ["new rows", "rows of training", "scaled"])
 @pytest.mark.parametrize("family", [SGPR(5), ComputationAware(4)], ids=["SGPR", "ComputationAware"])
 def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family, which):

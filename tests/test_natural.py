@@ -996,7 +996,10 @@ class Warped:
         return observed(likelihood, y, x, size)
 
 
-@pytest.mark.quick("batches | field-all rows | nested sets-all rows")
+@pytest.mark.quick(
+    "one set-batches | nested sets-all rows | terms-batches | outputs-batches",
+    "field-batches | outputs in a field-batches",
+)
 @pytest.mark.parametrize("size", [None, 25], ids=["all rows", "batches"])
 @pytest.mark.parametrize(
     ("family", "model"),

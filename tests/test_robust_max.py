@@ -157,6 +157,7 @@ def by_hand(guide, x, y, epsilon=1e-2, order=None, scale=1.0, shift=0.0):
 
 
 class TestBound:
+    @pytest.mark.quick("2 | 3")
     @pytest.mark.parametrize("num_classes", [2, 3, 10])
     def test_value(self, num_classes):
         x, y = classes(num_classes=num_classes)

@@ -232,7 +232,7 @@ KINKS = {
 }
 
 
-@pytest.mark.quick("Laplace | AsymmetricLaplace | factor-SVGP")
+@pytest.mark.quick("Laplace | AsymmetricLaplace-SVGP | factor-SVGP")
 @pytest.mark.parametrize("family", [SVGP(8), SGPR(8)], ids=["SVGP", "SGPR"])
 @pytest.mark.parametrize("kind", KINKS)
 def test_kinks_have_exact_expectations_or_are_told_of(kind, family):
