@@ -54,6 +54,14 @@ def fresh():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture
+def few_draws(monkeypatch):
+    """A check by a third of its draws and searches, where it is not their number that a test asks about."""
+    monkeypatch.setattr("pyro_sparsegp.guide.check.Compared.num_draws", (16, 4, 40))
+    for name, few in {"check._STARTS": 2, "check._OWN": 40, "check._ENOUGH": 16.0, "bounds._BOUNDS": 16}.items():
+        monkeypatch.setattr(f"pyro_sparsegp.guide.{name}", few)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
     import torch

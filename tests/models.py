@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
-from pyro_sparsegp.guide.check import Compared
 
 # The registry the contract test runs over.
 FAMILIES = {
@@ -139,13 +138,6 @@ def trained(model, family, *args, independent=(), **how):
     guide = AutoSparseGP(model, family, independent=independent)
     train(model, guide, *args, **how)
     return guide
-
-
-def take_few_draws(monkeypatch):
-    """A check by a third of its draws and searches, where it is not their number that a test asks about."""
-    monkeypatch.setattr(Compared, "num_draws", (16, 4, 40))
-    for name, few in {"check._STARTS": 2, "check._OWN": 40, "check._ENOUGH": 16.0, "bounds._BOUNDS": 16}.items():
-        monkeypatch.setattr(f"pyro_sparsegp.guide.{name}", few)
 
 
 def restored(guide, model, family, **options):

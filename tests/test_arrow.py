@@ -18,7 +18,7 @@ from pyro_sparsegp.guide.check import Glance, check
 from pyro_sparsegp.numerics.arrow import Arrow, OneEach
 from pyro_sparsegp.numerics.linalg import NumericalWarning
 
-from .models import observed, restored, take_few_draws
+from .models import observed, restored
 
 N, COMMON, OWN, GROUPS = 40, 4, 7, 12
 
@@ -184,8 +184,7 @@ def _choices(x, group, y=None):
 
 
 @pytest.mark.parametrize("model", [_counts, _choices, pytest.param(_scales, marks=pytest.mark.slow)])
-def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch):
-    take_few_draws(monkeypatch)
+def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch, few_draws):
     data = _data(model is _counts)
     whole, losses = _trained(model, data)
     assert not whole.joint.eliminated

@@ -20,7 +20,7 @@ from pyro_sparsegp.guide.runs import Priors
 from pyro_sparsegp.guide.search import Search
 from pyro_sparsegp.program.traces import all_sites, whole_plates
 
-from .models import observed, take_few_draws
+from .models import observed
 
 N = 24
 
@@ -45,9 +45,8 @@ def _plain(x, y=None):
     observed(dist.Normal(pyro.sample("f", GaussianProcess(variance * kernels.RBF(length), x)), 0.3), y)
 
 
-def test_intervals_are_compared_as_they_are_read(monkeypatch):
+def test_intervals_are_compared_as_they_are_read(few_draws):
     """Of one value of f that is known v ~ InverseGamma(2, 1.32): q has the width of log v, and v's tail is longer."""
-    take_few_draws(monkeypatch)
     x, y = torch.zeros(1, 1), torch.tensor([0.8])
 
     def model(x, y=None):
@@ -87,13 +86,13 @@ def test_a_lower_mode_far_away_is_told():
     )
 
 
-def test_the_objective_is_compared_with_draws(monkeypatch):
+def test_the_objective_is_compared_with_draws(monkeypatch, request):
     runs = []
     guide = _trained(lambda x, y=None: runs.append(x) or _plain(x, y), families.SVGP(12), *_data())
     runs.clear()
     assert of_bound(guide, _data(), {}) == []
     assert len(runs) < 20  # draws of both are made at once
-    take_few_draws(monkeypatch)
+    request.getfixturevalue("few_draws")
     loss = TraceQuadrature_ELBO.differentiable_loss
     monkeypatch.setattr(TraceQuadrature_ELBO, "differentiable_loss", lambda *args: loss(*args) - 40.0)
     line = guide.check()[0]
@@ -120,9 +119,8 @@ def _correlated(x, y=None):
 
 
 @pytest.mark.parametrize(("model", "names"), [(_preferences, "s"), (_outputs, "f"), (_correlated, "f mu")])
-def test_a_program_of_any_form_is_checked(model, names, monkeypatch):
+def test_a_program_of_any_form_is_checked(model, names, few_draws):
     """No linear predictor, or several values of a site, in a density: q takes what it can't join to be independent."""
-    take_few_draws(monkeypatch)
     x, y = _data()
     y = (y > 0).double()[1:] if model is _preferences else y
     lines = _trained(model, families.SVGP(12), x, y, steps=5, independent=True).check()
@@ -151,9 +149,7 @@ def test_values_of_a_product_start_near_where_it_stands_still():
     assert 2 * nested.at(nothing.of({})).x[0] == pytest.approx(1.5, abs=0.2)
 
 
-def test_independent_normal_latents_are_compared(monkeypatch):
-    take_few_draws(monkeypatch)
-
+def test_independent_normal_latents_are_compared(few_draws):
     def model(x, y=None):
         mu = pyro.sample("mu", dist.Normal(0.0, 9.0))
         observed(dist.Normal(mu + pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x)), 0.3), y)
@@ -162,9 +158,7 @@ def test_independent_normal_latents_are_compared(monkeypatch):
     assert any(line.startswith("'mu': ") and "Remove 'mu' from independent=" in line for line in lines)
 
 
-def test_missing_inducing_points_are_told_of_all_latents(monkeypatch):
-    take_few_draws(monkeypatch)
-
+def test_missing_inducing_points_are_told_of_all_latents(few_draws):
     def model(x, y=None):
         mu, noise = pyro.sample("mu", dist.Normal(0.0, 9.0)), pyro.sample("noise", dist.LogNormal(-1.0, 0.7))
         observed(dist.Normal(mu + pyro.sample("f", GaussianProcess(kernels.RBF(0.1), x)), noise), y)
@@ -188,9 +182,8 @@ def test_what_float32_rounds_is_told(family):
     assert "float64" in line
 
 
-def test_a_normal_posterior_that_is_missed_asks_for_more_steps(monkeypatch):
+def test_a_normal_posterior_that_is_missed_asks_for_more_steps(few_draws):
     """Given all hyperparameters nothing is far from normal."""
-    take_few_draws(monkeypatch)
 
     def model(x, y=None):
         observed(dist.Normal(pyro.sample("f", GaussianProcess(kernels.RBF(0.2), x)), 0.3), y)
@@ -200,9 +193,8 @@ def test_a_normal_posterior_that_is_missed_asks_for_more_steps(monkeypatch):
     assert "because training has not brought 'f' to the optimum. Train longer, at a learning rate that falls" in line
 
 
-def test_a_process_whose_mean_is_a_latent_is_right(monkeypatch):
+def test_a_process_whose_mean_is_a_latent_is_right(few_draws):
     """f = c + r given draws of c has no more of its variance than given c's posterior, which r balances."""
-    take_few_draws(monkeypatch)
 
     def model(x, y=None):
         c, noise = pyro.sample("c", dist.Normal(0.0, 9.0)), pyro.sample("noise", dist.LogNormal(-1.0, 0.3))

@@ -39,7 +39,7 @@ from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.predictors import Predictors
 from pyro_sparsegp.program.traces import expectation
 
-from .models import conditional, draws_of, observed, prepared, refused, restored, take_few_draws
+from .models import conditional, draws_of, observed, prepared, refused, restored
 
 N, GROUPS, NOISE = 24, 3, 0.4
 
@@ -491,7 +491,7 @@ def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
     assert sds.item() == pytest.approx(sd[0].item(), rel=0.1)
 
 
-def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
+def test_a_step_that_gains_nothing_is_not_told(monkeypatch, few_draws):
     """Where Laplace's approximation breaks down at one draw, its slope there is of any size."""
     data = _data()[0], _data()[2]
 
@@ -501,13 +501,11 @@ def test_a_step_that_gains_nothing_is_not_told(monkeypatch):
         return found, noise
 
     monkeypatch.setattr("pyro_sparsegp.guide.check.drawn", broken)
-    take_few_draws(monkeypatch)
     guide, _ = _step(_wide, families.SVGP(8), data, 30)
     assert guide.check(*data) == []
 
 
-def test_a_check_of_points_constant_entries_and_another_dtype(monkeypatch):
-    take_few_draws(monkeypatch)
+def test_a_check_of_points_constant_entries_and_another_dtype(few_draws):
     x, group, y = _data()
 
     def model(x, group, y=None):
@@ -524,8 +522,7 @@ def test_a_check_of_points_constant_entries_and_another_dtype(monkeypatch):
     assert re.search(r"'f': the interval is [1-9].* 'mu' as known. Remove 'mu' from point_estimates=", lines)
 
 
-def test_a_check_finds_a_second_mode_and_missing_inducing_points(monkeypatch):
-    take_few_draws(monkeypatch)
+def test_a_check_finds_a_second_mode_and_missing_inducing_points(few_draws):
     x, _, y = _data()
 
     def model(x, y=None):
@@ -570,8 +567,7 @@ def test_a_fit_says_what_has_not_converged():
 
 @pytest.mark.quick("SVGP")
 @pytest.mark.parametrize("family", [families.SVGP(8), families.SGPR(8)], ids=["SVGP", "SGPR"])
-def test_a_mixture_is_a_likelihood_of_a_field(family, monkeypatch):
-    take_few_draws(monkeypatch)
+def test_a_mixture_is_a_likelihood_of_a_field(family, few_draws):
     guides, losses = zip(
         *(_step(partial(_counts, _likelihood=of), family, _count_data(), 5) for of in (dist.Poisson, _mixed))
     )
@@ -666,9 +662,8 @@ def test_an_intercept_may_have_any_unit():
 
 @pytest.mark.quick("follows")
 @pytest.mark.parametrize("case", ["held", "cut points", "follows"])
-def test_f_follows_what_moves_its_likelihood(case, monkeypatch):
+def test_f_follows_what_moves_its_likelihood(case, few_draws):
     """Where not what f is beside but f − log r is held as r moves, q(r) is a third as wide as the posterior."""
-    take_few_draws(monkeypatch)
     x, _, y = _count_data()
     y = (y > 2) + 1 * (y > 8) if case == "cut points" else y
 

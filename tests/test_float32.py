@@ -20,7 +20,7 @@ from pyro_sparsegp.inference import ExpectationPropagation
 from pyro_sparsegp.numerics.linalg import default_jitter
 
 from .fuzz import CLEAN, run
-from .models import additive, data, gaussian, observed, one_function, prepared, restored, take_few_draws, train, trained
+from .models import additive, data, gaussian, observed, one_function, prepared, restored, train, trained
 
 NOISE = 0.01
 
@@ -383,9 +383,8 @@ def test_exact_draws_at_its_own_rows(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [torch.float32, torch.float64])
-def test_a_check_in_another_dtype_than_that_of_numbers(start, monkeypatch):
+def test_a_check_in_another_dtype_than_that_of_numbers(start, few_draws):
     """Priors of Python numbers have the default dtype, float64."""
-    take_few_draws(monkeypatch)
     x = torch.linspace(0, 1, 30, dtype=start)[:, None]
     group, y = torch.arange(30) % 3, (6 * x[:, 0]).sin() + 0.2 * torch.randn(30, dtype=start)
 
