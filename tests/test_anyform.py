@@ -250,7 +250,7 @@ def test_latents_and_f_are_joint_in_whatever_form_a_density_is_written(form):
 
     logs = torch.cat([torch.vmap(log_likelihood)(*part) for part in zip(*(v.split(50_000) for v in prior.values()))])
     weights = logs.softmax(0)
-    guide, loss = _trained(model, SVGP(FEW.clone(), trainable=False), (FEW,), 60)
+    guide, loss = _trained(model, SVGP(FEW.clone(), trainable=False), (FEW,), 40)
     assert {*guide.joint.field} == {"mu", "f"}
     # The best Gaussian's bound is below the evidence by what of the posterior is none.
     assert loss == pytest.approx(-(logs.logsumexp(0) - torch.tensor(400_000.0).log()).item(), abs=0.1)

@@ -49,7 +49,7 @@ def _quick():
     """
     for i, family in enumerate(FAMILIES):
         yield family, list(MODELS)[i % 3], list(KERNELS)[i // 3 % 3], DTYPES[i % 2]
-    for i, family in enumerate(("SVGP", "SGPR", "ComputationAwareCG")):  # of each way: two processes take long
+    for i, family in enumerate(("SVGP", "SGPR", "ComputationAwareSparse")):  # of each way: two processes take long
         yield family, "heteroscedastic", list(KERNELS)[i % 3], DTYPES[i // 2]
 
 
