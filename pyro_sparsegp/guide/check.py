@@ -32,12 +32,13 @@ from .bounds import of_bound
 from .draws import items_of_draws
 from .field import AtValues, index_of, slices
 from .first_call import explain_nan
+from .known import without
 from .latents import FieldLatent
 from .moments import ENDS, Moments, Widths, beside, moments_of, of_argument, percentiles, said
 from .nested import Nested, Optimum, by_values
 from .points import worth
 from .runs import Posteriors, Priors, Run
-from .search import ALL_ROWS, Search, without
+from .search import ALL_ROWS, Search
 from .start import obstacle
 
 _OWN = 100  # draws of q

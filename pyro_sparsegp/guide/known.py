@@ -74,6 +74,11 @@ class Core:
     modules: dict[str, Any] = _field(default_factory=dict)  # the variational modules of GP sites
 
 
+def without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
+    """The values but those with these names."""
+    return {name: value for name, value in values.items() if name not in names}
+
+
 def _require_arguments(model: Callable, families: Mapping[Any, Any], named: Mapping[str, Any], start: object) -> None:
     """Raise if a guide's arguments are none: ``families`` by groups of names, and ``named``, names of sites."""
     blocked = (
@@ -150,8 +155,8 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def able_to_couple(self) -> list[str]:
         """The latents of all rows, or of rows in the field, with no posterior by an overridden ``get_posterior``."""
-        apart = {*self.facts.local_latents} - {*self.joint.row_effects}
-        return [name for name, own in self.facts.latents.items() if own.shape is not None and name not in apart]
+        able = without(self.facts.latents, {*self.facts.local_latents} - {*self.joint.row_effects})
+        return [name for name, own in able.items() if own.shape is not None]
 
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""
@@ -189,8 +194,7 @@ class KnownGuide(AutoNormalMessenger):
 
     def corrected_modules(self) -> dict[str, SparseGP]:
         """The modules of kernels whose diagonal depends on the training rows, by GP site."""
-        modules = self.modules_by_site().items()
-        return {name: module for name, module in modules if isinstance(module, SparseGP) and module.num_seen}
+        return {name: module for name, module in self.modules_by_site().items() if getattr(module, "num_seen", 0)}
 
     def is_point(self, name: str) -> bool:
         """Whether a latent is fitted as a point."""

@@ -32,7 +32,7 @@ from ..program.asking import Unsupported, attempt
 from ..program.owners import NO_VALUES, Values
 from ..program.traces import all_sites, is_observation, share_of
 from .field import AtValues, Layout, Standardised, index_of, slices
-from .known import KnownGuide
+from .known import KnownGuide, without
 from .latents import Hyperparameters
 from .newton import Local, Slopes, by_derivatives, by_precision, grads, root_of
 from .predictors import Densities, Links, Place, Predictors
@@ -101,16 +101,16 @@ class Nested:
         # A whole program may be scaled, as by poutine.scale: all is over the field's scale, so that x ~ N(0, I).
         scale = sites[next(iter(self.layout.field))]["scale"]
         handler.log_prior = handler.log_prior / scale
+        # Some rows count once: in the place of all they would be data of a noise that is far smaller.
+        weights = dict.fromkeys(self.guide.facts.data, self.weight)
         for name, site in sites.items():
             if is_observation(site):  # a latent that is held is one, of no rows
-                # Some rows count once: in the place of all they would be data of a noise that is far smaller.
-                weight = self.weight if name in self.guide.facts.data else 1.0
-                site["scale"] = weight * site["scale"] * share_of(site) / scale
+                site["scale"] = weights.get(name, 1.0) * site["scale"] * share_of(site) / scale
         return sites, handler
 
     def of_data(self, sites: Mapping[str, Any]) -> Tensor:
         """Log densities of data that have no linear predictor."""
-        data = [site for name, site in sites.items() if is_observation(site) and name not in {*self.links, *self.drawn}]
+        data = filter(is_observation, without(sites, {*self.links, *self.drawn}).values())
         seen = [site for site in data if site["mask"] is not False]
         return sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in seen)
 
@@ -194,12 +194,11 @@ class Nested:
 
     def _local(self, found: Predictors, theta: Tensor, x: Tensor, root: Any) -> Local:
         """Densities at x; where predictors have kinks, their densities' expectations under N(x, P⁻¹)."""
-        eta = found.at(x)
+        eta, nothing = found.at(x), x.new_zeros(self.layout.extended - len(x))
         if self.is_smooth is None:
             curvatures = by_derivatives(found, eta)[-1]
-            self.is_smooth = all((place, place) in curvatures and curvatures[place, place].any() for place in eta)
+            self.is_smooth = all(curvatures.get((place, place), nothing).any() for place in eta)
         parts = by_derivatives(found, eta) if self.is_smooth else self._by_expectation(found, eta, root)
-        nothing = x.new_zeros(self.layout.extended - len(x))
         here = Local(parts[0], found.back(parts[1]), parts[2], self.nothing, nothing)
         if not self.drawn:
             return here
@@ -251,7 +250,7 @@ class Nested:
         for _ in range(2):
             with attempt():
                 found = self.at(theta)
-                return found if found.value.isfinite() and found.slope.isfinite().all() else self.none
+                return found if torch.cat([found.value[None], found.slope]).isfinite().all() else self.none
             # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
             self.last = self.start
         return self.none
@@ -269,28 +268,20 @@ class Nested:
         return jacobian(total.clamp(min=1e-3).log()[None], theta).detach()[:, 0]
 
     def follow(
-        self, best: Optimum, theta: Tensor, found: Predictors, turn: Optional[Tensor], weights: Tensor
+        self, best: Optimum, theta: Tensor, found: Predictors, turned: Tensor, weights: Tensor
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """By θ, ``(D, num)``, how ∇(ℓ − ½|x|²) moves at x̂ beside what ``turn`` and ``weights`` do; and by
+        """By θ, ``(D, num)``, how ∇(ℓ − ½|x|²) moves at x̂ beside what ``turned`` and ``weights`` do; and by
         hyperparameter the moves m of x, ``(V, num)``, that do the same as its value does, and as θ: (P − I)m is minus
         that.
 
-        :param found: the linear predictors at ``theta``, with their graph, as the turn T of coefficients is; without
-            one J stays.
+        :param found: the linear predictors at ``theta``, with their graph, as what sites do that are ``turned``.
         """
-        gram, slopes = best.precision.plus(-1.0), dict[str, tuple[Tensor, Tensor]]()
-        # ∂x̂ = P⁻¹ ∂∇ℓ, and of sites that turn with T, whose sums are TᵀGT and Tᵀr, ∂m = P⁻¹(∂Tᵀx̂ − G ∂T x̂).
-        if turn is None:
-            fixed = found.detached()
-            fixed.eta = found.eta
-            pull = self._local(fixed, theta, best.x, best.precision).slope
-        else:
-            pull = self._local(found, theta, best.x, best.precision).slope
-            pull = pull - (turn.mT @ best.x - gram @ (turn @ best.x))
-        # Pm ← exp(bᵀθ) Pm
+        slopes = dict[str, tuple[Tensor, Tensor]]()
+        # ∂x̂ = P⁻¹ ∂∇ℓ; Pm ← exp(bᵀθ) Pm
+        pull = self._local(found, theta, best.x, best.precision).slope - turned
         pull = jacobian(pull + 0 * theta.sum(), theta).detach() - torch.outer(weights, best.x)
         # JᵀWJ = P − I has no inverse where data say nothing of x: under a floor it hardly moves there.
-        moves = -gram.lifted(_LEAST).solve(pull.mT).mT
+        moves = -best.precision.plus(-1.0).lifted(_LEAST).solve(pull.mT).mT
         for name, rows in self.hyper.rows.items():
             by_theta = jacobian(found.sites[name]["value"].reshape(-1), theta).detach()[rows]
             # ∂x/∂v = (∂v/∂θ)⁺ ∂x/∂θ
@@ -371,7 +362,7 @@ def by_values(
 ) -> Nested:
     """F of a program whose densities depend on values in any way: x are all values, and the whole Hessian is taken."""
     facts = guide.facts
-    members = [name for name in sites if name in facts.gps or name in normal]
+    members = [name for name in sites if name in {*facts.gps, *normal}]
     layout = Layout({name: [sites[name]["value"].numel()] for name in members}, {})
     if layout.num > _LARGEST:
         raise Unsupported(f"{layout.num} values are too many for a dense matrix")

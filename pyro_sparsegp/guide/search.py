@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Collection
 from typing import Any, Optional
 
 import pyro.distributions as dist
@@ -20,7 +20,7 @@ from ..program.data import rows_of
 from ..program.owners import NO_VALUES, Values
 from ..program.traces import all_sites, as_process, bare, is_free, repeatable, sample_sites
 from .field import LARGEST, Layout, Standardised, is_normal_prior, run_standardised
-from .known import KnownGuide
+from .known import KnownGuide, without
 from .latents import Hyperparameters
 from .nested import Nested
 from .predictors import Linked, find_links
@@ -71,7 +71,7 @@ class Search:
         self.order = torch.randperm(self.num, generator=torch.Generator().manual_seed(0))
         self.priors = {name: sites[name]["infer"]["prior"] for name in guide.facts.latents}
         self.held = {name: sites[name]["value"].detach() for name in guide.facts.latents}
-        self.stay, self.eliminates = dict[str, Tensor](), True
+        self.stay, self.eliminated_from = dict[str, Tensor](), float(_ELIMINATED)
         self.given, self.why = set[str](), ""  # what predictors are affine given; why there is no F, and what to do
         self.is_exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
         self.most = (MOST_VALUES, MOST_VALUES) if self.is_exact else (_MOST_ROWS, ALL_ROWS)  # first, and in the end
@@ -79,6 +79,8 @@ class Search:
             self.most = ALL_ROWS, ALL_ROWS
         self.is_part = holds_part(first.trace)
         self._take(self.most[0])
+        if self.rows < self.num and not self._takes_rows():
+            self._take(self.num)
         # what a trained guide has for hyperparameters stays so: random points of another search may show it otherwise
         normal = without(self._normal(), guide.joint.hyper)
         # Without a field f follows hyperparameters alone, where its sites are exact.
@@ -108,26 +110,29 @@ class Search:
 
         self.run = run
 
+    def _at_prior(self, x: Values, held: Values) -> tuple[Standardised, dict[str, Any]]:
+        """A run with GP sites at their priors' means and latents at x, and other latents held; and its handler."""
+        numbers = self.guide.facts.residuals(dict.fromkeys(self.gps, 1))
+        handler = self.handler(self.guide, x, {name: self.guide.like.new_zeros(num) for name, num in numbers.items()})
+        return handler, sample_sites(self.run(handler, held))
+
+    def _takes_rows(self) -> bool:
+        """Whether the program takes its rows from its arguments, or by a plate's numbers."""
+        with attempt():
+            handler, _ = self._at_prior(NO_VALUES, self.held)
+            return all(handler.features[name][0].shape[-2] < self.num for name in self.gps)
+        return False
+
     def _normal(self) -> dict[str, Any]:
         """The latents with normal priors, except those that a kernel, scale or prior is made of: these are
         hyperparameters.
         """
         guide = self.guide
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
-        if not normal and self.rows == self.num:
+        if not normal:
             return normal  # a run of the program less: test_a_first_step_from_the_mode_has_met_the_data
-        x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
-        residuals = {
-            name: guide.like.new_zeros(n) for name, n in guide.facts.residuals(dict.fromkeys(self.gps, 1)).items()
-        }
-        handler = self.handler(guide, x, residuals)
-        are_fewer = False
-        with attempt() if self.rows < self.num else nullcontext():
-            sites = sample_sites(self.run(handler, without(self.held, normal)))
-            are_fewer = all(handler.features[name][0].shape[-2] < self.num for name in self.gps)
-        if self.rows < self.num and not are_fewer:  # its rows are none of its arguments'
-            self._take(self.num)
-            return self._normal()
+        x = {n: guide.like.new_zeros(prior.shape().numel(), requires_grad=True) for n, prior in normal.items()}
+        handler, sites = self._at_prior(x, without(self.held, normal))
         # autograd's graph shows what these are made of, whatever the values: 0 hides no slope
         made = [part for parts in handler.features.values() for part in parts]
         made += [as_process(sites[name]["fn"])[0].variance for name in self.gps]  # type: ignore[union-attr]
@@ -141,17 +146,12 @@ class Search:
     def nested(self) -> Optional[Nested]:
         """F of the program; ``None`` if a likelihood has no linear predictors."""
         guide, facts, rows = self.guide, self.guide.facts, self.rows
-        if effects := without(dict.fromkeys(guide.joint.row_effects), self.normal):
-            names = ", ".join(map(repr, effects))
-            self.why = f"scales or inputs are made of {names}, of single rows. Integrate these out in the likelihood."
-            return None
         modules = guide.modules_by_site().items()
         sizes = {name: self.handler.sizes_of(module, rows) for name, module in modules}
         sizes |= {name: [prior.shape().numel()] for name, prior in self.normal.items()}
         eliminated = self._eliminated()
-        field = {name: sizes[name] for name in self.sites if name in sizes}
-        if eliminated:
-            field[eliminated] = field.pop(eliminated)  # the last one
+        members = sorted((name for name in self.sites if name in sizes), key=lambda name: name == eliminated)
+        field = {name: sizes[name] for name in members}  # an eliminated one is the last
         layout = Layout(field, facts.residuals(dict.fromkeys(self.gps, self.num)), eliminated)
         numbers = layout.extended - layout.num + layout.dense
         if layout.dense > LARGEST or numbers * rows > _MOST_SLOPES:
@@ -168,7 +168,7 @@ class Search:
         # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
         seen = {*linked.links, *linked.bent} - {*linked.jumps}
         if eliminated and linked.bent:  # a datum may have several of its values
-            self.eliminates = False
+            self.eliminated_from = math.inf
             return self.nested()
         # Given a few latents in which predictors are not affine, they may be affine in all else: these are
         # hyperparameters. Else densities are taken as they are.
@@ -182,7 +182,10 @@ class Search:
                 return nested
             self._split(normal)
         unseen = sorted({*facts.downstream} - {*self.normal} - seen)
-        why = [f"the density of site {name!r} jumps. Take one with slopes." for name in unseen]
+        effects = without(dict.fromkeys(guide.joint.row_effects), self.normal)
+        made = "scales or inputs are made of {!r}, of single rows. Integrate it out in the likelihood."
+        why = [made.format(name) for name in effects]
+        why += [f"the density of site {name!r} jumps. Take one with slopes." for name in unseen]
         why += [f"the prior of {name!r} is flat. Give it a density." for name in linked.flat]
         if why:
             self.why = why[0]
@@ -203,9 +206,9 @@ class Search:
     def _eliminated(self) -> str:
         """The latent with the most values, if each datum may have one of them, and all are in the field."""
         free = {n: p.shape().numel() for n, p in self.normal.items() if type(bare(p)) is dist.Normal}
-        many = {name: num for name, num in free.items() if num >= _ELIMINATED}
-        apart = [name for name in self.normal if name in self.fixed or self.guide.is_independent(name)]
-        return max(many, key=lambda name: many[name], default="") if self.eliminates and not apart else ""
+        many = {name: num for name, num in free.items() if num >= self.eliminated_from}
+        apart = {*self.fixed, *filter(self.guide.is_independent, self.normal)} & self.normal.keys()
+        return "" if apart else max(many, key=lambda name: many[name], default="")
 
     def at_rows(self, nested: Nested, most: int) -> Nested:
         """F at more rows, or as it is."""
@@ -224,8 +227,3 @@ class Search:
         owner = next((one.owner for one in rows.rows.values() if len(one.owner) == self.num), self.chosen)
         rank = torch.randperm(int(owner.max()) + 1, generator=torch.Generator().manual_seed(0))
         return rank.to(owner.device)[owner].argsort()
-
-
-def without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
-    """The values but those with these names."""
-    return {name: value for name, value in values.items() if name not in names}

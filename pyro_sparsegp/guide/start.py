@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Optional
 
 import pyro
 import pyro.distributions as dist
@@ -28,12 +28,12 @@ from ..program.draws import late_bar
 from ..program.handlers import held_runs
 from ..program.traces import as_process, bare, whole_plates
 from .field import LARGEST, anchor_of, index_of, is_normal_prior, make_field
-from .known import KnownGuide
+from .known import KnownGuide, without
 from .latents import couple, drop_latents
 from .moving import some_of
 from .nested import Nested, Optimum
 from .runs import Run
-from .search import ALL_ROWS, MOST_VALUES, Search, without
+from .search import ALL_ROWS, MOST_VALUES, Search
 
 _SHIFT = 0.3  # standard deviations that a hyperparameter's own move f by, from which f follows it
 _NARROWER = 0.2  # of a hyperparameter's precision, from which data's precision follows it
@@ -65,12 +65,12 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     # Sites that are read off quadratic likelihoods give f its exact posterior given each draw of the latents.
     follows = guide.q.is_of_rows and all(gp.is_quadratic for gp in facts.gps.values())
     apart = _apart(guide, run, args, kwargs)
-    gps = "" if follows else f" and GP sites {', '.join(map(repr, facts.gps))}"
+    beside = f" and GP sites {', '.join(map(repr, facts.gps))}", ":"
+    gps, of_each = ("", " of each other: where data correlate them,") if follows else beside
     if sum(run.values[name].numel() for name in apart) > follows:  # f may follow one number alone
         warnings.warn(
             f"latents {', '.join(map(repr, apart))}{gps} enter the same densities, and the guide treats them as "
-            f"independent{' of each other: where data correlate them,' if follows else ':'} their intervals are too "
-            f"narrow. Reason: {why}",
+            f"independent{of_each} their intervals are too narrow. Reason: {why}",
             stacklevel=6,
         )
 
@@ -89,7 +89,7 @@ def _apart(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     return [name for name, value in moved.items() if any(depends(density, value) for density in densities)]
 
 
-def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> str:
+def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> Optional[str]:
     """As :func:`start`; what keeps latents apart, and what to do, if anything does and it was not told."""
     facts = guide.facts
     asked = (guide.able_to_couple or facts.meeting or facts.has_outputs_that_meet) and guide.independent is not True
@@ -136,7 +136,7 @@ def obstacle(guide: KnownGuide) -> str:
     return next(iter(why), "")
 
 
-def _find(search: Search) -> str:
+def _find(search: Search) -> Optional[str]:
     """Take θ to the mode, and start q there; what keeps latents apart, if anything does."""
     nested, theta = search.nested(), search.hyper.of(search.held)
     if nested is None:
@@ -169,46 +169,50 @@ class _Mode:
         if any((there[name].stddev < 0.01 * search.priors[name].stddev).any() for name in search.given):
             raise Unsupported("a density is infinite")
 
-    def start(self) -> str:
-        """Start q there; what keeps latents apart, if anything does."""
+    def start(self) -> Optional[str]:
+        """Start q there; what keeps GP sites and latents apart, if anything does, and "" if nobody is to be told."""
         guide, facts, hyper, layout = self.guide, self.facts, self.search.hyper, self.layout
         free = set(filter(guide.may_join, facts.latents))
         joint = [name for name in hyper.rows if name in free]
         guide.join(hyper=tuple(joint))
         field = [name for name in layout.field if name in {*facts.gps, *free}]
         self._make_field(field)
-        self.weights = self._weights(index_of(hyper.rows, [] if guide.joint.followed else joint, self.theta))
-        intercepts = self._intercepts()
+        followed = [] if guide.joint.followed else joint  # by the field
+        self.weights = self._weights(index_of(hyper.rows, followed, self.theta))
+        intercepts = self._intercepts(followed)
         why = next((why for applies, why in self._obstacles(field, intercepts) if applies), None)
-        if why is not None:
-            del guide.field
-            field = []
-            guide.join(field={}, factors={}, eliminated="", followed=())
-        elif self.own and not guide.joint.followed:
-            warnings.warn(
-                f"the posterior of {', '.join(map(repr, field))} is one Gaussian with a full covariance, instead "
-                f"of the family given for {', '.join(map(repr, self.own))}. A family is kept only for a single GP site "
-                "of one function, beside latents of fewer than 100 values in which predictors are affine. Give "
-                "independent=True to keep families here.",
-                stacklevel=7,
-            )
-        self._set_others([*joint, *field])
+        if why is None:
+            if lost := [name for name in self.own if name not in guide.joint.followed]:
+                warnings.warn(
+                    f"the posterior of {', '.join(map(repr, field))} is one Gaussian with a full covariance, instead "
+                    f"of the family given for {', '.join(map(repr, lost))}. A family is kept only for a single GP "
+                    "site of one function, beside latents of fewer than 100 values in which predictors are affine. "
+                    "Give independent=True to keep families here.",
+                    stacklevel=7,
+                )
+            self._start_field(field, intercepts)
+        else:
+            self._start_apart()
+        self._set_others([*joint, *guide.joint.field])
         if joint:
             index = index_of(hyper.rows, joint, self.theta)
             couple(guide, self.best.theta[index], torch.linalg.cholesky(self.covariance[index][:, index]))
-        if why is None:
-            self._start_field(field, intercepts)
-            return ""
+        return why
+
+    def _start_apart(self) -> None:
+        """Have no field, and put each q(w) that starts at data to the mode."""
+        guide = self.guide
+        del guide.field
+        guide.join(field={}, factors={}, eliminated="", followed=())
         for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
             if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
                 self._put(q, q.anchor_of(self.handler.bases[name]), [name])
-        return why
 
     def _set_others(self, joint: Collection[str]) -> None:
         """Start independent posteriors at the mode, with the variances given all other latents."""
         hyper, best, normal = self.search.hyper, self.best, self.search.normal
         others = without(self.facts.latents, joint)
-        if not others:
+        if not others:  # a run of the program less: test_a_first_step_from_the_mode_has_met_the_data
             return
         _, there = self.nested.run(best.theta, self.layout.extend(best.x))
         loc = hyper.parts(best.theta) | {name: there.values[name] for name in normal}
@@ -227,16 +231,16 @@ class _Mode:
         guide.join(field=sizes, eliminated=self.layout.eliminated, factors=self._factors())
         asked = {*chain(*guide.together_by_name)}  # to have one posterior
         gps = {name: guide.module_of(name) for name in field if name in facts.gps}
-        free = {n: m.coefficients for n, m in gps.items() if isinstance(m, SparseGP) and n not in asked}
+        free = {n: m.coefficients for n, m in without(gps, asked).items() if isinstance(m, SparseGP)}
         # whose families have another posterior than a full Gaussian by natural steps
         self.own = [name for name, q in free.items() if not is_full(q)]
         # It is kept by one GP site of one function, which latents alone follow.
         others = self.layout.eliminated, self.nested.drawn, *(facts.gps[name].outputs for name in gps)
         guide.join(followed=tuple(self.own) if len(gps) == 1 < len(field) and not any(others) else ())
         make_field(guide, sizes)
-        for i, name in enumerate(field):
-            if name in facts.gps and name not in guide.joint.followed:  # its inputs at which q(x) is about its values
-                guide.field.register_buffer(f"rows_{i}", some_of(inputs[name].detach(), sum(sizes[name])))
+        for name in without(gps, guide.joint.followed):  # their inputs at which q(x) is about their values
+            rows = some_of(inputs[name].detach(), sum(sizes[name]))
+            guide.field.register_buffer(f"rows_{field.index(name)}", rows)
 
     def _start_field(self, field: list[str], intercepts: Mapping[str, Tensor]) -> None:
         """Put q(x | θ) to the mode."""
@@ -328,38 +332,39 @@ class _Mode:
             (not (meet or follows), ""),
         ]
 
-    def _intercepts(self) -> dict[str, Tensor]:
-        """By hyperparameters that q(x | θ) is to follow beside what its sites are about, such as an intercept, the
-        moves of x, ``(num, V)``, that do to ∇ℓ what their values do, or θ.
+    def _intercepts(self, names: Collection[str]) -> dict[str, Tensor]:
+        """By hyperparameters, of these, that q(x | θ) is to follow beside what its sites are about, such as an
+        intercept, the moves of x, ``(num, V)``, that do to ∇ℓ what their values do, or θ.
         """
-        nested, best, moves, unconstrained = self.nested, self.best, dict[str, Tensor](), list[str]()
-        if not self.guide.joint.hyper or self.guide.joint.followed:
-            return moves
+        nested, best, ways = self.nested, self.best, dict[str, int]()
+        if not names:
+            return {}
         pull, here = self._followed(best, self.theta)
         # Squared moves of x̂, P⁻¹∂(Jᵀ∇ℓ), by a standard deviation of θ, in those of x.
         shifts = (self.covariance @ pull * best.precision.solve(pull.mT).mT).sum(-1)
-        for name in self.guide.joint.hyper:
-            rows, away = nested.hyper.rows[name], best.theta.clone()
-            if shifts[rows].sum() <= _SHIFT**2:
-                continue
+        rows = {name: nested.hyper.rows[name] for name in names}
+        for name in [name for name, own in rows.items() if shifts[own].sum() > _SHIFT**2]:
             # The moves of x here and one standard deviation away: the parameter of which they change less is followed.
-            away[rows] += self.covariance.diagonal().sqrt()[rows]
+            away = best.theta.clone()
+            away[rows[name]] += self.covariance.diagonal().sqrt()[rows[name]]
             other, there = nested.tried(away.requires_grad_()), here
             if other is not nested.none:
                 _, there = self._followed(other, away)
             by_value, by_theta = ((a - b).norm() / a.norm() for a, b in zip(here[name], there[name]))
-            if by_theta < by_value:
-                unconstrained.append(name)
-            moves[name] = here[name][int(by_theta < by_value)].mT
-        self.guide.join(unconstrained=tuple(unconstrained))
-        return moves
+            ways[name] = int(by_theta < by_value)
+        self.guide.join(unconstrained=tuple(name for name, by_theta in ways.items() if by_theta))
+        return {name: here[name][way].mT for name, way in ways.items()}
 
     def _followed(self, best: Optimum, theta: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """As :meth:`Nested.follow`, of the sites that the field has now."""
         found, handler = self.nested.predictors(theta)
-        if self.layout.eliminated:  # of which no dense T is made
-            return self.nested.follow(best, theta, found, None, self.weights)
+        if self.layout.eliminated:  # of which no dense T is made, and J stays
+            fixed = found.detached()
+            fixed.eta = found.eta
+            return self.nested.follow(best, theta, fixed, torch.zeros_like(best.x), self.weights)
         index = index_of(self.layout.rows, self.guide.joint.field, theta)
         turn = torch.eye(self.layout.num).to(theta)
         turn[index[:, None], index] = anchor_of(self.guide, handler.bases, handler.priors, found.sites).turn()
-        return self.nested.follow(best, theta, found, turn, self.weights)
+        # of sites that turn with T, whose sums are TᵀGT and Tᵀr, ∂m = P⁻¹(∂Tᵀx̂ − G ∂T x̂)
+        turned = turn.mT @ best.x - best.precision.plus(-1.0) @ (turn @ best.x)
+        return self.nested.follow(best, theta, found, turned, self.weights)
