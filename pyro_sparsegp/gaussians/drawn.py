@@ -51,6 +51,16 @@ class Drawn:
             self.taken.divergences.append(value)
         return value
 
+    def noise_of(self, value: Tensor, rows: slice) -> Tensor:
+        """ε of some entries of this value, given those before them."""
+        # R_ii⁻¹(z_i − a_i − R_i<ε_<)
+        moved = value - self.loc[rows] - self.root[rows, : rows.start] @ self.whitened[: rows.start]
+        return torch.linalg.solve_triangular(self.root[rows, rows], moved[:, None], upper=False)[:, 0]
+
+    def density_of(self, value: Tensor, rows: slice) -> Tensor:
+        """log q of some entries of this value, each given those before it."""
+        return self.densities_of(self.noise_of(value, rows), rows)
+
     @functools.cached_property
     def densities(self) -> Tensor:
         """Those of θ, ``(D,)``."""

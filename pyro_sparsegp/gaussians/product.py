@@ -219,6 +219,12 @@ def from_natural(
     return Product(sizes, factors, groups)
 
 
+def numbered(numbers: Mapping[str, int]) -> dict[str, list[int]]:
+    """The blocks of names that have so many each, one after another."""
+    blocks = iter(range(sum(numbers.values())))
+    return {name: list(itertools.islice(blocks, number)) for name, number in numbers.items()}
+
+
 class Whole:
     """q(w) of one run, w = (w₁, …, w_K); the sites' draws are its parts.
 
@@ -360,8 +366,7 @@ class Shared(AbstractModule):
 
     def __init__(self, coefficients: Coefficients, numbers: Mapping[str, int]) -> None:
         super().__init__()
-        self.coefficients, blocks = coefficients, iter(range(sum(numbers.values())))
-        self.blocks = {name: list(itertools.islice(blocks, number)) for name, number in numbers.items()}
+        self.coefficients, self.blocks = coefficients, numbered(numbers)
 
     def forward(self, anchor: object = None) -> Whole:
         """q(w) for a run."""

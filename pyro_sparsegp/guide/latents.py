@@ -4,7 +4,7 @@ q(θ) = N(a, RRᵀ), drawn when it is first used, learned by natural steps. Late
 x.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar, Union
@@ -135,22 +135,13 @@ class _Part(OfPrior):
         """As any distribution; GP sites refuse plates over samples: test_guide.py, test_vectorised_samples."""
         return ExpandedDistribution(self, batch_shape)
 
-    def noise_of(self, value: Tensor) -> Tensor:
-        """ε, ``(n,)``, behind a value of the site, given those before."""
-        loc, root, start = self.drawn.loc, self.drawn.root, self.rows.start
-        moved = self.transform.inv(value).reshape(-1) - loc[self.rows]
-        # R_ii⁻¹(z_i − a_i − R_i<ε_<)
-        moved = moved - root[self.rows, :start] @ self.drawn.whitened[:start]
-        return torch.linalg.solve_triangular(root[self.rows, self.rows], moved[:, None], upper=False)[:, 0]
-
     def log_prob(self, value: Tensor) -> Tensor:
         # log q(v) = log q(z) − log |dv/dz|; of its own draw ε is known
         if value is self.draw[1]:
             z, density = self.draw[0], self.drawn.densities[self.rows]
-        elif isinstance(self.drawn, Point):  # whose value is held in a run after that which has drawn it
-            z, density = self.transform.inv(value), self.drawn.densities[self.rows]
         else:
-            z, density = self.transform.inv(value), self.drawn.densities_of(self.noise_of(value), self.rows)
+            z = self.transform.inv(value)
+            density = self.drawn.density_of(z.reshape(-1), self.rows)
         total = sum_rightmost(density.reshape(self.sizes), self.transform.domain.event_dim)
         return total - self.transform.log_abs_det_jacobian(z, value)
 
@@ -170,9 +161,9 @@ def couple(guide: KnownGuide, loc: Tensor, root: Tensor) -> None:
     guide.together = DrawnGaussian(loc, root)
 
 
-def _place(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[slice, torch.Size]:
+def _place(guide: KnownGuide, name: str, prior: TorchDistribution, coupled: Iterable[str]) -> tuple[slice, torch.Size]:
     """Where a latent's entries are among all, and its values' shape: in plates of one, as its prior has it."""
-    latents, coupled = guide.facts.latents, guide.joint.hyper
+    latents = guide.facts.latents
     rows = slices({other: latents[other].numel for other in coupled})[name]
     known = torch.Size(latents[name].shape)  # type: ignore[arg-type]
     shape = prior.batch_shape + known[len(known) - latents[name].event_dim :]
@@ -187,7 +178,7 @@ def _place(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[slic
 
 def coupled_params(guide: KnownGuide, name: str, prior: TorchDistribution) -> tuple[Tensor, Tensor]:
     """The mean of a coupled latent, and its standard deviation given those before it."""
-    rows, shape = _place(guide, name, prior)
+    rows, shape = _place(guide, name, prior, guide.joint.hyper)
     return guide.together.mean[rows].reshape(shape), guide.together.tril.diagonal()[rows].reshape(shape)
 
 
@@ -195,14 +186,13 @@ def coupled_posterior(guide: KnownGuide, name: str, prior: TorchDistribution) ->
     """The posterior of a coupled latent in a run: its part of the draw of all."""
     run, q = guide.run, guide.together
     run.drawn = run.drawn or q(torch.randn_like(q.mean))
-    part = run.parts[name] = _Part(run.drawn, *_place(guide, name, prior), name, prior)
+    return part_of(run, name, prior, guide.joint.hyper)
+
+
+def part_of(run: Any, name: str, prior: TorchDistribution, coupled: Iterable[str]) -> Any:
+    """The part that one of the coupled latents has of a run's draw, or point, of all."""
+    part = run.parts[name] = _Part(run.drawn, *_place(run.guide, name, prior, coupled), name, prior)
     return part
-
-
-def posterior_at_point(run: Any, point: Point, name: str, prior: TorchDistribution) -> Any:
-    """The posterior of one of them in a run at a point of all."""
-    part = run.parts[name] = _Part(point, *point.place(name), name, prior)
-    return part.rsample() if run.at_medians else part
 
 
 def condition_on_held(guide: KnownGuide, run: Any, name: str) -> None:
@@ -212,7 +202,8 @@ def condition_on_held(guide: KnownGuide, run: Any, name: str) -> None:
         return
     noise = part.drawn.noise.clone()
     # Given z the others are a + Rε still, with z's own ε fixed: R is triangular in the order of sites.
-    noise[part.rows] = part.noise_of(guide.trace.nodes[name]["value"]).detach()
+    z = part.transform.inv(guide.trace.nodes[name]["value"]).reshape(-1)
+    noise[part.rows] = part.drawn.noise_of(z, part.rows).detach()
     run.drawn = guide.together(noise)
 
 

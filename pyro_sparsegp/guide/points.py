@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ..gaussians.arrow import ArrowFactor
 from ..gaussians.factors import DenseFactor
-from ..gaussians.product import Product, Whole
+from ..gaussians.product import Product, Whole, numbered
 from ..numerics.arrow import Arrow
 
 
@@ -31,11 +30,9 @@ class Point:
         """log q(θ), ``(D,)``: the first entry's is that of all."""
         return torch.cat([self.log_density[None], torch.zeros_like(self.value)])[: len(self.value)]
 
-    def place(self, name: str) -> tuple[slice, torch.Size]:
-        """A hyperparameter's entries of θ, and their shape."""
-        shapes = {key: torch.Size(shape) for key, shape in self.shapes.items()}
-        edges = dict(zip(shapes, accumulate((shape.numel() for shape in shapes.values()), initial=0)))
-        return slice(edges[name], edges[name] + shapes[name].numel()), shapes[name]
+    def density_of(self, value: Tensor, rows: slice) -> Tensor:
+        """That of the point: a run after that which has drawn it holds its value."""
+        return self.densities[rows]
 
     @property
     def noise(self) -> Tensor:
@@ -76,11 +73,9 @@ class Points:
         kept = self.log_density, self.theta, self.loc, *self.parts
         log_density, theta, loc, *parts = (part.index_select(0, index)[0] for part in kept)
         factor = DenseFactor(loc, parts[0], upper=True) if len(parts) == 1 else ArrowFactor(loc, Arrow(*parts))
-        sizes, blocks = [size for own in self.field.values() for size in own], dict[str, list[int]]()
-        for name, own in self.field.items():
-            start = sum(map(len, blocks.values()))
-            blocks[name] = list(range(start, start + len(own)))
+        sizes = [size for own in self.field.values() for size in own]
         q = Product(sizes, [factor], [range(len(sizes))])
+        blocks = numbered({name: len(own) for name, own in self.field.items()})
         return Point(theta, Whole(q, blocks), log_density, self.shapes)
 
     def chosen(self, median: bool) -> Point:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -28,7 +28,7 @@ from ...program.structure import Structure
 from ..calls import Evaluation, NewRows
 from ..field import Standardised, anchor_of, run_standardised
 from ..known import KnownGuide
-from ..latents import posterior_at_point
+from ..latents import part_of
 from ..points import Point
 from ..runs import Posteriors, Priors, Run
 from .separate import Separate
@@ -73,8 +73,12 @@ class Joint(Separate):
         process, basis, latents = run.with_means.get(name, alone)
         return kind(process, basis, ahead.whole.share(name, latents, process.batch_shape), name)
 
+    def members(self, run: Run) -> Collection[str]:
+        """The GP sites and latents that have one Gaussian."""
+        return run.guide.joint.field
+
     def latent(self, run: Run, name: str, prior: TorchDistribution) -> Any:
-        is_member = name in run.guide.joint.field
+        is_member = name in self.members(run)
         return run.latent_of_field(name, prior) if is_member else super().latent(run, name, prior)
 
     def sums_of(self, run: Priors, name: str, features: Features) -> tuple[Any, Any]:
@@ -103,13 +107,15 @@ class AtPoints(Joint):
     def whole(self, run: Priors) -> Whole:
         return run.drawn.whole  # type: ignore[union-attr]
 
+    def members(self, run: Run) -> Collection[str]:
+        return run.drawn.whole.blocks  # type: ignore[union-attr]
+
     def latent(self, run: Run, name: str, prior: TorchDistribution) -> Any:
         point: Point = run.drawn  # type: ignore[assignment]
-        if name in point.whole.blocks:
-            return run.latent_of_field(name, prior)
-        if name in point.shapes:
-            return posterior_at_point(run, point, name, prior)
-        return super().latent(run, name, prior)
+        if name not in point.shapes:
+            return super().latent(run, name, prior)
+        part = part_of(run, name, prior, point.shapes)
+        return part.rsample() if run.at_medians else part
 
 
 class _Slopes(FeatureKernel):
@@ -171,14 +177,14 @@ def _with_means(
         z = {n: guide.like.new_zeros(fn.shape().numel(), requires_grad=True) for n, fn in ahead.normal.items()}
         sites: Any = run_standardised(guide, given, named, Standardised(guide, z, {}), known).nodes
         there: Any = {name: traces.as_process(sites[name]["fn"])[0] for name in ahead.bases}
-        made_of = {name: [n for n in z if depends(process.mean, z[n])] for name, process in there.items()}
+        every = {name: [n for n in z if depends(process.mean, z[n])] for name, process in there.items()}
+        made_of = {name: latents for name, latents in every.items() if latents}
     # Under torch.func.vmap no graph shows it: it is as in the draw that leads.
-    is_any = torch.tensor(any(made_of.values()))
+    is_any = torch.tensor(bool(made_of))
     if decided(is_any, serves_both=True) and MAPPED.get():
         raise Unsupported("a mean is made of latents")
     for name, latents in made_of.items():
-        if latents:
-            here = run.settled(name, ahead.processes[name])
-            kernel = _Above(here.kernel, _Slopes(there[name], here.x, [z[n] for n in latents]))
-            found[name] = here.with_kernel(kernel), _WithMean(ahead.bases[name], kernel), latents
+        here = run.settled(name, ahead.processes[name])
+        kernel = _Above(here.kernel, _Slopes(there[name], here.x, [z[n] for n in latents]))
+        found[name] = here.with_kernel(kernel), _WithMean(ahead.bases[name], kernel), latents
     return found
