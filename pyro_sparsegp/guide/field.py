@@ -6,7 +6,7 @@ share; its sites are about Lx, whose meaning θ does not change. Each parameter 
 affine function of x: its linear predictor.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.nn.functional import pad
 
-from ..approximations.on_sites import ExactGP
 from ..gaussians import AtRows, NaturalGaussian
 from ..gaussians.following import Following
 from ..gaussians.natural_arrow import NaturalArrow
@@ -87,19 +86,19 @@ class Layout:
         found = torch.cat([common, like.new_zeros(len(common), num), rest], 1)
         return torch.cat([found, pad(each, (self.dense, self.extended - self.num))]) if self.eliminated else found
 
-    def split(self, found: Tensor) -> tuple[Any, Tensor]:
-        """J, ``(N, num)``, a tensor or :class:`OneEach`, and that of residuals.
+    def split(self, found: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
+        """J, ``(N, num)``, a tensor or :class:`OneEach`, and that of residuals, of each of some data's predictors. All
+        of a datum's have one owner, unless they are of two, which does not tell.
 
-        :param found: J along :meth:`directions`.
+        :param found: J along :meth:`directions`, of each.
         """
-        common, rest, own = found.tensor_split([self.dense, self.dense + self.extended - self.num])
+        parts = [each.tensor_split([self.dense, self.dense + self.extended - self.num]) for each in found]
         if not self.eliminated:
-            return common.mT, rest.mT
-        # kj/j is which of its values the datum has
-        slope, moved = own
-        num = self.num - self.dense
-        owner = torch.where(slope == 0, 0.0, moved / slope).detach().round().long().clamp(0, num - 1)
-        return OneEach(torch.cat([common, slope[None]]).mT, owner, num), rest.mT
+            return [(common.mT, rest.mT) for common, rest, _ in parts]
+        # kj/j is which of its values the datum has; 0, too, where a predictor has none
+        each, num = [torch.where(own[0] == 0, 0.0, own[1] / own[0]) for *_, own in parts], self.num - self.dense
+        owner = torch.stack(each).detach().amax(0).round().long().clamp(0, num - 1)
+        return [(OneEach(torch.cat([common, own[:1]]).mT, owner, num), rest.mT) for common, rest, own in parts]
 
     def nothing(self, like: Tensor) -> Arrow:
         """G = 0 of this layout."""
@@ -134,7 +133,7 @@ def index_of(rows: Mapping[str, slice], names: Iterable[str], like: Tensor) -> T
 def basis_of(guide: KnownGuide, name: str, process: Any) -> Any:
     """A GP site's basis under its kernel: of the exact family, values at the inputs."""
     module = guide.module_of(name)
-    if isinstance(module, ExactGP) and not module.basis.sizes:
+    if not module.basis.sizes:
         return module.prepared(process, name, process.x)[0]
     return module.basis(process.kernel, process.jitter, name)
 
@@ -154,6 +153,7 @@ class Standardised(Messenger):
     ) -> None:
         super().__init__()
         self.guide, self.x, self.residuals, self.theta = guide, x, residuals, theta
+        self.members = {*x, *residuals}
         self.log_prior: Any = 0.0
         self.values: dict[str, Tensor] = {}
         self.priors: dict[str, Any] = {}
@@ -174,7 +174,7 @@ class Standardised(Messenger):
             msg["is_observed"] = name in self.guide.facts.downstream
             log_prior = log_prior if msg["is_observed"] else log_prior + fn.log_prob(value).sum()
             self.log_prior = self.log_prior + msg["scale"] * log_prior
-        elif name in self.x or name in self.residuals:
+        elif name in self.members:
             process, _ = as_process(fn)
             if process is None:
                 self.features[name], value = [_scale_of(fn)], standardised(fn, self.x[name]).to(self.guide.like)
@@ -198,7 +198,7 @@ class Standardised(Messenger):
         basis = self.bases[name]
         blocks, outputs = basis(process.x), (*process.batch_shape, -1)
         self.features[name], sizes = blocks, [phi.shape[-1] for phi in blocks]
-        x = self.x[name] if name in self.x else process.x.new_zeros(process.batch_shape.numel() * sum(sizes))
+        x = self.x.get(name, process.x.new_zeros(process.batch_shape.numel() * sum(sizes)))
         w, t = x.reshape(outputs).split(sizes, -1), self.residuals[name].reshape(outputs)
         value = process.mean + sum_blocks(blocks, w)
         if t.shape[-1] > 1:
@@ -284,7 +284,7 @@ def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, 
             parts += at.expand(*guide.module_of(name).batch_shape, *at.shape[-2:]).reshape(-1, *at.shape[-2:])
             continue
         at = _scale_of(priors[name]).to(guide.like)
-        if name in guide.joint.row_effects and len(at) != sum(guide.joint.field[name]):  # of new rows
+        if len(at) != sum(guide.joint.field[name]):  # of an effect of new rows
             at = at[:1].expand(sum(guide.joint.field[name]))
         parts.append(factor * at)
     anchor = AtRows(parts, by_draws=bool(guide.joint.drawn))

@@ -14,7 +14,6 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from ..numerics.arrow import OneEach
 from ..numerics.functions import depends, jacobian
 from ..numerics.linalg import above_rounding
 from ..program import traces
@@ -24,6 +23,7 @@ from ..program.owners import Values
 from ..program.reader import normal_nodes
 from ..program.traces import LINKS, bare, repeatable
 from .field import Layout
+from .known import without
 
 Place = tuple[str, str, int]  # a site, its parameter, and which of its numbers
 Pair = tuple[Place, Place]
@@ -79,7 +79,7 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         # all of them, if only the last move, of all at once, is not told
         return list(dict.fromkeys(off if tells[-1] else off or members)), of_site
 
-    linked, total = Linked({}, {}, [], []), 0.0 * x.sum()
+    best, jumps, total = dict[str, tuple[list[str], dict[str, str]]](), list[str](), 0.0 * x.sum()
     data = {name: site for name, site in here.items() if traces.is_observation(site)}
     for name, site in data.items():
         fn = bare(site["fn"])
@@ -94,24 +94,21 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         still = [(key, sites[name]["fn"]) for key in made_of if key not in moving for sites in ends]
         moved = [key for key, there in still if not torch.equal(traces.parameters(there)[key], made_of[key])]
         if moved or getattr(fn, "piecewise_constant", False):
-            linked.jumps.append(name)
+            jumps.append(name)
         # Links come first, as in mu + k f without k; then the values of f, if each datum has one.
         elif all(not layout.residuals.keys().isdisjoint(off) for off, _ in tried):
             tried += [found(name, {gp: VALUE}) for gp in _one_each(here, density, layout)[:1]]
         # Where no parameter is to be asked, densities move with these members all the same.
         (by_x,) = torch.autograd.grad(density.sum(), x, retain_graph=True)
         tried.append(([member for member, own in layout.rows.items() if by_x[own].any()], {}))
-        off, links = min(tried, key=lambda each: len(each[0]))
-        if off:
-            linked.bent[name] = off
-        elif links:
-            linked.links[name] = links
+        best[name] = min(tried, key=lambda each: len(each[0]))
     (pull,) = torch.autograd.grad(total, x)
     masks = {name: traces.unmasked(here[name]["fn"], here[name]["value"], None) for name in layout.field}
     known = {name: seen.reshape(-1) for name, seen in masks.items() if seen is not None}
     # A mask of a prior leaves out values that data pull at.
-    linked.flat.extend(name for name, seen in known.items() if pull[layout.rows[name]][~seen].any())
-    return linked
+    flat = [name for name, seen in known.items() if pull[layout.rows[name]][~seen].any()]
+    bent = {name: off for name, (off, _) in best.items() if off}
+    return Linked({name: links for name, (_, links) in without(best, bent).items() if links}, bent, flat, jumps)
 
 
 def _one_each(sites: Mapping[str, Any], density: Tensor, layout: Layout) -> list[str]:
@@ -119,7 +116,7 @@ def _one_each(sites: Mapping[str, Any], density: Tensor, layout: Layout) -> list
     gps = [gp for gp, num in layout.residuals.items() if num == 1]
     values = [sites[gp]["value"] for gp in gps] + [density]
     slopes = torch.autograd.grad(density.sum(), values, retain_graph=True, allow_unused=True)
-    return [gp for gp, by in zip(gps, slopes) if by is not None and by.shape == density.shape]
+    return [gp for gp, by in zip(gps, slopes) if getattr(by, "shape", None) == density.shape]
 
 
 def _are_sure(sites: Mapping[str, Any], name: str, of_site: Mapping[str, str]) -> Tensor:
@@ -309,19 +306,13 @@ class Predictors(Likelihoods):
         self.eta = {place: eta.to(x) for place, eta in predictors_of(sites, links).items()}
         # One way back for all predictors; none, in a step without some of the data.
         every = jacobian(torch.cat([x[:0], *self.eta.values()]), x, layout.directions(x))
-        numbers = [len(eta) for eta in self.eta.values()]
-        if of_values := [place for place in self.eta if links[place[0]][place[1]] == VALUE]:
+        along = dict(zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)))
+        for name, key in [(name, key) for name, of_site in links.items() for key in of_site if of_site[key] == VALUE]:
             # f, of which its density says how it moves with all others
-            parts = zip(self.eta, every.split(numbers, -1))
-            every = torch.cat([p + self._beside(*place[:2]) if place in of_values else p for place, p in parts], -1)
-        rows, residuals = layout.split(every)
-        self.rows: dict[Place, Any] = dict(zip(self.eta, rows.split(numbers)))
-        self.residuals: dict[Place, Tensor] = dict(zip(self.eta, residuals.split(numbers)))
-        for own in map(self.of, links) if layout.eliminated else ():
-            # predictors of a datum have one owner, unless they are of two, which does not tell
-            each = [self.rows[place] for place in own]
-            owner = functools.reduce(lambda owner, b: torch.where(b.entry == 0, owner, b.owner), each, each[0].owner)
-            self.rows |= {place: OneEach(one.compact, owner, one.num) for place, one in zip(own, each)}
+            along[name, key, 0] = along[name, key, 0] + self._beside(name, key)
+        parts = [part for name in links for part in layout.split([along[place] for place in self.of(name)])]
+        self.rows: dict[Place, Any] = {place: rows for place, (rows, _) in zip(self.eta, parts)}
+        self.residuals = {place: residuals for place, (_, residuals) in zip(self.eta, parts)}
 
     def _beside(self, name: str, gp: str) -> Tensor:
         """What moves of x do to a density beside its GP site's values, as moves of these, ``(K, N)``."""

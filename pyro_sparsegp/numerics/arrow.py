@@ -34,10 +34,6 @@ class OneEach:
         """Another one of these owners."""
         return OneEach(compact, self.owner, self.num)
 
-    def split(self, numbers: list[int]) -> list[OneEach]:
-        """So many rows of it each."""
-        return [OneEach(*part, self.num) for part in zip(self.compact.split(numbers), self.owner.split(numbers))]
-
     def __matmul__(self, x: Tensor) -> Tensor:
         """Φx of a vector, or of a column."""
         if x.dim() > 1:
