@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..program.data import NoRelation, Relation
 from .known import KnownGuide
@@ -19,6 +20,10 @@ class Call:
     learns: ClassVar[bool] = False  # whether gradients pass through the sites that q is given
     new: ClassVar[bool] = False  # whether its rows are to predict at, whatever they are
 
+    def kept(self, value: Tensor) -> Tensor:
+        """A value as it is kept for the call: where nothing is learned without its graph."""
+        return value.detach()
+
 
 class Evaluation(Call):
     """Training's rows; nothing is learned."""
@@ -26,16 +31,17 @@ class Evaluation(Call):
     same = True
 
 
-class TrainingStep(Evaluation):
-    """A step on the rows that the guide is about."""
-
-    learns = True
-
-
 class BatchStep(Call):
     """A step on a batch of other rows."""
 
     learns = True
+
+    def kept(self, value: Tensor) -> Tensor:
+        return value
+
+
+class TrainingStep(BatchStep, Evaluation):
+    """A step on the rows that the guide is about."""
 
 
 class NewRows(Call):

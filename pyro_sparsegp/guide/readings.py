@@ -42,12 +42,12 @@ class SiteReading:
         # ℓ that is quadratic where others are held has sites that no damping brings nearer.
         self.rate = 1.0 if self.quadratic else module.rate
         kept: KeptSites = module.sites
-        self.unread = kept.empty or kept.inputs.shape != process.x.shape
+        self.unread = kept.inputs.shape != process.x.shape
         known = Sites(process.x, kept.precision, kept.linear)
         self.sites = Sites.none(process.x, process.batch_shape) if self.unread else known
         self.truncated = kept.truncated  # negative curvatures, cut to 0
         self.change: Any = math.inf  # that the last update would have made of a marginal, in standard deviations
-        self.moves: Any = None  # of that update, each row's
+        self.moves = torch.zeros_like(self.sites.precision)[None]  # of that update, each row's
         # A share of the rate; updates that were cut since they lowered the bound.
         self.pace, self.halved = torch.ones_like(kept.progress["pace"]), 0
         # Of a pass over all rows: the posterior of the sites as they are, with its marginals.
@@ -134,7 +134,7 @@ class Readings:
     def settle(self, most: int, tolerance: float) -> None:
         """Update the sites until none moves a marginal by more standard deviations, or ``most`` times."""
         # Gradients pass through the last update.
-        readings, trained = self.readings, torch.is_grad_enabled()
+        readings = self.readings
         names = {reading.name for reading in readings}
         meets = any(not reading.direct or self.reader.found.neighbours(reading.name) & names for reading in readings)
         if meets and all(reading.quadratic for reading in readings) and self._solve(tolerance):
@@ -143,7 +143,7 @@ class Readings:
             return
         for left in reversed(range(most)):
             for reading in readings:
-                self._update(reading, -1.0 if trained else tolerance)
+                self._update(reading, tolerance)
             # Draws that are made at once all have as many updates as one needs; a recorded step is a plain one.
             if left and not any(decided(reading.change > tolerance, MAPPED.get()) for reading in readings):
                 return
@@ -173,26 +173,25 @@ class Readings:
         return found, target
 
     def _update(self, reading: SiteReading, least: float) -> None:
-        """Update one GP site's sites, unless they move less than ``least`` standard deviations."""
-        before, (found, target) = reading.moves, self._target(reading)
-        if least >= 0 and before is not None:  # outside of training: an update that takes back the last one overshot
+        """Update one GP site's sites, unless they move less than ``least`` standard deviations outside of training."""
+        before, trained, (found, target) = reading.moves, torch.is_grad_enabled(), self._target(reading)
+        if not trained:  # an update that takes back the last one overshot
             reading.pace = torch.where((reading.moves * before).sum() < 0, reading.pace / 2, reading.pace)
         # Negative curvatures, beyond rounding, of which sites cut to 0 are made.
         reading.truncated = (found.second > 1e-6 * found.second.abs().amax()).sum()
         if reading.direct:
             reading.move(target)
-        elif least < 0 or decided(reading.change > least, MAPPED.get()):
+        elif trained or decided(reading.change > least, MAPPED.get()):
             if decided(reading.change <= _LARGE / (reading.rate * reading.pace)):
                 reading.move(reading.damped(found))
                 reading.pace = (1.1 * reading.pace).clamp(max=1.0)
             else:
-                self._search(reading, found)
+                self._search(reading)
 
-    def _search(self, reading: SiteReading, found: Expectation) -> None:
+    def _search(self, reading: SiteReading) -> None:
         """An update that may overshoot: as far as the bound E[ℓ] − KL does not fall."""
-        known, (posterior, marginal) = reading.marginal, reading.look()
-        if known is not marginal:  # what was kept may be of an earlier step
-            found, _ = self._target(reading)
+        posterior, marginal = reading.look()
+        found, _ = self._target(reading)  # marginals that were kept may be of an earlier step
         bound = (found.value - posterior.kl.sum()).detach()
         slack = max(reading.module.slack, _ROUNDING[marginal[0].dtype]) * (1 + bound.abs())
         # Where the bound is lost, modes of rows raise it (test_exponential_links_under_wide_priors), but not by kinks.

@@ -21,7 +21,7 @@ from ...program.data import TrainingData
 from ...program.explore import explore
 from ...program.reader import Expectation, Reader, total_after
 from ...program.structure import Depends, Structure
-from ..calls import KINDS, Call
+from ..calls import KINDS, Call, TrainingStep
 from ..known import KnownGuide
 from ..readings import Readings, SiteReading
 from ..runs import Conditions, Priors, Run, require_rows, shown_by
@@ -81,7 +81,7 @@ class OnSites(Separate):
             return self.given(guide, KINDS[False, learns](call.relation, call.inputs), args, kwargs)
         name, module = next(iter(modules.items()))
         checks.require_full_batch(name, module.family["name"], run.trace)
-        if same and learns:
+        if isinstance(call, TrainingStep):
             core.data = call.relation.call if core.data else TrainingData(guide.model, args, kwargs)
             core.data.note(shown_by(run))
         else:
@@ -94,7 +94,7 @@ class OnSites(Separate):
         free = traces.free_values(run.trace)
         of_all = core.facts.latents.keys() - {*core.facts.local_latents}
         shared = free.keys() - run.processes.keys() if same else of_all
-        values = {name: value if learns else value.detach() for name, value in free.items() if name in shared}
+        values = {name: call.kept(value) for name, value in free.items() if name in shared}
         return Conditions(values, readings, run.drawn)
 
     def answer(
@@ -104,7 +104,7 @@ class OnSites(Separate):
             return super().answer(run, name, process, module, kind)
         reading = run.conditions.readings.get(name)
         posterior = module(process, name, kind, getattr(reading, "sites", None), not run.call.same)
-        if run.call.same and run.call.learns and reading is not None and not reading.direct:
+        if isinstance(run.call, TrainingStep) and reading is not None and not reading.direct:
             # where the next step goes on
             module.sites.progress |= {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
         return posterior
@@ -140,8 +140,8 @@ def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
     core = run.guide.core
     # A state has no closed forms; sites that are read at nodes instead would be others.
     forms = core.forms = core.forms or explore(run, held)[1]
-    is_whole = len(core.facts.gps) == 1 and not (forms.functions or forms.rest.gps) and forms.hold(run.trace.nodes)
-    return forms.rows if is_whole else ()
+    left = {*forms.functions, *forms.rest.gps}
+    return forms.rows if len(core.facts.gps) == 1 and not left and forms.hold(run.trace.nodes) else ()
 
 
 def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, call: Call) -> dict[str, SiteReading]:
@@ -150,7 +150,7 @@ def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, cal
     met = {name: process for name, process in run.processes.items() if name in modules}
     readings = {name: SiteReading(name, process, modules[name], reader) for name, process in met.items()}
     for name in run.moves:
-        _read_off(readings[name], run, learns)
+        _read_off(readings[name], run, call)
     left = [reading for name, reading in readings.items() if name not in run.moves]
     most, tolerance = _SETTLED, _TOLERANCE[guide.like.dtype]
     if learns:
@@ -169,16 +169,15 @@ def _read(reader: Reader, modules: Mapping[str, SiteGP], run: _UnderLatents, cal
     return readings
 
 
-def _read_off(reading: SiteReading, run: _UnderLatents, learns: bool) -> None:
+def _read_off(reading: SiteReading, run: _UnderLatents, call: Call) -> None:
     """The sites of a quadratic ℓ by its derivatives in a run with f at the prior's mean μ: λ = −ℓ″, λ(z − μ) = ℓ′."""
     move = run.moves[reading.name]
     with torch.enable_grad():
         # A move that no density depends on has derivatives of 0.
         total = total_after(run.trace, reading.name, run.guide.facts.gps) + 0 * move.sum()
         (first,) = torch.autograd.grad(total, move, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=learns)
-    first = first if learns else first.detach()
-    reading.move(reading.expanded(Expectation(total, first, second), torch.zeros_like(move)))
+        (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=call.learns)
+    reading.move(reading.expanded(Expectation(total, call.kept(first), second), torch.zeros_like(move)))
     reading.change = 0.0
 
 
