@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def _require_sums(guide: KnownGuide) -> None:
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]
     several = [name for name in field if name in facts.gps and facts.gps[name].outputs]
     why += [f"the functions of GP site {name!r} have one posterior" for name in several]
-    why += [f"{list(field)} have one posterior"] if len(field) > 1 else []
+    why += [f"{name!r} and {other!r} have one posterior" for name, other in pairwise(field)]
     known = {name: (module, getattr(module, "coefficients", None)) for name, module in guide.modules_by_site().items()}
     others = {n: m for n, (m, q) in known.items() if not isinstance(q, NaturalGaussian) or vars(q).get("rank")}
     why += [f"GP site {name!r} has the family {module.family['name']}" for name, module in others.items()]

@@ -52,11 +52,12 @@ def beside(moves: Tensor, ratios: Tensor) -> tuple[float, float, bool]:
 
 def said(away: float, ratio: float, tails: Sequence[float] = ()) -> str:
     """A distance of means, or of medians and both ends, and a ratio of widths in words; none of what is near."""
-    words = [f"the {'median' if tails else 'mean'} is {away:.1f} standard deviations off"] if away > _AWAY else []
-    if ratio > _WIDTHS[1]:
-        words.append(f"the interval is {ratio:.1f} times too wide")
-    elif ratio < _WIDTHS[0]:
-        words.append(f"the interval is {1 / max(ratio, 1e-3):.1f} times too narrow")
+    told = {
+        f"the {'median' if tails else 'mean'} is {away:.1f} standard deviations off": away > _AWAY,
+        f"the interval is {ratio:.1f} times too wide": ratio > _WIDTHS[1],
+        f"the interval is {1 / max(ratio, 1e-3):.1f} times too narrow": ratio < _WIDTHS[0],
+    }
+    words = [text for text, applies in told.items() if applies]
     ends = [
         f"the {p} % quantile is {tail:.1f} standard deviations off" for p, tail in zip((5, 95), tails) if tail > _TAIL
     ]

@@ -67,20 +67,21 @@ def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Te
 
 def _make_parameters(guide: KnownGuide, modules: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     facts, joint = guide.core.facts, guide.joint
-    for name in [name for name, latent in facts.latents.items() if latent.shape is not None]:
-        place = f"{path_of(name)}_unconstrained"
-        loc = tensors.get(f"locs.{place}")  # none, where its posterior is joint with others'
-        is_point = loc is not None and f"scales.{place}" not in tensors
-        if is_point != guide.is_point(name) or (loc is None and guide.is_independent(name)):
-            raise ValueError(
-                f"the saved posterior of latent site {name!r} is of another kind (a point, joint, or independent) than "
-                "this guide's: make the guide with the point_estimates= and independent= that it was saved with."
-            )
-        if loc is not None:
-            guide.set_latent(name, torch.zeros_like(loc), facts.latents[name].event_dim)
+    places = {n: f"{path_of(n)}_unconstrained" for n, latent in facts.latents.items() if latent.shape is not None}
+    alone = {name: place for name, place in places.items() if f"locs.{place}" in tensors}
+    points = {name for name, place in alone.items() if f"scales.{place}" not in tensors}
+    others = points ^ {*filter(guide.is_point, places)} | {*filter(guide.is_independent, places.keys() - alone)}
+    if others:
+        raise ValueError(
+            f"the saved posterior of latent site {min(others)!r} is of another kind (a point, joint, or independent) "
+            "than this guide's: make the guide with the point_estimates= and independent= that it was saved with."
+        )
+    for name, place in alone.items():
+        guide.set_latent(name, torch.zeros_like(tensors[f"locs.{place}"]), facts.latents[name].event_dim)
     for name, spec in modules.items():
         path = f"gps.{path_of(name)}"
-        like = next(t for k, t in tensors.items() if k.startswith(f"{path}.") and t.is_floating_point())
+        own = (tensor for key, tensor in tensors.items() if key.startswith(f"{path}."))
+        like = next(filter(torch.is_floating_point, own))
         deep_setattr(guide, path, guide.family_of(name).rebuild(spec, like, name))
         guide.like = like
     if joint.hyper:
