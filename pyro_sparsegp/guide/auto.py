@@ -316,7 +316,7 @@ class AutoSparseGP(SiteMessenger):
         """A run at new rows; latents of rows are known at training's data."""
         self._ready(args, kwargs)
         facts, asked = self.facts, {"sums_out": False, "marginal": asked.get("at_medians", False)} | asked
-        same = bool(facts.local_latents or facts.classes) and self.relation(args, kwargs).same
+        same = bool(facts.local_latents + facts.classes) and self.relation(args, kwargs).same
         conditions = self.q.given_now(self, asked.get("at_medians", False), same)
         # At the rows of training the sum over classes knows what these say.
         if asked.get("draws_data", True) and not (same and asked["sums_out"]):

@@ -17,8 +17,8 @@ def items_of_draws(guide: KnownGuide, num: int) -> dict[Any, Tensor]:
     are all that decides how sites are read.
     """
     core, data, each = guide.core, guide.core.data, {"": torch.arange(num)}
-    are_all = not (core.facts.local_latents or core.points)
-    if data is None or not (are_all and guide.q.is_of_rows and guide.has_random_latents):
+    are_more = core.facts.local_latents or core.points
+    if data is None or are_more or not (guide.q.is_of_rows and guide.has_random_latents):
         return each
 
     def one(_: object) -> dict[Any, Tensor]:

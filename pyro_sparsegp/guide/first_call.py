@@ -30,7 +30,7 @@ from ..program.handlers import Rerun, held_runs
 from ..program.owners import stacked_runs
 from ..program.parts import moved_by_rows
 from .field import is_normal_prior
-from .known import Core, KnownGuide
+from .known import Core, KnownGuide, without
 from .moving import moved_by
 from .runs import Priors, Run, note_rows, probed, require_inputs
 from .start import start
@@ -64,9 +64,8 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             _learn(guide, run, args, kwargs)
         _warn_of_other_rows(run, args, kwargs)
         guide.q.require(run)
-        starts = {n: getattr(guide.family_of(n), "start", "") for n in run.posteriors if n not in guide.facts.inner}
-        for name in [name for name, where in starts.items() if where == "data"]:
-            guide.module_of(name).inform(run.posteriors[name].process, name)
+        for name, module in without(guide.begun_at_data, guide.facts.inner).items():
+            module.inform(run.posteriors[name].process, name)
         start(guide, run, args, kwargs)
         guide.q.begin(guide)
         guide.core.data = TrainingData(guide.model, args, kwargs)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as _field
+from itertools import filterfalse
 from typing import Any, Optional, Union
 
 import torch
@@ -183,6 +184,11 @@ class KnownGuide(AutoNormalMessenger):
             core.modules.update((name, at_path(self.gps, path_of(name))) for name in core.facts.gps)
         return core.modules
 
+    @property
+    def begun_at_data(self) -> dict[str, Any]:
+        """The modules of GP sites whose q(w) starts at data."""
+        return {n: m for n, m in self.modules_by_site().items() if getattr(self.family_of(n), "start", "") == "data"}
+
     def site_modules(self) -> dict[str, SiteGP]:
         """The modules of families on sites."""
         return {name: module for name, module in self.modules_by_site().items() if isinstance(module, SiteGP)}
@@ -211,7 +217,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def has_random_latents(self) -> bool:
         """Whether a latent that is no GP, or a GP site that enters another, is drawn."""
-        return bool(self.facts.inner) or not all(map(self.is_point, self.facts.latents))
+        return bool([*self.facts.inner, *filterfalse(self.is_point, self.facts.latents)])
 
     def set_latent(self, name: str, loc: Tensor, event_dim: int, scale: Optional[Tensor] = None) -> None:
         """Make the parameters of a latent in unconstrained space: its mean and its deviation, ``init_scale``."""
@@ -224,7 +230,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def is_about_rows(self) -> bool:
         """Whether what it knows belongs to single rows of the training data."""
-        return self.q.is_of_rows or bool(self.core.facts.local_latents or self.core.facts.classes)
+        return self.q.is_of_rows or bool(self.core.facts.local_latents + self.core.facts.classes)
 
     def is_given(self, name: str, site: dict[str, Any]) -> bool:
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""

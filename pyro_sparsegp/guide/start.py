@@ -204,8 +204,8 @@ class _Mode:
         guide = self.guide
         del guide.field
         guide.join(field={}, factors={}, eliminated="", followed=())
-        for name, q in [(n, getattr(m, "coefficients", None)) for n, m in guide.modules_by_site().items()]:
-            if type(q) is NaturalGaussian and getattr(guide.family_of(name), "start", None) == "data":
+        for name, module in guide.begun_at_data.items():
+            if type(q := module.coefficients) is NaturalGaussian:
                 self._put(q, q.anchor_of(self.handler.bases[name]), [name])
 
     def _set_others(self, joint: Collection[str]) -> None:
