@@ -113,7 +113,7 @@ ALL_LINES = 25068
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
 ALL_BRANCHES = 155
 ROOM_BRANCHES = {
-    "guide": 174.6,
+    "guide": 160.7,
     "inference": 170.5,
     "program": 174.5,
     "bases": 154.1,
