@@ -54,11 +54,11 @@ class KernelFeatures(Features):
     def __init__(self, kernel: Any, sizes: tuple[int, ...], rows: Optional[Tensor] = None) -> None:
         super().__init__(kernel, sizes)
         self.size, self.rows = sum(sizes), rows
-        self._known: Any = None  # the last inputs, and what explicit gave there
+        self._known: Any = (None, None)  # the last inputs, and what explicit gave there
 
     def explicit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Φ and the kernel's diagonal at x; kept for the next call at the same x."""
-        if self._known is None or self._known[0] is not x:
+        if self._known[0] is not x:
             self._known = x, self._explicit(self.kernel, x)
         return self._known[1]
 

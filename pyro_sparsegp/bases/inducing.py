@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, Optional, Union
@@ -27,7 +28,7 @@ from .variables import InducingVariables, SourceValues, Values, Variables, betwe
 
 Inducing = Union[int, Tensor, InducingVariables]
 
-_LAYOUT = ("columns", "width", "of_source", "jitter", "codes", "units")
+_LAYOUT = ("columns", "width", "jitter", "codes", "units")
 _WIDENED = 3e-8  # the jitter in float32 where K_uu is found in float64
 
 
@@ -69,7 +70,7 @@ class InducingFeatures(CrossFeatures):
         return self._joined[0].z  # type: ignore[union-attr]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        is_own = self.are_values and self.places is x
+        is_own = self.places is x
         if is_own and self.cross is self.kernel:
             return [self.factor]  # K_ZZ L⁻ᵀ = L, but for the jitter
         # K_fu, (..., N, M); of a summand at Z itself with a diagonal term that it may have
@@ -98,11 +99,10 @@ class InducingPoints(Basis):
 
     def __init__(
         self,
-        sets: Sequence[Union[Tensor, InducingVariables]],  # inputs are (M_b, D), or as the next arguments tell
+        sets: Sequence[Union[Tensor, Variables]],  # a tensor is inputs of f, (M_b, D), or as the next arguments tell
         trainable: bool = True,
         columns: Optional[list[int]] = None,  # of D, those that the kernel reads, where inputs have no others
         width: Optional[int] = None,  # D
-        of_source: Optional[list[bool]] = None,  # for each set, whether its inputs are those of the kernel's source
         # Relative, of K_uu, where the process has none of its own. It stays when the dtype changes, since it is part of
         # what w means: L depends on it.
         jitter: Optional[float] = None,
@@ -111,29 +111,30 @@ class InducingPoints(Basis):
         units: Optional[list[float]] = None,
     ) -> None:
         super().__init__()
-        self.sizes = tuple([z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets])
+        parts: list[Any] = [Values(z) if isinstance(z, Tensor) else z for z in sets]
+        self.kinds, self.sizes = tuple(map(type, parts)), tuple([part.size for part in parts])
         self.trainable, self.jitter, self.columns, self.units = trainable, jitter, columns, units
-        self.of_source = of_source or [False] * len(sets)
         self.codes = tuple(sorted(codes))
-        first = next((z for z in sets if isinstance(z, Tensor)), torch.empty(0))
+        first = next((part.z for part in parts if isinstance(part, Values)), torch.empty(0))
         self.width = width or first.shape[-1]
         own = columns or range(self.width)
         # On the inputs' device, so that a step copies nothing there.
         self._keep("column_index", self.columns, first, torch.int64)
         self._keep("held", [i in self.codes for i in range(self.width)], first, torch.bool)
         self._keep("unit", units and [units[c] for c in own], first, first.dtype)
-        self._of_f = [isinstance(z, Tensor) and not other for z, other in zip(sets, self.of_source)]  # f(Z)
-        for i, z in enumerate(sets):
-            if isinstance(z, InducingVariables):
-                setattr(self, f"variables_{i}", z)
-            else:
-                setattr(self, f"inputs_{i}", PyroParam(self._in_units(i, z.detach().clone(), torch.div)))
+        self.names: list[str] = []
+        for i, part in enumerate(parts):
+            name, kept = f"variables_{i}", part
+            if isinstance(part, Values):
+                name, kept = f"inputs_{i}", PyroParam(self._in_units(type(part), part.z.detach().clone(), torch.div))
+            setattr(self, name, kept)
+            self.names.append(name)
         if not trainable:
             freeze(self)
 
-    def _in_units(self, i: int, z: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _in_units(self, kind: type, z: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
         # A set's inputs, divided by their units or multiplied.
-        return change(z, self.unit) if self._of_f[i] and self.unit is not None else z
+        return change(z, self.unit) if kind is Values and self.unit is not None else z
 
     def _keep(self, name: str, values: object, like: Tensor, dtype: torch.dtype) -> None:
         self.register_buffer(name, None if values is None else torch.tensor(values).to(like.device, dtype), False)
@@ -151,26 +152,27 @@ class InducingPoints(Basis):
     ) -> InducingPoints:
         """The sets as a guide's first call starts them: counts are chosen among the inputs, the rest is as given."""
         width, source = x.shape[-1], kernel.source
-        domain, rows = kernel, x
+        domain, rows, kind = kernel, x, Values
         if source is not None:
             some = x.detach().flatten(0, -2)
             some = some[torch.randperm(len(some), device=x.device)[:1000]]
             # Those that f reads at some random rows of x: an empty patch counts once.
-            domain, rows, columns = source, some_distinct(kernel.source_inputs(some).flatten(0, -2), 100_000), None
+            domain, rows = source, some_distinct(kernel.source_inputs(some).flatten(0, -2), 100_000)
+            columns, kind = None, SourceValues
         counts = [num for num in sets if not isinstance(num, (Tensor, InducingVariables))]
         chosen = iter(choose_inputs(domain, rows, counts, init, name, columns))
         widths = {width, rows.shape[-1], len(columns or range(width))}
-        found: list[Any] = []
-        for z in sets:
-            if isinstance(z, InducingVariables):
-                found.append(_own(z, x))
-                continue
-            z = given_inputs(z, x, name, widths) if isinstance(z, Tensor) else next(chosen)
-            found.append(those(z, columns) if columns is not None and z.shape[-1] == width else z)
-        of_source = [source is not None and not (isinstance(z, Tensor) and z.shape[-1] == width) for z in sets]
+        found: list[Variables] = []
+        for given in sets:
+            if isinstance(given, InducingVariables):
+                found.append(_own(given, x))
+            elif isinstance(given, Tensor):
+                z = given_inputs(given, x, name, widths)
+                found.append((Values if z.shape[-1] == width else kind)(those(z, columns)))
+            else:
+                found.append(kind(those(next(chosen), columns)))
         units = _units(x, found) if trainable else None
-        own = if_known(list, columns)
-        basis = cls(found, trainable, own, width, of_source, None, kernel.code_columns(width), units)
+        basis = cls(found, trainable, if_known(list, columns), width, None, kernel.code_columns(width), units)
         # The jitter biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its
         # inverse root (tests/benchmarks/jitter.md).
         variables = basis.variables()
@@ -180,16 +182,16 @@ class InducingPoints(Basis):
     @torch.no_grad()
     def leave_units(self) -> None:
         """Train inducing inputs in units of 1, for inputs whose range changes, such as a network's outputs."""
-        for i, given in enumerate(self.inputs):
+        for name, given in zip(self.names, self.inputs):
             if isinstance(given, Tensor):
-                getattr(self, f"inputs_{i}").copy_(given)
+                getattr(self, name).copy_(given)
         self.units = self.unit = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         # Inputs that were learned can be held from here on, and the other way round.
         held, learned = "", "_unconstrained"
         there, here = (held, learned) if self.trainable else (learned, held)
-        renamed = {f"{prefix}inputs_{i}{there}": f"{prefix}inputs_{i}{here}" for i in range(len(self.sizes))}
+        renamed = {f"{prefix}{name}{there}": f"{prefix}{name}{here}" for name in self.names}
         for name in renamed.keys() & state_dict.keys():
             state_dict[renamed[name]] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -198,8 +200,7 @@ class InducingPoints(Basis):
         """The first ``num`` sets and the others, as bases of their own."""
 
         def part(sets: slice) -> InducingPoints:
-            layout = self._layout() | {"of_source": self.of_source[sets]}
-            return InducingPoints(self.inputs[sets], self.trainable, **layout)
+            return InducingPoints(self._parts()[sets], self.trainable, **self._layout())
 
         return part(slice(None, num)), part(slice(num, None))
 
@@ -210,43 +211,45 @@ class InducingPoints(Basis):
     @property
     def inputs(self) -> list[Any]:
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
-        found = []
-        for i in range(len(self.sizes)):
-            z = getattr(self, f"inputs_{i}", None)
-            found.append(getattr(self, f"variables_{i}") if z is None else self._in_units(i, z, torch.mul))
-        return found
+        return [self._in_units(kind, getattr(self, n), torch.mul) for n, kind in zip(self.names, self.kinds)]
 
     def variables(self) -> list[Variables]:
         """The sets."""
-        found: list[Variables] = []
-        for z, is_of_f in zip(self.inputs, self._of_f):
-            if not is_of_f:
-                found.append(SourceValues(z, self.trainable) if isinstance(z, Tensor) else z)
-                continue
-            if z.shape[-1] != self.width:  # the kernel never reads the other columns: what stands there is no matter
-                z = z.new_zeros(len(z), self.width).index_copy(1, self.column_index, z)
-            found.append(Values(torch.where(self.held, z.detach(), z) if self.codes else z, self.trainable))
-        return found
+        return [self._whole(part.z) if type(part) is Values else part for part in self._parts()]
+
+    def _parts(self) -> list[Any]:
+        # The sets, with inputs as they are kept.
+        pairs = zip(self.kinds, self.inputs)
+        return [kind(z, self.trainable) if issubclass(kind, Values) else z for kind, z in pairs]
+
+    def _whole(self, z: Tensor) -> Values:
+        # f's values at inputs of all columns.
+        if z.shape[-1] != self.width:  # the kernel never reads the other columns: what stands there is no matter
+            z = z.new_zeros(len(z), self.width).index_copy(1, self.column_index, z)
+        return Values(torch.where(self.held, z.detach(), z) if self.codes else z, self.trainable)
 
     def forward(self, kernel: Kernel, jitter: Optional[float], name: str) -> InducingFeatures:
-        if any(self.of_source) and kernel.source is None:
+        if SourceValues in self.kinds and kernel.source is None:
             raise ValueError(f"the kernel of site {name!r}, {kernel!r}, has no source, but had in the first call")
         return features_of(kernel, self.variables(), self.jitter if jitter is None else jitter, name)
 
     def spec(self) -> dict[str, Any]:
         shapes = [list(z.shape) if isinstance(z, Tensor) else None for z in self.inputs]
-        return {"kind": "inducing", "shapes": shapes, **self._layout()}
+        of_source = [kind is SourceValues for kind in self.kinds]
+        return {"kind": "inducing", "shapes": shapes, "of_source": of_source, **self._layout()}
 
     @classmethod
     def rebuilt(
         cls, spec: dict[str, Any], like: Tensor, trainable: bool, sets: Sequence[Optional[Inducing]]
     ) -> InducingPoints:
         """A basis of the shapes of ``spec``, its values still to be loaded."""
-        empty: list[Any] = [
-            _own(given, like) if isinstance(given, InducingVariables) else like.new_zeros(shape)
-            for given, shape in zip(sets, spec["shapes"])
+        empty = [
+            _own(given, like)
+            if isinstance(given, InducingVariables)
+            else (Values, SourceValues)[is_of_source](like.new_zeros(shape))
+            for given, shape, is_of_source in zip(sets, spec["shapes"], spec.get("of_source", itertools.repeat(False)))
         ]
-        # Older states have no codes and no units; those without a jitter had that of their dtype.
+        # Older states have fewer of these; those without a jitter had that of their dtype.
         layout: dict[str, Any] = {name: spec.get(name) for name in _LAYOUT}
         layout |= {"codes": spec.get("codes", ()), "jitter": spec.get("jitter", default_jitter(like.dtype))}
         return cls(empty, trainable, **layout)
@@ -255,7 +258,7 @@ class InducingPoints(Basis):
 def _units(x: Tensor, sets: Sequence[Any]) -> Optional[list[float]]:
     # Of columns of x, and of inducing inputs beside it, whose range is at most a half, the power of two from it on; 1
     # of others; None if of all.
-    beside = [z for z in sets if isinstance(z, Tensor) and z.shape[-1] == x.shape[-1]]
+    beside = [part.z for part in sets if isinstance(part, Values) and part.z.shape[-1] == x.shape[-1]]
     rows = torch.cat([x.detach().flatten(0, -2), *beside]).double()
     least, largest = rows.amin(0), rows.amax(0)
     wide = (largest - least) > 1e3 * torch.finfo(x.dtype).eps * torch.maximum(least.abs(), largest.abs())

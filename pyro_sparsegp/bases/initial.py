@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Kernel
-from ..numerics.arguments import require_count
+from ..numerics.arguments import refuse, require_count
 
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
 
@@ -115,7 +115,10 @@ def choose_inputs(
         require_count(num, f"inducing of site {name!r} is a tensor of inputs or their number, which")
     if not counts:
         return []
-    distinct = _num_distinct(rows if columns is None else those(rows, columns), sum(counts))
+    # How many rows are distinct; or some lower number that is enough, which a part of many rows may show.
+    read, num = those(rows, columns), sum(counts)
+    shown = len(read[:: max(1, len(read) // (4 * num + 4096))].unique(dim=0))
+    distinct = shown if shown >= num else len(read.unique(dim=0))
     if columns is not None:
         counts = [min(num, distinct) for num in counts]
     if sum(counts) > distinct:
@@ -140,21 +143,17 @@ def choose_inputs(
 
 def given_inputs(z: Tensor, like: Tensor, name: str, widths: set[int]) -> Tensor:
     """A set that was given, like ``like``; refused, naming the site, if it has no such number of columns."""
-    if z.dim() != 2 or z.shape[-1] not in widths or not z.shape[0]:
-        num = " or ".join(map(str, sorted(widths)))
-        raise ValueError(f"the inducing inputs of site {name!r} must be a tensor (M, {num}), got {tuple(z.shape)}")
-    if not z.isfinite().all():
-        raise ValueError(f"the inducing inputs of site {name!r} contain NaN or infinite values")
+    num, has_rows = " or ".join(map(str, sorted(widths))), z.dim() == 2 and len(z) and z.shape[-1] in widths
+    faults = {
+        f"the inducing inputs of site {name!r} must be a tensor (M, {num}), got {tuple(z.shape)}": not has_rows,
+        f"the inducing inputs of site {name!r} contain NaN or infinite values": not z.isfinite().all(),
+    }
+    refuse(faults)
     return z.to(like)
 
 
-def those(x: Tensor, columns: Sequence[int]) -> Tensor:
-    """Some columns of x, ``(N, D)``."""
+def those(x: Tensor, columns: Optional[Sequence[int]]) -> Tensor:
+    """Some columns of x, ``(N, D)``, by default all; x itself if it has no others."""
+    if columns is None or len(columns) == x.shape[-1]:
+        return x
     return torch.stack([x[:, column] for column in columns], -1)  # an index would be copied to the device
-
-
-def _num_distinct(rows: Tensor, enough: int) -> int:
-    # How many rows are distinct; or some lower number that is enough, which a part of many rows may show.
-    step = max(1, rows.shape[0] // (4 * enough + 4096))
-    shown = rows[::step].unique(dim=0).shape[0]
-    return shown if shown >= enough else rows.unique(dim=0).shape[0]

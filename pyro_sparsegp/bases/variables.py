@@ -4,6 +4,7 @@ All that a basis needs of them are covariances, K_uu and K_fu (van der Wilk et a
 """
 
 from abc import abstractmethod
+from operator import attrgetter
 from typing import Any, Union
 
 from torch import Tensor, nn
@@ -68,8 +69,10 @@ class Values:
     def __init__(self, z: Tensor, moves: bool = False) -> None:
         self.z, self.size, self.moves = z, z.shape[-2], moves
 
+    of: Any = staticmethod(lambda kernel: kernel)  # the kernel of the function whose values they are
+
     def covariance(self, kernel: Kernel) -> Tensor:
-        return kernel(self.z)
+        return self.of(kernel)(self.z)
 
     def cross(self, kernel: Kernel, x: Tensor) -> Tensor:
         return kernel(x, self.z)
@@ -78,8 +81,7 @@ class Values:
 class SourceValues(Values):
     """u = g(Z), for inputs of g, ``(M, d)``, where f(x) = Σ_p w_p g(x_p), such as the response to image patches."""
 
-    def covariance(self, kernel: Kernel) -> Tensor:
-        return kernel.source(self.z)
+    of = staticmethod(attrgetter("source"))
 
     def cross(self, kernel: Any, x: Tensor) -> Tensor:
         return kernel.from_source(x, self.z)
@@ -91,9 +93,7 @@ Variables = Union[InducingVariables, Values]  # a set of inducing variables
 def widened(kernel: Kernel, variables: list[Any]) -> list[Any]:
     """The sets with inputs in float64, where these are float32 and all kernels follow; otherwise the same list."""
     narrow = [part for part in variables if isinstance(part, Values) and wider(part.z) != part.z.dtype]
-    if len(narrow) < len(variables):
-        return variables
-    if not all(in_any_dtype(kernel.source if isinstance(part, SourceValues) else kernel) for part in narrow):
+    if len(narrow) < len(variables) or not all(in_any_dtype(part.of(kernel)) for part in narrow):
         return variables
     return [type(part)(part.z.to(wider(part.z)), part.moves) for part in variables]
 
