@@ -1,6 +1,7 @@
 """A basis with a free Gaussian over its coefficients."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -17,7 +18,7 @@ from ..gaussians.seats import towards
 from ..modules import AbstractModule
 from ..numerics.linalg import side_by_side
 from ..posterior.drawing import ExpectedSite
-from ..posterior.sparse_posterior import SparsePosterior
+from ..posterior.sparse_posterior import Kind, SparsePosterior
 from ..process import GaussianProcess
 
 _ROWS = 4096  # enough to show where posteriors start
@@ -45,9 +46,7 @@ class SparseGP(AbstractModule):
         self.register_buffer("rows", None)
         self.register_buffer("places", None)
 
-    def forward(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
-    ) -> SparsePosterior:
+    def forward(self, process: GaussianProcess, name: str, kind: Kind = SparsePosterior) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
         features = self.features_for(process, name)
         anchor = self.anchor_of(features, process.mean_function)
@@ -55,12 +54,11 @@ class SparseGP(AbstractModule):
 
     def anchor_of(self, features: Any, mean: object = None) -> Any:
         """What q(w) is about."""
-        places = () if self.places is None else (self.places,)
-        return self.coefficients.anchor_of(features, mean, *places)
+        return self.coefficients.anchor_of(features, mean, self.places)
 
     def follow(self, places: Tensor) -> None:
         """Have q(w) be about f at these inputs of data, which parameters of the program move."""
-        if self.places is None or self.places.shape != places.shape:  # as once other data have come
+        if getattr(self.places, "shape", None) != places.shape:  # as once other data have come
             self.coefficients.leave_seat()
         self.places = places
 
@@ -144,20 +142,18 @@ class DecoupledGP(SparseGP):
         self.means, self.num_columns = means, num_columns
         self.weights: Any = PyroParam(like.new_zeros(*batch_shape, sum(means.sizes)))
 
-    def forward(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
-    ) -> SparsePosterior:
+    def forward(self, process: GaussianProcess, name: str, kind: Kind = SparsePosterior) -> SparsePosterior:
         inducing = self.basis(process.kernel, process.jitter, name)
         q = self.coefficients(self.coefficients.anchor_of(inducing))
         (means,) = self.means.variables()
         features = DecoupledFeatures(inducing, means, self.weights, self.num_columns)
-        estimate = features.estimate if issubclass(kind, ExpectedSite) else features.square
-        shift = ShiftFactor(features.square, estimate, features.pull.shape[:-1])
+        square = partial(getattr, features, "square")
+        estimate = features.estimate if issubclass(kind, ExpectedSite) else square
+        shift = ShiftFactor(square, estimate, features.pull.shape[:-1])
         whole = Product((*q.sizes, 1), [*q.factors, shift], [*q.groups, (len(q.sizes),)])
         return kind(process, features, whole, name)
 
     def spec(self) -> dict[str, Any]:
-        """What is needed to make the module anew before its state is loaded, in plain Python."""
         return super().spec() | {"means": self.means.spec()}
 
 

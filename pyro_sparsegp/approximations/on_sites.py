@@ -24,12 +24,11 @@ from ..modules import AbstractModule, size_buffers
 from ..numerics.decisions import decided
 from ..numerics.functions import is_long
 from ..numerics.linalg import NumericalWarning, eye_like, over_lower, sum_blocks
-from ..posterior.sparse_posterior import SparsePosterior
+from ..posterior.sparse_posterior import Kind, SparsePosterior
 from ..process import GaussianProcess
 from ..warned import Warned, warn_once
 
 _UNSETTLED = 0.1  # a move, in standard deviations, that is warned of
-Kind = type[SparsePosterior]
 
 
 class BySites:
@@ -309,9 +308,7 @@ class ExpectationGP(AbstractModule):
         """Whether no site was ever refined."""
         return self.precision.shape[-1] == 0
 
-    def forward(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
-    ) -> SparsePosterior:
+    def forward(self, process: GaussianProcess, name: str, kind: Kind = SparsePosterior) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
         # u = Lw keeps its meaning where L moves: P − I and Pm are those of L⁻¹ now.
         features = self.basis(process.kernel, process.jitter, name)

@@ -43,7 +43,6 @@ class DecoupledFeatures(CrossFeatures):
         factor, pull = (matrix.expand(*batch, *matrix.shape[-2:]) for matrix in (inducing.factor, pull))
         # L⁻¹k(Z, O)a, so that c(x, O)a = k(x, O)a − φ(x)ᵀ of it
         self.pull = solve_lower(factor, pull)[..., 0]
-        self._square: Optional[Tensor] = None
 
     def moved(self, x: Tensor, phi: Tensor) -> Tensor:
         """c(x, O)a, ``(..., N)``, for φ(x) ``(..., N, M)``."""
@@ -53,7 +52,7 @@ class DecoupledFeatures(CrossFeatures):
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         blocks = self.inducing.of_summand(self.cross)(x)
-        shift = self.moved(x, torch.cat(blocks, -1)) / self.square().sqrt()[..., None]
+        shift = self.moved(x, torch.cat(blocks, -1)) / self.square.sqrt()[..., None]
         return [*blocks, shift[..., None]]
 
     def marginals(self, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None) -> Moments:
@@ -70,22 +69,21 @@ class DecoupledFeatures(CrossFeatures):
             columns = means.covariance(self.kernel).index_select(-2, rows)
         return (columns @ self.weights[..., None])[..., 0]
 
+    @functools.cached_property
     def square(self) -> Tensor:
-        """κ, ``(...,)``, from all of K_OO, in blocks; computed once."""
-        if self._square is None:
-            index = torch.arange(self.means.size, device=self.weights.device)
-            cost = self.means.size if isinstance(self.means, Values) else 1  # those of a user's own are formed at once
-            against = in_pieces(lambda rows: self._against(index[rows]), len(index), cost, self.weights, -1)
-            # κ = aᵀC_OO a = aᵀK_OO a − ‖L⁻¹k(Z, O)a‖²
-            total = (self.weights * against).sum(-1)
-            self._square = (total - self.pull.square().sum(-1)).clamp(min=_FLOOR)
-        return self._square
+        """κ, ``(...,)``, from all of K_OO, in blocks."""
+        index = torch.arange(self.means.size, device=self.weights.device)
+        cost = self.means.size if isinstance(self.means, Values) else 1  # those of a user's own are formed at once
+        against = in_pieces(lambda rows: self._against(index[rows]), len(index), cost, self.weights, -1)
+        # κ = aᵀC_OO a = aᵀK_OO a − ‖L⁻¹k(Z, O)a‖²
+        total = (self.weights * against).sum(-1)
+        return (total - self.pull.square().sum(-1)).clamp(min=_FLOOR)
 
     def estimate(self) -> Tensor:
         """κ from ``num_columns`` random columns of K_OO, ``(...,)``: unbiased, and exact where these are all."""
         num, size = self.num_columns, self.means.size
         if num >= size:
-            return self.square()
+            return self.square
         rows = torch.randperm(size, device=self.weights.device)[:num]
         drawn = (self.weights.index_select(-1, rows) * self._against(rows)).sum(-1)
         # (M₂/n) Σ aᵢ(K_OO a)ᵢ over n rows − ‖L⁻¹k(Z, O)a‖²
@@ -289,18 +287,16 @@ def rebuilt(spec: dict[str, Any], like: Tensor, trainable: bool, sets: Sequence[
     return InducingPoints.rebuilt(spec, like, trainable, sets)
 
 
-def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[tuple[list[int], list[Any]]]:
+def _alike(bases: Sequence[Any], terms: Sequence[Any]) -> list[tuple[list[int], list[Any]]]:
     # Summands that differ by numbers only, with values at as many inputs each for a basis, and these inputs, which are
     # asked for once a run; others by themselves.
     found: dict[Any, tuple[list[int], list[Any]]] = {}
     for c, (basis, term) in enumerate(zip(bases, terms)):
         key: Any = c
         z: Any = None
-        if isinstance(basis, InducingPoints) and (shared := structure(term)) is not None:
-            first, *others = basis.variables()
-            if type(first) is Values and not others:
-                z = first.z
-                key = shared, z.shape, z.dtype, basis.jitter
+        if isinstance(basis, InducingPoints) and basis.kinds == (Values,) and (shared := structure(term)) is not None:
+            z = basis.variables()[0].z
+            key = shared, z.shape, z.dtype, basis.jitter
         members, inputs = found.setdefault(key, ([], []))
         members.append(c)
         inputs.append(z)

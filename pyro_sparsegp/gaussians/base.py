@@ -143,7 +143,7 @@ class Coefficients(Documented, AbstractModule):
             (I + λΦᵀΦ)⁻¹, the prior's where they have no rows.
         """
 
-    def anchor_of(self, features: object, mean: object = None) -> Any:
+    def anchor_of(self, features: object, mean: object = None, rows: Optional[Tensor] = None) -> Any:
         """L of a run's features, for :meth:`forward`; ``None`` where it is about w alone. Of a mean function q may
         follow a constant one.
         """
@@ -163,42 +163,29 @@ class Stack:
     Flat, ``(..., C·M, K)``, the blocks are one above the other; wide, ``(..., C·M)``, side by side.
     """
 
+    def __new__(cls, sizes: Sequence[int] = ()) -> Stack:
+        return super().__new__(_Ragged if len({*sizes}) > 1 else cls)
+
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         self.size = max(self.sizes, default=0)
         self.num_beyond = len(self.sizes) * self.size - sum(self.sizes)
-        self._own = torch.arange(self.size) < torch.tensor(self.sizes)[:, None]
-        self._index = self._own.flatten().nonzero()[:, 0]
-
-    def own(self, like: Tensor) -> Tensor:
-        """1 where a number is a block's own, else 0, ``(C, M)``."""
-        self._own = self._own.to(like)  # kept where it was asked for last: no step copies it to a device
-        return self._own
 
     def rows(self, blocks: Sequence[Tensor]) -> Tensor:
         """Matrices, ``(..., M_b, K)`` a block, as ``(..., C, M, K)``."""
-        parts = [pad(block, (0, 0, 0, more)) if (more := self.size - block.shape[-2]) else block for block in blocks]
-        return torch.stack(torch.broadcast_tensors(*parts), -3)
+        return torch.stack(torch.broadcast_tensors(*blocks), -3)
 
     def squares(self, blocks: Sequence[Tensor]) -> Tensor:
         """Matrices, ``(..., M_b, M_b)`` a block, as ``(..., C, M, M)``, with 1 on the diagonal beyond a block's own."""
-        if not self.num_beyond:
-            return self.rows(blocks)
-        whole = self.rows([pad(block, (0, self.size - block.shape[-1])) for block in blocks])
-        # there q is the prior: D = I, B = 0, m = 0
-        return whole + torch.diag_embed(1 - self.own(whole))
+        return self.rows(blocks)
 
     def wide(self, x: Tensor) -> Tensor:
         """Numbers of all blocks side by side, ``(..., ΣM_b)``, as ``(..., C·M)``."""
-        if not self.num_beyond:
-            return x
-        found = x.new_zeros(*x.shape[:-1], len(self.sizes) * self.size)
-        found[..., self._index] = x
-        return found
+        return x
 
     def narrow(self, x: Tensor) -> Tensor:
         """What :meth:`wide` was made of."""
-        return x[..., self._index] if self.num_beyond else x
+        return x
 
     def cut(self, flat: Tensor) -> Tensor:
         """A flat tensor as a stack."""
@@ -226,9 +213,39 @@ class Stack:
 
     def spread(self, matrix: Tensor) -> Tensor:
         """A matrix of all coefficients, ``(..., ΣM_b, ΣM_b)``, as ``(..., C·M, C·M)``, I beyond the blocks' own."""
-        if not self.num_beyond:
-            return matrix
-        return self.wide(self.wide(matrix).mT).mT + torch.diag_embed(1 - self.own(matrix).flatten())
+        return matrix
+
+
+class _Ragged(Stack):
+    """Of blocks that are not all as large. Beyond a block's own q is the prior: D = I, B = 0, m = 0."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(sizes)
+        own = torch.arange(self.size) < torch.tensor(self.sizes)[:, None]
+        self._index, self._beyond = own.flatten().nonzero()[:, 0], ~own
+
+    def beyond(self, like: Tensor) -> Tensor:
+        """0 where a number is a block's own, else 1, ``(C, M)``."""
+        self._beyond = self._beyond.to(like)  # kept where it was asked for last: no step copies it to a device
+        return self._beyond
+
+    def rows(self, blocks: Sequence[Tensor]) -> Tensor:
+        return super().rows([pad(block, (0, 0, 0, self.size - block.shape[-2])) for block in blocks])
+
+    def squares(self, blocks: Sequence[Tensor]) -> Tensor:
+        whole = self.rows([pad(block, (0, self.size - block.shape[-1])) for block in blocks])
+        return whole + torch.diag_embed(self.beyond(whole))
+
+    def wide(self, x: Tensor) -> Tensor:
+        found = x.new_zeros(*x.shape[:-1], len(self.sizes) * self.size)
+        found[..., self._index] = x
+        return found
+
+    def narrow(self, x: Tensor) -> Tensor:
+        return x[..., self._index]
+
+    def spread(self, matrix: Tensor) -> Tensor:
+        return self.wide(self.wide(matrix).mT).mT + torch.diag_embed(self.beyond(matrix).flatten())
 
 
 def each_times(a: Tensor, b: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from ..numerics.processes import joined, largest
 from .base import Stack, each_times, solved
 from .factors import DenseFactor, LowRankFactor
 from .free import leading_directions, small_columns
-from .natural import NaturalGaussian, Parts, Seen
+from .natural import NaturalGaussian, Parts, Seen, Stepped
 from .product import Product
 from .seats import Seat, softened
 from .steps import Natural, Pass, Rate
@@ -244,7 +244,7 @@ class NaturalLowRank(NaturalGaussian):
     def hold_by_draws(self) -> None:
         """Nothing: where draws alone show curvatures these sites are held as others."""
 
-    def anchor_of(self, features: Any, mean: object = None) -> Any:
+    def anchor_of(self, features: Any, mean: object = None, rows: Optional[Tensor] = None) -> Any:
         seat = self._seat(features.anchors)  # of blocks on the diagonal
         if (before := self._before(features.places, features.moves)) is not None:
             anchor = self._stacked(features.anchors) if self.softness else seat.kept
@@ -346,9 +346,7 @@ class NaturalLowRank(NaturalGaussian):
         if self.base:  # a start makes others, too: golden regression-CoupledPrecisionIdentity
             self._buffers["block"], self._buffers["gain"] = block.to(self.block), gain.to(self.block)
 
-    def _stepped(
-        self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
-    ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
+    def _stepped(self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor) -> Stepped:
         stack, num, cut = self._stack, sum(self.sizes), None
         target: Union[Formed, Products]
         with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out

@@ -30,6 +30,7 @@ from .steps import Natural, Pass, Rate, cautious, recorded
 _KNOWN = 9  # steps that sums of more than a batch count for
 
 Parts = tuple[Tensor, ...]  # what a precision is made of
+Stepped = tuple[Parts, Tensor, Optional[Tensor], Tensor]  # what a step makes of it: NaturalGaussian._stepped
 
 
 class Seen(NamedTuple):
@@ -218,9 +219,7 @@ class NaturalGaussian(Natural):
     def _put_parts(self, parts: Parts) -> None:
         self.gram = parts[0].expand(self.gram.shape)
 
-    def _stepped(
-        self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
-    ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
+    def _stepped(self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor) -> Stepped:
         """What P̂ is made of, of what P is; P̂⁻¹ times the vector ``right``; where negative curvatures are cut; and what
         is not 0 if that failed.
         """

@@ -10,7 +10,7 @@ from ..numerics.arrow import Arrow
 from ..numerics.processes import is_shared, joined
 from .arrow import ArrowFactor
 from .factors import DenseFactor
-from .natural import NaturalGaussian, Parts, Seen
+from .natural import NaturalGaussian, Parts, Seen, Stepped
 from .product import Product
 from .seats import Seat
 from .steps import Natural, Pass, Rate
@@ -59,9 +59,7 @@ class NaturalArrow(NaturalGaussian):
     def _put_parts(self, parts: Parts) -> None:
         self._buffers["common"], self._buffers["cross"], self._buffers["own"] = map(Tensor.detach, parts)
 
-    def _stepped(
-        self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
-    ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
+    def _stepped(self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor) -> Stepped:
         found, before, each = taken.curvatures(), Arrow(*parts), 2 * rate / weight
         nothing = before * torch.zeros_like(rate)
         target = sum((phi.gram(phi.compact * h[:, None]) for phi, h, *_ in found), nothing)  # type: ignore[attr-defined]

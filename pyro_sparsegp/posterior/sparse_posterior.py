@@ -274,6 +274,9 @@ class SparsePosterior(TorchDistribution):
         return f"{kind}({self.name!r}, x: {x}, coefficients: {num}, batch_shape: {tuple(self.batch_shape)})"
 
 
+Kind = type[SparsePosterior]
+
+
 @register_kl(SparsePosterior, GaussianProcess)
 def _kl_sparse_posterior(q: SparsePosterior, p: GaussianProcess) -> Tensor:
     return q.kl
