@@ -19,6 +19,7 @@ from torch import Tensor
 from .guide import AutoSparseGP
 from .guide.draws import items_of_draws
 from .numerics.arguments import require_count
+from .numerics.functions import if_known
 from .numerics.linalg import solve_lower, times
 from .process import GaussianProcess
 from .program.checks import require_known_indices, warn_of_groups
@@ -61,7 +62,7 @@ def predict(
     :raises ValueError: if ``result`` is none of the above, or lacks the training data; or if the model itself holds
         data that do not match the new inputs.
     """
-    require_count(num_samples, "num_samples", or_none=True)
+    if_known(require_count, num_samples, "num_samples")
     rows, apart = 0, True
     if isinstance(result, AutoSparseGP):
         result.prepare(*args, **kwargs)
@@ -141,11 +142,10 @@ def sampled(model: Callable, result: object, data: Optional[Call]) -> tuple[Call
     # Trained takes whitened draws back to function values itself.
     while isinstance(model, ReparamHandler) and isinstance(model.msngr.config, Whitening):
         model = model.fn
+    known: Any = getattr(result, "_args", None), getattr(result, "_kwargs", {})  # of MCMC alone
     match result:
         case MCMC():
             samples = result.get_samples(group_by_chain=True)
-            known: Any = getattr(result, "_args", None), getattr(result, "_kwargs", {})
-            data = known if data is None else data
         case Mapping() if {isinstance(value, Tensor) for value in result.values()} == {True}:
             samples = {name: value[None] for name, value in result.items()}
         case _:
@@ -154,7 +154,8 @@ def sampled(model: Callable, result: object, data: Optional[Call]) -> tuple[Call
                 f"got {type(result).__name__}. The order is model, result, then the model's arguments. A GP site's "
                 "posterior lacks the other latents: give the guide that it is from."
             )
-    if data is None or data[0] is None:
+    data = known if data is None else data
+    if data[0] is None:
         raise ValueError("predict needs the training arguments: pass data=(x, y), or an MCMC that has run on them")
     return model, samples, data
 

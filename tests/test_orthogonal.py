@@ -230,7 +230,7 @@ def test_decoupled_step_never_forms_or_factorises_a_square_matrix_of_the_second_
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="num_columns must be None or a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_columns must be a whole number of at least 1, got 0"):
         OrthogonallyDecoupled(5, 5, num_columns=0)
     refused("takes one set, got 2: join them", OrthogonallyDecoupled, 5, [5, 5], num_columns=3)
     refused('covariance must be "free" or "prior", got \'identity\'', SemiCollapsedOrthogonal, 5, 5, "identity")

@@ -7,6 +7,8 @@ import arviz_stats
 import numpy as np
 import xarray
 
+from ..numerics.arguments import refuse
+
 
 @dataclass(frozen=True)
 class PSIS:
@@ -64,27 +66,27 @@ def psis(tree: xarray.DataTree) -> PSIS:
     :param tree: made by :func:`to_datatree`, of a guide.
     :raises ValueError: for MCMC draws, which need no weights, or if a density is not finite.
     """
-    if not isinstance(tree, xarray.DataTree):
-        raise ValueError(f"psis takes a tree, psis(to_datatree(model, guide, x, y)), got {type(tree).__name__}")
-    stats: Any = tree.children.get("sample_stats", {})
-    if "log_q" not in stats:
-        raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
-    if "lp" not in stats:
-        raise ValueError("the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True")
+    stats: Any = getattr(tree, "children", {}).get("sample_stats", {})
+    is_tree = isinstance(tree, xarray.DataTree)
+    faults = {
+        f"psis takes a tree, psis(to_datatree(model, guide, x, y)), got {type(tree).__name__}": not is_tree,
+        "the tree has no log_q: draws by MCMC are of the posterior itself and need no weights": "log_q" not in stats,
+        "the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True": "lp" not in stats,
+    }
+    refuse(faults)
     target, bad = stats.attrs.get("target", "vfe"), ~np.isfinite(stats["lp"].values)
-    if bad.any():
-        # Of a likelihood with bounded support E[log p] is −∞, its integrated density is not
-        # (test_an_expected_density_that_is_infinite_is_told_of).
-        raise ValueError(
-            f"lp, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
-            "draws: the likelihood has no density at some function values that the posterior allows. "
-            + ("E[log p(y | f)] is then infinite: train by expectation propagation. " if target == "vfe" else "")
-            + "Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
-        )
     ratio = stats["lp"] - stats["log_q"]  # of θ and w, both in float64
-    if ratio.size < 25:
+    # Of a likelihood with bounded support E[log p] is −∞, its integrated density is not
+    # (test_an_expected_density_that_is_infinite_is_told_of).
+    remedy = "E[log p(y | f)] is then infinite: train by expectation propagation. " if target == "vfe" else ""
+    faults = {
+        f"lp, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
+        f"draws: the likelihood has no density at some function values that the posterior allows. {remedy}"
+        "Look for data at the edge of the likelihood's support, and hyperparameters at extremes.": bad.any(),
         # Fewer have no tail that a distribution could be fitted to.
-        raise ValueError(f"k-hat needs at least 25 draws, got {ratio.size}: take more, num_samples=1000")
+        f"k-hat needs at least 25 draws, got {ratio.size}: take more, num_samples=1000": ratio.size < 25,
+    }
+    refuse(faults)
     log_weights, khat = ratio.values.ravel(), -np.inf
     # Equal weights, but for rounding, have no tail to fit (test_khat_comes_with_its_standard_error).
     if np.ptp(log_weights) <= 1e-4:

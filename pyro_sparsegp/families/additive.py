@@ -15,6 +15,7 @@ from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, BlockPlusLowRank, Coefficients, FullCholesky, IdentityPlusLowRank, NaturalLowRank
 from ..kernels.algebra import term_names
 from ..numerics.arguments import require_choice, require_count
+from ..numerics.functions import if_known
 from ..process import GaussianProcess
 from .base import FreeFormFamily, NewCoefficients, OptimalFamily, require_basis
 from .inducing import OnInducingPoints
@@ -111,7 +112,7 @@ class CoupledPrecision(AdditiveFamily):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice(self.base, "CoupledPrecision's base", "block", "identity")
-        require_count(self.rank, "CoupledPrecision's rank", or_none=True)
+        if_known(require_count, self.rank, "CoupledPrecision's rank")
 
     def new_coefficients(self) -> NewCoefficients:
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)

@@ -14,7 +14,8 @@ from ..approximations.on_sites import ExpectationGP, OptimalGP
 from ..bases import Basis, InducingVariables
 from ..bases.additive import rebuilt
 from ..gaussians import Coefficients, NaturalGaussian, Rate
-from ..numerics.arguments import Documented, require_choice, require_count, require_share
+from ..numerics.arguments import Documented, refuse, require_choice, require_count, require_share
+from ..numerics.functions import if_known
 from ..process import GaussianProcess
 
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
@@ -119,12 +120,15 @@ class FreeFormFamily(BasisFamily):
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        if self.natural not in (None, True, False):
-            raise ValueError(f"{kind}'s natural must be True, False or None, got {self.natural!r}")
-        if self.rate is not None and not self.is_natural:
-            raise ValueError(f"{kind}'s rate is that of natural steps, which it does not take; leave rate out")
-        if self.rate is not None and not callable(self.rate):
-            require_share(self.rate, f"{kind}'s rate")
+        is_idle = self.rate is not None and not self.is_natural
+        faults = {
+            f"{kind}'s natural must be True, False or None, got {self.natural!r}": self.natural
+            not in (None, True, False),
+            f"{kind}'s rate is that of natural steps, which it does not take; leave rate out": is_idle,
+        }
+        refuse(faults)
+        if not callable(self.rate):
+            if_known(require_share, self.rate, f"{kind}'s rate")
         require_choice(self.start, f"{kind}'s start", "data", "prior")
 
     @property

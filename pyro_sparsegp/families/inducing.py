@@ -14,6 +14,7 @@ from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..kernels import Kernel
 from ..numerics.arguments import require_choice, require_count
+from ..numerics.functions import if_known
 from ..process import GaussianProcess
 from .base import BasisFamily, ExpectationFamily, FreeFormFamily, NewCoefficients, OptimalFamily
 
@@ -157,7 +158,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
     def __post_init__(self) -> None:
         super().__post_init__()
         num, sets = self.num_columns, len(self.sets()) - 1
-        require_count(num, "OrthogonallyDecoupled's num_columns", or_none=True)
+        if_known(require_count, num, "OrthogonallyDecoupled's num_columns")
         if num is not None and (self.natural or sets != 1):
             raise ValueError(
                 f"OrthogonallyDecoupled with num_columns takes one set, got {sets}: join them; and no natural steps, "

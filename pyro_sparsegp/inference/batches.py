@@ -42,14 +42,14 @@ def as_batches(
         return TensorBatches(*arguments_of(data), batch_size, size, device, seed)
     # A list of tensors could be (x, y) or batches of x.
     listed = isinstance(data, list) and any(isinstance(value, (Tensor, np.ndarray)) for value in data[:1])
-    if listed or isinstance(data, Iterator) or not isinstance(data, Iterable):
-        raise ValueError(
-            "data must be a tuple of the model's arguments, (x, y), or a dict of them; or batches of these that can be "
-            f"passed over again, as DataLoader(dataset, batch_size=1024); got {type(data).__name__}"
-        )
-    if batch_size is not None:
-        raise ValueError(f"batch_size={batch_size} is for data in tensors; {type(data).__name__} makes its own batches")
-    return LoadedBatches(data, size, device, seed)
+    kind, repeats = type(data).__name__, isinstance(data, Iterable) and not isinstance(data, Iterator)
+    faults = {
+        "data must be a tuple of the model's arguments, (x, y), or a dict of them; or batches of these that can be "
+        f"passed over again, as DataLoader(dataset, batch_size=1024); got {kind}": listed or not repeats,
+        f"batch_size={batch_size} is for data in tensors; {kind} makes its own batches": batch_size is not None,
+    }
+    refuse(faults)
+    return LoadedBatches(data, size, device, seed)  # type: ignore[arg-type]
 
 
 def arguments_of(data: object) -> tuple[tuple, dict[str, Any]]:

@@ -125,9 +125,9 @@ def fit(
         f"give steps or epochs, not both: got steps={steps} and epochs={epochs}": None not in (steps, epochs),
     }
     refuse(faults)
-    require_count(steps, "steps", or_none=True)
-    require_count(epochs, "epochs", or_none=True)
-    require_count(batch_size, "batch_size", or_none=True)
+    if_known(require_count, steps, "steps")
+    if_known(require_count, epochs, "epochs")
+    if_known(require_count, batch_size, "batch_size")
     require_choice(jit, "fit's jit", "auto", True, False)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
     total = (_STEPS if steps is None else steps) if epochs is None else epochs * len(batches)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..guide import AutoSparseGP
 from ..guide.runs import Posteriors
 from ..inference.quadrature import own_guide
+from ..numerics.arguments import refuse
 from ..numerics.functions import broadcast_shapes
 from ..numerics.linalg import cholesky, solve_lower
 from ..posterior.drawing import by_groups
@@ -67,17 +68,16 @@ class Model(BoTorchModel, FantasizeMixin):
         own = own_guide(model, guide, "Model(model, guide)")
         facts = own.facts
         self.sites = (site,) if isinstance(site, str) else tuple(site)
-        if not 0 < len(self.sites) == len({*self.sites}):
-            raise ValueError(f"Model's site is a name, or several different names, got {site!r}")
-        unknown = [name for name in self.sites if name not in facts.gps]
-        if unknown:
-            raise ValueError(f"Model's site {unknown[0]!r} is none of the guide's GP sites, {sorted(facts.gps)}")
-        joint = {name: math.prod(facts.gps[name].outputs) for name in self.sites if name in own.joint.field}
-        if sum(joint.values()) > 1:
-            raise ValueError(
-                f"Model's outputs of {sorted(joint)} have one posterior, and Model takes outputs to be independent: "
-                "give the guide independent=True"
-            )
+        unknown, together = [name for name in self.sites if name not in facts.gps], own.joint.field.keys() & facts.gps
+        joint = {name: math.prod(facts.gps[name].outputs) for name in self.sites if name in together}
+        are_names = 0 < len(self.sites) == len({*self.sites})
+        faults = {
+            f"Model's site is a name, or several different names, got {site!r}": not are_names,
+            f"Model's site {next(iter(unknown), '')!r} is none of the guide's GP sites, {sorted(facts.gps)}": unknown,
+            f"Model's outputs of {sorted(joint)} have one posterior, and Model takes outputs to be independent: give "
+            "the guide independent=True": sum(joint.values()) > 1,
+        }
+        refuse(faults)
         vars(self)["guide"] = guide  # as no part of this module: BoTorch's train() and eval() are not the guide's
         self.noise, self.arguments, modules = None, arguments, guide.modules_by_site()
         self._outputs = list(range(sum(modules[name].batch_shape.numel() for name in self.sites)))

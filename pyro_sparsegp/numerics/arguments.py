@@ -23,11 +23,10 @@ def refuse(faults: Mapping[str, object]) -> None:
         raise ValueError(found[0])
 
 
-def require_count(value: object, what: str, least: int = 1, or_none: bool = False) -> None:
+def require_count(value: object, what: str, least: int = 1) -> None:
     """Refuse what is no whole number of at least so much."""
-    if not (or_none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        whole = "None or a whole number" if or_none else "a whole number"
-        raise ValueError(f"{what} must be {whole} of at least {least}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")
 
 
 def require_share(value: object, what: str) -> None:
