@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import torch
@@ -47,14 +47,14 @@ class Expected(Tensor):
     """A log density that is right in expectation only: it may be added up, and no draw be weighed by it."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: object = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: Mapping = {}) -> Any:
         # Else RenyiELBO's value is wrong in silence: test_quadrature.py, test_weights_and_renyi.
         if func.__name__ in ("exp", "logsumexp", "softmax", "log_softmax"):
             raise ValueError(
                 "this objective weighs draws, as RenyiELBO does, by densities that are expectations in training. "
                 "Call guide.eval() first, or use TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
             )
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class ExpectedSite(Site):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from operator import itemgetter
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import pyro
 import torch
@@ -23,6 +23,7 @@ from .data import map_tensors, tensors
 from .traces import RandomState
 
 Draw = dict[Any, Any]  # of tensors, or of dictionaries and tuples of them
+DrawOne = Callable[[Draw], Draw]  # a draw of an item's tensors
 SHOWN: ContextVar[bool] = ContextVar("whether bars are shown", default=True)
 _PATIENCE = 2.0  # seconds without a bar
 
@@ -61,9 +62,7 @@ def vmapped(function: Callable[..., Any], *stack: object, **options: Any) -> Any
     return torch.func.vmap(made, **options)(*stack)
 
 
-def mapped(
-    function: Callable[[Any], tuple[Tensor, ...]], stack: Union[Tensor, Mapping[str, Tensor]]
-) -> tuple[Tensor, ...]:
+def mapped(function: Callable[[Any], tuple[Tensor, ...]], stack: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or in a loop for
     programs that :func:`torch.func.vmap` refuses.
     """
@@ -73,9 +72,7 @@ def mapped(
     return tuple(map(torch.stack, zip(*each)))
 
 
-def in_blocks(
-    one: Callable[[Draw], Draw], items: Mapping[Any, Tensor], numbers: Callable[[Draw], int]
-) -> Iterator[Draw]:
+def in_blocks(one: DrawOne, items: Mapping[Any, Tensor], numbers: Callable[[Draw], int]) -> Iterator[Draw]:
     """A function of each item's tensors, results stacked, a block of items after the other.
 
     The first is alone, in plain torch: it warns, learns and raises. Others are under ``torch.func.vmap`` with random
@@ -123,9 +120,7 @@ def in_blocks(
             yield tree_map(partial(_in_order, order), *(draw for _, draw in parts))
 
 
-def all_draws(
-    one: Callable[[Draw], Draw], items: Mapping[Any, Tensor], numbers: Callable[[Draw], int]
-) -> dict[Any, Any]:
+def all_draws(one: DrawOne, items: Mapping[Any, Tensor], numbers: Callable[[Draw], int]) -> Draw:
     """The draws of :func:`in_blocks`, stacked in one."""
     return tree_map(lambda *parts: torch.cat(parts), *in_blocks(one, items, numbers))
 
@@ -138,7 +133,7 @@ def _rows(which: Tensor, value: Tensor) -> Tensor:
     return value[which.to(value.device)]
 
 
-def _at_once(one: Callable[[Draw], Draw], block: Draw, way: list[bool]) -> tuple[Draw, Tensor]:
+def _at_once(one: DrawOne, block: Draw, way: list[bool]) -> tuple[Draw, Tensor]:
     """The results by one mapped run, and which of them fail: a matrix has no factor, numbers are NaN, or their way is
     another. If the run is refused, all fail.
     """
@@ -176,8 +171,8 @@ class _Made(TorchFunctionMode):
         super().__init__()
         self.none = like.new_zeros(())
 
-    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: Mapping = {}) -> Any:
+        found = func(*args, **kwargs)
         return found + self.none.to(found) if func in _MAKES else found
 
 
@@ -186,8 +181,7 @@ class _Noise(TorchFunctionMode):
     from a generator of the program's, the same at each run, is refused: vmap would take others for each draw.
     """
 
-    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: Mapping = {}) -> Any:
         if kwargs.get("generator") is not None:  # test_what_a_program_draws_from_a_seed_stays
             raise Unsupported("a program's own generator draws")
         if func not in _DRAWS:

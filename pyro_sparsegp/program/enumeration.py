@@ -177,9 +177,9 @@ class Enumeration(Messenger):
         al., 2019, algorithm 1); raise if there is no order of summing. And, by its dimension and in this order, the
         product that each latent was summed out of.
         """
-        left, names, totals = list(factors), list[str](), dict[int, Factor]()
+        left, totals = list(factors), dict[int, Factor]()
+        names = [self.latents[dim].name for dim in sorted({dim for factor in left for dim in factor.latents})]
         while dims := frozenset().union(*(factor.latents for factor in left)):
-            names = names or [self.latents[dim].name for dim in sorted(dims)]
             free = (dim for dim in dims if all(self._can_be_reduced(f, dim) for f in left if dim in f.latents))
             if (dim := next(free, None)) is None:
                 raise ValueError(
@@ -230,7 +230,7 @@ class Enumeration(Messenger):
         """The number of the element of ``plates`` that each row has, all rows in one dimension."""
         number, picked = torch.zeros(sizes(rows), dtype=torch.long, device=like.device), self.picked(plates, rows)
         for key, frame in sorted(plates.items(), key=lambda item: item[1].dim):
-            row, index = picked.get(key) or (frame, torch.arange(frame.size, device=like.device))
+            row, index = picked.get(key, (frame, torch.arange(frame.size, device=like.device)))
             number = number * frame.size + index.reshape(-1, *[1] * (-row.dim - 1))
         return number.flatten()
 
@@ -275,8 +275,7 @@ class Values(Tensor):
     picked: tuple[str, int, list[Tensor]]  # the site's name, the dimension of its plate, and the numbers so far
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: Mapping = {}) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
             given: list[Any] = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
