@@ -237,7 +237,7 @@ def _misplaced_in(num: int) -> Optional[str]:
     for plate in get_plates():
         if plate.name in ("num_particles_vectorized", "_num_predictive_samples"):  # Pyro's own, over draws
             return SAMPLES_ARE_VECTORISED
-        if plate.dim is not None and (plate.size == num > 1 or plate.size != (plate.full_size or plate.size)):
+        if plate.dim is not None and (plate.size == num > 1 or plate.full_size not in (None, plate.size)):
             return (
                 f"inside pyro.plate({plate.name!r}): its {num} function values would be drawn anew for each of the "
                 f"plate's {plate.size} rows. Sample the process before the plate and use its values inside; for "

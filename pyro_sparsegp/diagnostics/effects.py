@@ -1,5 +1,6 @@
 """Partial-effect plots of additive models: each effect with its interval, and a rug of the inputs."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -86,11 +87,12 @@ class _Effects(NamedTuple):
         if len(others) == 2:
             self._map(axis, part, *others)
             return
-        column, smooth = [*others, *codes][0], bool(others)
+        read, smooth = others + codes, bool(others)
+        column, of = read[0], read[1:]
         places = self._line(column, _CURVE) if smooth else self.x[:, column].unique()
-        levels = [{by: level} for by in codes if smooth for level in self.x[:, by].unique().tolist()]
+        levels = itertools.product(*(self.x[:, by].unique().tolist() for by in of))  # of a factor; or one of none
         axis.set_xlabel(self.labels[column])
-        for fixed in levels or [{}]:
+        for fixed in (dict(zip(of, level)) for level in levels):
             here = part.at(self._at({column: places, **fixed}))
             spread = self.quantile * here.stddev
             ends = here.mean, here.mean - spread, here.mean + spread
@@ -102,7 +104,7 @@ class _Effects(NamedTuple):
             else:
                 axis.errorbar(at, mean, [mean - low, high - mean], fmt="o", capsize=3)
                 axis.set_xticks(at)
-        if levels:
+        if of:
             axis.legend(fontsize="small")
         if smooth:
             ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}

@@ -106,11 +106,12 @@ def predictive_scores(
         raise ValueError(f"probs must lie strictly between 0 and 1, got {list(probs)}")
     require_count(num_samples, "num_samples")
     source = as_source(model, guide, args, kwargs, marginal=True)
-    site = source.data[0] if var_name is None and len(source.data) == 1 else var_name
-    if site not in source.data:
+    named = [name for name in source.data if var_name in (None, name)]
+    if len(named) != 1:
         raise ValueError(
             f"var_name must be one of the observed sites {source.data}, got {var_name!r}; pyro.factor observes nothing"
         )
+    (site,) = named
     log_densities, kept = [], []
     with seeded(seed), torch.no_grad():
         for draws in source.draws(num_samples, simulates=True):
@@ -137,9 +138,9 @@ def predictive_scores(
     scores = {name: score.where(seen[score.shape], torch.nan) if seen else score for name, score in scores.items()}
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
     arrays, dims = {name: value.cpu().numpy() for name, value in scores.items()}, plate_names(site, node)
-    named: Any = {"dims": dict.fromkeys(arrays, dims), "sample_dims": [], "skip_event_dims": True}
+    labels: Any = {"dims": dict.fromkeys(arrays, dims), "sample_dims": [], "skip_event_dims": True}
     attrs = {**source.attrs, "observed": site, "method": method}
-    dataset = arviz_base.dict_to_dataset(arrays, attrs=attrs, inference_library=pyro, **named)
+    dataset = arviz_base.dict_to_dataset(arrays, attrs=attrs, inference_library=pyro, **labels)
     if log_score.dim() == 1:  # an observation each, of which the masked ones are left out
         dataset = dataset.isel({dims[0]: np.flatnonzero(dataset["log_score"].notnull())})
     return PredictiveScores(xarray.DataTree.from_dict({"predictive_scores": dataset}), method, tuple(probs))
@@ -161,11 +162,10 @@ def _of_normals(y: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]:
     pit = dist.Normal(m, v.sqrt()).cdf(y).mean(0)
     # E|Y − y| − ½ E|Y − Y'|: of two draws from the mixture, one in S pairs has the same component.
     inner = _expected_distance(torch.zeros_like(m), 2 * v).mean(0)
-    lags = range(1, min(_LAGS + 1, len(m)))
-    if lags:
-        # Pairs of draws that are no more than some lags apart stand for all pairs: O(S) and not O(S²).
-        between = sum(_expected_distance(m[lag:] - m[:-lag], v[lag:] + v[:-lag]).sum(0) for lag in lags)
-        inner = inner / len(m) + (1 - 1 / len(m)) * between / sum(len(m) - lag for lag in lags)
+    lags = range(1, min(_LAGS + 1, len(m)))  # none of one draw
+    # Pairs of draws that are no more than some lags apart stand for all pairs: O(S) and not O(S²).
+    between = sum(_expected_distance(m[lag:] - m[:-lag], v[lag:] + v[:-lag]).sum(0) for lag in lags)
+    inner = inner / len(m) + (1 - 1 / len(m)) * between / max(sum(len(m) - lag for lag in lags), 1)
     return {"crps": _expected_distance(y - m, v).mean(0) - 0.5 * inner, "pit": pit.clamp(0, 1)}
 
 

@@ -135,7 +135,7 @@ class Table:
                 self.names[key] = self.names[name][:1] if first else [f"{name}_dim_0"]
                 self.left[key] = seen.flatten().nonzero()[:, 0].cpu().numpy()
         for name, f in draws.functions.items():
-            front = [f"{name}_dim_{i}" for i in range(f.dim() - 3)] + ([f"{name}_output"] if f.dim() > 2 else [])
+            front = [*(f"{name}_dim_{i}" for i in range(f.dim() - 3)), f"{name}_output"][: f.dim() - 2]
             self.names[name] = [*front, rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 2}")]
             self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
         # An argument may have as many rows as there are data, or as there are new ones.

@@ -11,6 +11,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..kernels.base import as_tensor
 from ..numerics.arguments import require_codes
 from ..numerics.functions import broadcast_shapes, log_ndtr
 
@@ -58,7 +59,7 @@ class RobustMax(TorchDistribution):
         if f.dim() < 1 or f.shape[-1] < 2:
             got = tuple(f.shape)
             raise ValueError(f"RobustMax's f must be (..., P) for P ≥ 2 classes, got {got}; of values (P, N) give f.mT")
-        epsilon = epsilon.to(f) if isinstance(epsilon, Tensor) else f.new_full((), epsilon)
+        epsilon = as_tensor(epsilon, f)
         batch_shape = broadcast_shapes(f.shape[:-1], epsilon.shape)
         self.f = f.expand(*batch_shape, f.shape[-1])
         self.epsilon = epsilon.expand(batch_shape)

@@ -246,7 +246,7 @@ class Grid:
         """The bound's terms at a node, of the model with all other values as in a run."""
         guide_trace, again, rest = ran[1], self.again(ran[2]), self.closed.rest
         # Of those at their means that enter other densities, too, a draw stands for the expectation, as in Trace_ELBO.
-        drawn = [name for name in self.closed.gps if name in rest.gps and name not in self.closed.axes]
+        drawn = [name for name in self.closed.gps if name in rest.gps.keys() - self.closed.axes.keys()]
         posteriors = {name: posterior_at(guide_trace, name) for name in drawn}
         values = {
             name: SparsePosterior.rsample(q) if name in rest.coupled else q.marginals.rsample()
@@ -268,7 +268,7 @@ class Grid:
         names = [name for name in self.closed.rest.downstream if name not in self.closed.sites]
         is_plain = all(len(used) == 1 and sites[gp]["value"].dim() == 1 for gp, used in self.closed.axes.items())
         made = {sites[gp]["value"].grad_fn: gp for gp in self.closed.axes}
-        are_data = all(name in sites and name not in guide_trace.nodes for name in names)
+        are_data = {*names} <= sites.keys() - guide_trace.nodes.keys()
         require_shown(
             is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.gps.keys()
         )

@@ -15,7 +15,6 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from ..guide import AutoSparseGP
@@ -99,11 +98,11 @@ class Step:
         known, guide, data = self.elbo._known.get(self.guide), self.guide, self.guide.core.data
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
         # What other handlers do is not known; those of SVI.step note parameters.
-        others = [each for each in _PYRO_STACK if not (isinstance(each, TraceMessenger) and each.param_only)]
+        others = [each for each in _PYRO_STACK if not getattr(each, "param_only", False)]
         # What belongs to rows belongs to those of training: plain steps compare others with them.
         is_known = data is not None and not data.overwritten and guide.relation(self.args, self.kwargs).call is data
-        is_met = known is not None and known.met and (is_known or not guide.is_about_rows)
-        return is_met and torch.is_grad_enabled() and not (any(modes) or others or is_shared())
+        is_plain = any(modes) or others or is_shared() or not torch.is_grad_enabled()
+        return known is not None and known.met and (is_known or not guide.is_about_rows) and not is_plain
 
     def key(self, named: Named) -> Any:
         """What the graph depends on but tensors' numbers."""
@@ -222,8 +221,7 @@ class Recordings:
         pairs += [(old + new, p.grad) for new, old, p in zip(replay.grads, before, leaves)]
         rounding = torch.finfo(step.guide.like.dtype).eps ** 0.5
         is_near = abs(replay.loss - loss) <= rounding * (1 + abs(loss))
-        alike = [_alike(*pair, rounding) for pair in pairs]
-        if after.has_moved or not (is_near and all(alike)):
+        if after.has_moved or not is_near or not all(_alike(*pair, rounding) for pair in pairs):
             self._end(
                 f"a recorded step has the loss {replay.loss:.8g}, the plain one {loss:.8g}, or their gradients or "
                 "random numbers differ: the model's Python has changed since it was recorded"
@@ -248,9 +246,8 @@ class Recordings:
 
 def _alike(one: Tensor, other: Any, share: float) -> bool:
     """Whether two results are equal up to rounding."""
-    if other is None or one.shape != other.shape:
-        return False
-    return bool((1.0 * (one - other)).detach().norm() <= share * (1 + (1.0 * other).detach().norm()))
+    alike = other is not None and one.shape == other.shape
+    return alike and bool((1.0 * (one - other)).detach().norm() <= share * (1 + (1.0 * other).detach().norm()))
 
 
 def _place_of(error: BaseException) -> str:

@@ -124,8 +124,8 @@ class Recording:
         """Whether parameters and state are what they were, but for their numbers."""
         stored = dict(pyro.get_param_store().named_parameters())
         names = all(stored.get(name) is p for p, name in zip(self.params, self.sites))
-        holds = self._kinds() == self.kinds and not any(module.is_tilted for module in self.tapes)
-        return names and holds and self.update.fits()
+        is_tilted = any(module.is_tilted for module in self.tapes)
+        return names and self._kinds() == self.kinds and not is_tilted and self.update.fits()
 
     def inputs(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the graph takes: tensors, each once."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Optional, Union
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..numerics.arguments import Documented
 from ..numerics.functions import broadcast_shapes, if_known
@@ -242,12 +243,10 @@ def hyperparameters(kernel: object) -> str:
     """What numbers a kernel is made of, such as "RBF's lengthscale is nan", for an error."""
     found = []
     for label, value in vars(kernel).items():
-        parts = value if isinstance(value, tuple) else (value,)
-        found += [hyperparameters(part) for part in parts if isinstance(part, CovarianceFunction)]
+        found += [hyperparameters(part) for part in tree_leaves(value) if isinstance(part, CovarianceFunction)]
         if isinstance(value, (float, Tensor)) and not label.startswith("_"):
-            low, high = (float(end) for end in torch.as_tensor(value).detach().aminmax())
-            span = f"{low:.3g} to {high:.3g}" if low < high else f"{low:.3g}"
-            found.append(f"{type(kernel).__name__}'s {label} is {span}")
+            ends = (f"{float(end):.3g}" for end in torch.as_tensor(value).detach().aminmax())
+            found.append(f"{type(kernel).__name__}'s {label} is {' to '.join(dict.fromkeys(ends))}")
     return ", ".join(filter(None, found))
 
 

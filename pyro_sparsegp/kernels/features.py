@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Optional
 
 import torch
 from pyro.nn import PyroModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..numerics.arguments import require_codes, require_count
 from ..numerics.functions import broadcast_shapes, by_rows, shape_of
@@ -187,7 +187,7 @@ class DeepBasis(FeatureKernel):
     def __init__(self, network: Callable[[Tensor], Tensor], variance_correction: bool = True) -> None:
         if not callable(network) or isinstance(network, type):
             raise ValueError(f"DeepBasis's network must be a module or a callable (N, D) -> (N, r), got {network!r}")
-        for name, part in network.named_modules() if isinstance(network, nn.Module) else ():
+        for name, part in getattr(network, "named_modules", tuple)():  # which a plain function has not
             kinds = [cls.__name__ for cls in type(part).__mro__]
             if part.training and any(word in kind for word in _UNREPEATABLE for kind in kinds):
                 raise ValueError(

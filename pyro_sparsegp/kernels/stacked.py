@@ -34,11 +34,9 @@ def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
     new = kind.__new__(kind)
     vars(new).update(vars(first), parts=tuple(parts))
     for name, dims in first.event_dims:
-        values = [getattr(kernel, name) for kernel in kernels]
         # Hyperparameters, (...,) or (..., D), as one, (..., C) or (..., C, D).
-        tensors = [value if isinstance(value, Tensor) else as_tensor(value, like) for value in values]
-        tensors = [tensor.reshape(1) if dims and not tensor.dim() else tensor for tensor in tensors]
-        shape = broadcast_shapes(*[tensor.shape for tensor in tensors])
+        tensors = [as_tensor(getattr(kernel, name), like) for kernel in kernels]
+        shape = broadcast_shapes((1,) * dims, *[tensor.shape for tensor in tensors])
         setattr(new, name, torch.stack([tensor.expand(shape) for tensor in tensors], -1 - dims))
     return new
 
@@ -66,13 +64,13 @@ class _Anovas(Anova):
 class _Selections(Select):
     """k_c(x[dims_c], x'[dims_c]) for each c."""
 
-    _last: Optional[tuple[Tensor, Tensor]] = None
+    _last: Any = (None, None)  # the last inputs, and their columns
 
     def __init__(self, kernels: Sequence[Select], kernel: Kernel) -> None:
         self.parts, self.dims, self.selections = (kernel,), (), kernels
 
     def own_columns(self, x: Tensor) -> Tensor:
-        if self._last is None or self._last[0] is not x:
+        if self._last[0] is not x:
             inputs = [x] * len(self.selections) if x.dim() == 2 else x.unbind(-3)
             self._last = x, torch.stack([one.own_columns(own) for one, own in zip(self.selections, inputs)], -3)
         return self._last[1]

@@ -16,8 +16,7 @@ Graph = Callable[..., list[Tensor]]
 _LARGEST = 2**20  # numbers of a constant
 _LINALG: Any = vars(torch._C)["_linalg"]
 # What depends on no numbers of a tensor.
-_MADE = [name for kind in ("zeros", "ones", "full") for name in (kind, f"{kind}_like", f"new_{kind}")]
-_MADE += ["eye", "arange", "scalar_tensor", "lift_fresh_copy"]
+_MADE = [name for kind in ("zeros", "ones", "full") for name in (f"{kind}_like", f"new_{kind}")] + ["lift_fresh_copy"]
 # What gives its argument, of the same layout.
 _VIEWS = "detach", "alias", "view", "expand", "slice", "reshape", "_unsafe_view"
 # What takes a tensor for its number.
@@ -44,8 +43,8 @@ def simplified(graph: Any, inputs: list[Tensor]) -> Any:
     _drop_unused(graph.graph)
     run = _Constants(graph)
     run.run(*inputs)
-    used = [node for node, value in run.values.items() if value is not None and {*node.users} - run.values.keys()]
-    for i, node in enumerate(used):
+    kept = [node for node, value in run.values.items() if isinstance(value, Tensor) and value.numel() <= _LARGEST]
+    for i, node in enumerate(node for node in kept if {*node.users} - run.values.keys()):
         graph.register_buffer(f"constant_{i}", run.values[node])
         with graph.graph.inserting_before(node):
             node.replace_all_uses_with(graph.graph.get_attr(f"constant_{i}"))
@@ -123,7 +122,7 @@ def _written(node: Node) -> list[Any]:
 
 
 class _Constants(torch.fx.Interpreter):
-    """A run of a graph that keeps what depends on no input, ``None`` for what is large."""
+    """A run of a graph that keeps what depends on no input."""
 
     def __init__(self, graph: Any) -> None:
         super().__init__(graph)
@@ -131,8 +130,8 @@ class _Constants(torch.fx.Interpreter):
 
     def run_node(self, node: Node) -> Any:
         value, own = super().run_node(node), node.all_input_nodes
-        if node in self.pure and (_name(node) in _MADE or (own and self.values.keys() >= {*own})):
-            self.values[node] = value if isinstance(value, Tensor) and value.numel() <= _LARGEST else None
+        if node in self.pure and (_name(node) in _MADE or self.values.keys() >= {*own}):
+            self.values[node] = value
         return value
 
 
@@ -175,7 +174,7 @@ class _Names(torch.fx.Interpreter):
 
     def _with_tensor(self, node: Node, function: Callable, like: Tensor, is_same: Callable, *more: Any) -> None:
         """Give an operation its number as a tensor, which a CPU's kernels need not convert."""
-        is_number = len(more) == 1 and type(more[0]) in (int, float)
+        is_number = [*map(type, more)] in ([int], [float])
         if is_number and getattr(function, "__name__", "") in _OF_TWO and like.device.type == "cpu":
             number = torch.tensor(more[0], dtype=like.dtype)
             if is_same(function, number):
@@ -186,9 +185,9 @@ class _Names(torch.fx.Interpreter):
 
 
 def _are_equal(one: Any, other: Any, in_layout: bool = True) -> bool:
-    if isinstance(other, Tensor):
-        return (_are_alike(one, other) or not in_layout) and torch.equal(one.nan_to_num(), other.nan_to_num())
-    return len(one) == len(other) and all(map(_are_equal, one, other))
+    ones, others = tree_leaves(one), tree_leaves(other)
+    are_alike = len(ones) == len(others) and (not in_layout or all(map(_are_alike, ones, others)))
+    return are_alike and all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ones, others))
 
 
 @torch.no_grad()

@@ -134,7 +134,7 @@ def whitening(
                 )
             return Whitening(factor, turn)
         level = 10 * level if level > 0 else default_jitter(matrix.dtype)
-        if attempt == 0 and not matrix.isfinite().all():
+        if not matrix.isfinite().all():
             break
     raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
         f"Cholesky factorisation of {what} ({size}) failed: the input is not positive-definite. "
@@ -187,10 +187,8 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Matrices ``(..., N, M_b)``, or vectors, as one, ``(..., N, ΣM_b)``; leading dimensions broadcast."""
     if len(parts) == 1:
         return parts[0]
-    if any(part.shape[:-1] != parts[0].shape[:-1] for part in parts):
-        shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
-        parts = [part.expand(*shape, part.shape[-1]) for part in parts]
-    return torch.cat(list(parts), -1)
+    shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
 
 
 def variance_floor(prior: Tensor) -> Tensor:

@@ -120,10 +120,10 @@ def require_registered(outputs: Collection[Tensor], trace: poutine.Trace, args: 
 def graph_of(outputs: Iterable[Tensor]) -> list[Any]:
     """The nodes of autograd's graph that tensors are made of."""
     stack: list[Any] = [output.grad_fn for output in outputs]
-    seen: dict[Any, None] = {}
+    seen: dict[Any, None] = {None: None}  # a leaf's, which is no node
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
+        if node not in seen:
             seen[node] = None
             stack.extend(before for before, _ in node.next_functions)
-    return list(seen)
+    return [*seen][1:]

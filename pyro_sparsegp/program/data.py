@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
@@ -37,7 +36,7 @@ class Relation:
         """The call's data; training's own where all arguments are the same objects, as in most steps."""
         known, (model, args, kwargs) = self._known, self._call
         before, now = (*known.args, *known.kwargs.values()), (*args, *kwargs.values())
-        if (len(before), [*known.kwargs]) == (len(now), [*kwargs]) and all(map(operator.is_, before, now)):
+        if ([*known.kwargs], [*map(id, before)]) == ([*kwargs], [*map(id, now)]):
             return known
         return TrainingData(model, args, kwargs)
 

@@ -175,8 +175,8 @@ def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> 
     def is_quadratic(name: str) -> bool:
         """Whether densities are normal around affine functions of a GP site's values, all else held."""
         own = [site for site, gps in touching.items() if name in gps]
-        are_normal = bool(own) and all(is_normal(program.kinds.get(site)) for site in own)
-        return are_normal and all(site in closed or program.is_affine(site, [name]) for site in own)
+        are_normal = all(is_normal(program.kinds.get(site)) for site in own)
+        return bool(own) and are_normal and all(site in closed or program.is_affine(site, [name]) for site in own)
 
     gps = {
         name: replace(gp, depends=depends[name], is_inner=bool(above[name]), group=groups.get(name))
@@ -321,9 +321,8 @@ class Program:
 
     def is_mean(self, name: str, site: str) -> bool:
         """Whether a density is that of a Normal, whose mean is affine in a GP site's values and has one an entry."""
-        if type(self.kinds.get(site)) is not dist.Normal:
-            return False
-        return self.owners[name][_THETA, site].kind == Depends.ELEMENTWISE and self.is_affine(site, [name])
+        known = type(self.kinds.get(site)) is dist.Normal
+        return known and self.owners[name][_THETA, site].kind == Depends.ELEMENTWISE and self.is_affine(site, [name])
 
     def is_closed(self, site: str, through: list[str], outer: list[str]) -> bool:
         """Whether a declared density depends on function values, and its expectation over them is in closed form.

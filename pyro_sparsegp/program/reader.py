@@ -50,7 +50,7 @@ class Terms:
         self.owners, self.rowwise = known
         # To find them for each mini-batch would cost a run with 2 log₂ N times its rows.
         as_before = [name in self.rowwise and shapes.get(site) == o.shape for (name, site), o in self.owners.items()]
-        if not as_before or not all(as_before):
+        if {*as_before} != {True}:
             self._find(list(shapes))
         for (_, site), owner in self.owners.items():  # of a site that has others, the terms of no value
             parts[site] = torch.where(owner < 0, parts[site], 0.0)
@@ -67,7 +67,7 @@ class Terms:
             nodes: Any = self.run(values).nodes
             return {site: entries(nodes[site]) for site in sites}
 
-        found = find_owners(show, self.means)[0] if sites else {}
+        found = find_owners(show, self.means)[0]
         rows = {name: mean.shape[-1] for name, mean in self.means.items()}
         self.owners = {
             # Numbers of values (P, N), row by row: n + Np.
@@ -91,7 +91,7 @@ class Terms:
             return tuple(parts[site] * self.shares[site] for site in owners)
 
         with pyro.validation_enabled(False):
-            parts = mapped(at, nodes) if owners else ()
+            parts = mapped(at, nodes)
         for owner, part in zip(owners.values(), parts):
             # log p(y | fₙ) = Σ of the terms that belong to fₙ.
             part = torch.where(owner < 0, 0.0, part).flatten(1).to(total.dtype)
@@ -149,8 +149,8 @@ class Reader:
             stack, moments = {}, {**marginals, name: (m, v)}
             for other, part in parts.items():
                 mean, variance = moments[other]
-                shape = [1] * m.dim() if part.shape[-1] == 1 else [*mean.shape[:-1], 1]
-                stack[other] = mean + _spread(variance) * part.reshape(-1, *shape)
+                outputs = mean.shape[:-1]
+                stack[other] = mean + _spread(variance) * part.expand(-1, outputs.numel()).reshape(-1, *outputs, 1)
             held = {other: mean for other, (mean, _) in marginals.items() if other not in parts}
 
             def total(moved: Mapping[str, Tensor]) -> tuple[Tensor]:

@@ -62,7 +62,7 @@ def plate_sizes(site: dict[str, Any]) -> dict[str, int]:
 
 def cut_plates(site: dict[str, Any]) -> list[Any]:
     """The plates around a site that have drawn some of their rows."""
-    return [frame for frame in site["cond_indep_stack"] if frame.size < (frame.full_size or 0)]
+    return [frame for frame in site["cond_indep_stack"] if frame.full_size not in (None, frame.size)]
 
 
 def share_of(site: dict[str, Any]) -> float:
