@@ -111,14 +111,14 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 ALL_LINES = 25068
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
-ALL_BRANCHES = 155
+ALL_BRANCHES = 147
 ROOM_BRANCHES = {
     "guide": 160.7,
-    "inference": 170.5,
-    "program": 174.5,
-    "bases": 154.1,
-    "gaussians": 108.1,
-    "diagnostics": 172,
+    "inference": 167.5,
+    "program": 168,
+    "bases": 142.2,
+    "gaussians": 105.7,
+    "diagnostics": 165,
 }
 ANY = 190  # arguments without a type
 FILE_LINES = 408
