@@ -66,10 +66,10 @@ def psis(tree: xarray.DataTree) -> PSIS:
     :param tree: made by :func:`to_datatree`, of a guide.
     :raises ValueError: for MCMC draws, which need no weights, or if a density is not finite.
     """
-    stats: Any = getattr(tree, "children", {}).get("sample_stats", {})
-    is_tree = isinstance(tree, xarray.DataTree)
+    if not isinstance(tree, xarray.DataTree):
+        raise ValueError(f"psis takes a tree, psis(to_datatree(model, guide, x, y)), got {type(tree).__name__}")
+    stats: Any = tree.children.get("sample_stats", {})
     faults = {
-        f"psis takes a tree, psis(to_datatree(model, guide, x, y)), got {type(tree).__name__}": not is_tree,
         "the tree has no log_q: draws by MCMC are of the posterior itself and need no weights": "log_q" not in stats,
         "the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True": "lp" not in stats,
     }
