@@ -2,6 +2,8 @@
 (Cornuet, Marin, Mira and Robert, 2012).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,20 +17,24 @@ _SOFTER = 0.8  # the power of weights, which is taken until enough draws count
 Normal = tuple[Tensor, Tensor]  # a mean, and a root of a covariance
 
 
-def drawn(nested: Nested, normal: Normal, num: int, times: int = 0) -> tuple[list[Optimum], Tensor]:
-    """F at draws of θ, a + Rε, with a density, and ε; others after so many ``times``."""
-    (loc, root), noise = normal, (_WIDEST if times else WIDER) * torch.special.ndtri(nested.hyper.points(num, times))
+def drawn(
+    nested: Nested, normal: Normal, num: int, times: int = 0, wider: float = WIDER
+) -> tuple[list[Optimum], Tensor]:
+    """F at draws of θ, a + Rε, with a density, and ε, ``wider`` than a normal's; others after so many ``times``."""
+    (loc, root), noise = normal, wider * torch.special.ndtri(nested.hyper.points(num, times))
     tried = [nested.tried(loc + root @ eps) for eps in noise]
     kept = [found is not nested.none for found in tried]
     return [found for found in tried if found is not nested.none], noise[kept]
 
 
 def weighted(
-    nested: Nested, first: Normal, found: list[Optimum], least: float, enough: float
+    nested: Nested, first: Normal, found: list[Optimum], least: float, enough: float, fewest: int = 0
 ) -> tuple[list[Optimum], Tensor]:
-    """F at draws of θ, and weights that make them the posterior's: at those ``found`` of a first normal, then of one
-    about the mode, then of others about what all before weigh, until they are worth ``enough``; few more than
-    ``least`` in the end.
+    """F at draws of θ, and how far it is above the logarithm of their density, ``num`` times that of one: at those
+    ``found`` of a first normal, then of one about the mode, then of others about what all before weigh, until they are
+    worth ``enough``, few more than ``least`` in the end, and there are ``fewest`` normals beside the first.
+
+    Of the second part the softmax has weights that make draws the posterior's, the logsumexp is log ∫ exp F dθ.
     """
     normals, num = [(first[0], WIDER * first[1])], len(found)
     while True:
@@ -36,16 +42,18 @@ def weighted(
         # each draw has the density of the mixture of all
         apart = [torch.linalg.solve_triangular(R, (theta - a).mT, upper=False) for a, R in normals]
         logs = [-0.5 * each.square().sum(0) - R.diagonal().log().sum() for each, (_, R) in zip(apart, normals)]
-        ratio = torch.stack([each.value for each in found]) - torch.stack(logs).logsumexp(0)
-        num_worth = worth(weights := ratio.softmax(0))
-        if num_worth >= enough or len(normals) > (_MORE if num_worth >= least else _ROUNDS):
-            return found, weights
+        density = torch.stack(logs).logsumexp(0) - 0.5 * theta.shape[1] * math.log(2 * math.pi)
+        ratio = torch.stack([each.value for each in found]) - density - math.log(num)
+        num_worth = worth(ratio.softmax(0))
+        rounds = fewest if num_worth >= enough else _MORE if num_worth >= least else _ROUNDS
+        if len(normals) > rounds:
+            return found, ratio
         if len(normals) == 1:
             mode = nested.mode([nested.tried(first[0])])
             loc, root = mode.theta, torch.linalg.cholesky(nested.covariance(mode))
         else:
             loc, root = _about(theta, ratio)
-        found = found + drawn(nested, (loc, root), num, len(normals))[0]
+        found = found + drawn(nested, (loc, root), num, len(normals), _WIDEST)[0]
         normals.append((loc, _WIDEST * root))
 
 

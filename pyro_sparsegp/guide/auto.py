@@ -204,7 +204,7 @@ class AutoSparseGP(SiteMessenger):
         >>> guide.integrate(x, y)  # doctest: +SKIP
         200 points of length, scale, noise; effective size 143.2
 
-        :param num_points: how many points to weigh; up to four times as many, until they are worth half of these. Each
+        :param num_points: how many points to weigh; up to three times as many, until they are worth half of these. Each
             takes as long as some steps of training.
         :returns: the points; ``effective_size`` is how many points of equal weights they are worth.
         :raises ValueError: naming the cause, where the posterior has no nested Laplace approximation.

@@ -189,8 +189,8 @@ class Compared:
     def of_values(self) -> list[str]:
         """Lines for latents and GP sites whose means or widths differ from weighted draws'."""
         least, enough = (min(num, len(self.found)) for num in (_LEAST, _ENOUGH + _EACH * self.hyper.size))
-        found, weights = weighted(self.nested, (self.loc, self.root), self.found, least, enough)
-        if (num := worth(weights)) < least:
+        found, ratio = weighted(self.nested, (self.loc, self.root), self.found, least, enough)
+        if (num := worth(weights := ratio.softmax(0))) < least:
             names = ", ".join(map(repr, self.hyper.rows))
             return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
         right = moments_of([self.moments(each) for each in found], weights)

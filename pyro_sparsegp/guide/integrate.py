@@ -1,10 +1,9 @@
 """The points of hyperparameters and their weights (Rue, Martino and Chopin, 2009, section 6.5).
 
-Points are draws of a normal about the mode of F(θ) ≈ log p(θ, y) whose two halves have widths of their own along each
-axis of its curvature (Martins, Simpson, Lindgren and Rue, 2013); their weights are exp(F) over its density.
+Points are draws of normals about the mode of F(θ) ≈ log p(θ, y), and then about what all before weigh, until they are
+worth half of ``num`` (:mod:`~pyro_sparsegp.guide.adaptive`); their weights are exp(F) over their density.
 """
 
-import math
 import warnings
 from typing import Any
 
@@ -15,20 +14,17 @@ from torch import Tensor
 from ..program.asking import attempt
 from ..program.draws import late_bar
 from ..program.traces import repeatable, whole_plates
+from .adaptive import drawn, weighted
 from .check import Compared, is_of_others
 from .known import KnownGuide
-from .nested import Optimum
-from .points import Points, worth
+from .points import Points
 from .runs import Priors
 from .search import Search
 from .start import obstacle
 
-_STEP = 1.5  # standard deviations along an axis at which F is looked at
-_WIDTHS = 0.3, 4.0  # of a half of it, of those at the mode
-_WIDER = 1.2  # for tails that are longer than a normal's
 _SMALL = 20.0  # effective size, below which it is told
 _LEAST = 1e-6  # a weight
-_TIMES = 4  # as many points as asked for, at most, until they are worth half of those
+_FEWEST = 2  # normals beside the first: what draws are worth does not tell of a tail that they miss
 
 
 def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) -> Points:
@@ -48,25 +44,16 @@ def integrate(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], num: int) 
 
 
 def _weighted(compared: Compared, num: int) -> Points:
-    nested, hyper = compared.nested, compared.hyper
-    mode = nested.mode([compared.best])
-    axes, lower, upper = _halves(compared, mode)
-    volume = torch.linalg.slogdet(axes).logabsdet
-    found, values, ratio = list[Optimum](), mode.theta.new_zeros(0), mode.theta.new_zeros(0)
-    for times in range(_TIMES):
-        noise, log_density = _drawn(hyper.points(num, times), lower, upper)
-        tried = [nested.tried(mode.theta + axes @ eps) for eps in noise]
-        found, values = found + tried, torch.cat([values, torch.stack([one.value for one in tried])])
-        ratio = torch.cat([ratio, values[len(ratio) :] - log_density + volume])
-        if worth(ratio.softmax(0)) >= len(noise) / 2:
-            break
-    if not values.isfinite().any():
+    nested, hyper, normal = compared.nested, compared.hyper, (compared.loc, compared.root)
+    found, _ = drawn(nested, normal, max(num // 2, hyper.size + 1))
+    if not found:
         raise ValueError("integrate: the density is not finite at draws of the hyperparameters. Train longer.")
-    weight, theta = torch.softmax(ratio, 0), torch.stack([one.theta for one in found])
-    log_q = values - (torch.logsumexp(ratio, 0) - math.log(len(found)))
+    found, ratio = weighted(nested, normal, found, len(found), len(found), min(_FEWEST, hyper.size))
+    weight, theta = ratio.softmax(0), torch.stack([one.theta for one in found])
+    log_q = torch.stack([one.value for one in found]) - ratio.logsumexp(0)
     some = [i for i, one in enumerate(weight) if one > _LEAST]
     middle = nested.tried(_medians(theta, weight))
-    ends = [mode if middle is nested.none else middle, *(found[i] for i in some)]
+    ends = [compared.best if middle is nested.none else middle, *(found[i] for i in some)]
     means, precisions = zip(*(nested.of_means(one) for one in ends))
     parts = zip(*(one.parts if nested.layout.eliminated else [one.upper] for one in precisions))
     points = Points(
@@ -78,37 +65,13 @@ def _weighted(compared: Compared, num: int) -> Points:
         torch.stack(list(means)) + compared.shift,
         [torch.stack(each) for each in parts],
     )
-    if hyper.size and points.effective_size < _SMALL:
+    if points.effective_size < min(_SMALL, len(found)):
         warnings.warn(
             f"integrate: {points}. This is few, and intervals of the hyperparameters are rough. Take more points, "
             f"num_points={4 * num}, or fewer hyperparameters: integrate is for up to some 8.",
             stacklevel=5,
         )
     return points
-
-
-def _halves(compared: Compared, mode: Optimum) -> tuple[Tensor, Tensor, Tensor]:
-    """Axes A about the mode, θ = θ̂ + Aε, and the widths of ε on both sides of 0."""
-    nested = compared.nested
-    values, turn = torch.linalg.eigh(nested.covariance(mode))
-    axes, widths = turn * values.clamp(min=torch.finfo(values.dtype).tiny).sqrt(), []
-    for side in (-1, 1):
-        lost = [float(mode.value - nested.tried(mode.theta + side * _STEP * axis).value) for axis in axes.mT]
-        # of a normal ½(k/σ)²
-        widths.append([_STEP / math.sqrt(2 * max(nats, 1e-6)) for nats in lost])
-    lower, upper = axes.new_tensor(widths).clamp(*_WIDTHS) * _WIDER
-    return axes, lower, upper
-
-
-def _drawn(uniform: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """ε of two halves of normals by numbers in (0, 1), ``(K, D)``, and its log density."""
-    share = lower / (lower + upper)
-    below = 0.5 * uniform / share
-    above = 0.5 + 0.5 * (uniform - share) / (1 - share)
-    z = torch.special.ndtri(torch.where(uniform < share, below, above))
-    noise = torch.where(z < 0, lower, upper) * z
-    each = -0.5 * (z.square() + math.log(2 * math.pi)) - (0.5 * (lower + upper)).log()
-    return noise, each.sum(-1)
 
 
 def _medians(theta: Tensor, weight: Tensor) -> Tensor:
