@@ -17,7 +17,7 @@ from pyro.poutine.reparam_messenger import ReparamHandler
 from torch import Tensor
 
 from .guide import AutoSparseGP
-from .guide.draws import items_of_draws
+from .guide.draws import items_of_draws, of_draw
 from .numerics.arguments import require_count
 from .numerics.functions import if_known
 from .numerics.linalg import solve_lower, times
@@ -98,7 +98,7 @@ def _of_guide(
 ) -> Draw:
     """A draw from a guide, for the guide's own model or another that follows the same latents."""
     try:
-        with Held(made):
+        with of_draw(made):
             values = guide.draw(*args, joint=joint, **kwargs)
     except RuntimeError as error:  # of data of training, whose shape is another
         require_own_rows(guide.trace.nodes, error)

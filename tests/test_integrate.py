@@ -112,6 +112,9 @@ def test_points_are_those_of_a_dense_grid():
     whole = moments[0][2]
     assert (before[1] - before[0]).item() < 0.9 * (whole[2] - whole[0]).item()
     draws = predict(_model, guide, X, GROUP, num_samples=600, joint=False)
+    # Each point is drawn as often as its weight says: its interval of strata has two ends.
+    drawn = torch.isclose(draws["tau"].reshape(-1, 1), points.theta[1:, 0].exp()).sum(0)
+    assert (drawn - 600 * w[1:]).abs().max() <= 2
     assert draws["mu"].mean().item() == pytest.approx(mu[0].item(), abs=0.1 * mu[1].item())
     assert draws["mu"].std().item() == pytest.approx(mu[1].item(), rel=0.06)
     quantiles = guide.quantiles([0.1, 0.5, 0.9], X, GROUP, num_draws=1000)["tau"]
@@ -197,7 +200,7 @@ def test_hyperparameters_beside_f_alone(family):
         own = points.weight @ values
         assert own.item() == pytest.approx(mean.item(), abs=0.1 * sd.item())
         assert (points.weight @ (values - own).square()).sqrt().item() == pytest.approx(sd.item(), rel=0.08)
-    low, high = guide.quantiles([0.16, 0.84], X, num_draws=800)["f"]
+    low, high = guide.quantiles([0.16, 0.84], X, num_draws=2000)["f"]
     k = each - 0.36 * torch.eye(N)
     _, sd = _mixed(_data(0.0), weight, each, k, k.diagonal(dim1=-2, dim2=-1))
     torch.testing.assert_close((high - low) / 2, sd, rtol=0.12, atol=0.0)

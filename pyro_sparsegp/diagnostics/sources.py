@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..approximations.on_sites import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
-from ..guide.draws import items_of_draws
+from ..guide.draws import items_of_draws, of_draw
 from ..guide.latents import FieldLatent
 from ..guide.runs import LARGEST_JOINT
 from ..inference.expected import weighted_sum
@@ -29,7 +29,6 @@ from ..predict import AtNewInputs, Call, Trained, sampled
 from ..program.data import signature_of
 from ..program.draws import in_blocks
 from ..program.enumeration import Enumeration
-from ..program.handlers import Held
 from ..program.rules import require_sites
 from ..program.traces import bare, free_values, is_observation, sample_sites, whole_plates, without_event
 from ..warned import Warned
@@ -129,7 +128,7 @@ class GuideSource(Source, Messenger):
         draw = self.draw = Draws()
         self.posteriors, self.log_q = dict[str, SparsePosterior](), dict[str, Tensor]()
         # Rows may be held-out ones, and a kernel's variance correction acts on q(w), too: as in predictions.
-        with pyro.validation_enabled(False), poutine.block(), Held(item), self:
+        with pyro.validation_enabled(False), poutine.block(), of_draw(item), self:
             run = self.guide.run_at(self.args, self.kwargs, sums_out=True, joint_up_to=LARGEST_JOINT)
         require_sites(run.sites)
         sites, values = run.sites, free_values(run.trace)

@@ -21,7 +21,7 @@ from .absorb import absorb
 from .calls import Call, NewRows, classify
 from .changes import STEPS, watch
 from .check import check
-from .draws import items_of_draws
+from .draws import items_of_draws, of_draw
 from .first_call import check_parameters, initialise
 from .integrate import integrate
 from .known import Families
@@ -285,7 +285,7 @@ class AutoSparseGP(SiteMessenger):
             return {}
 
         def one(item: dict[Any, Tensor]) -> dict[Any, Tensor]:
-            with handlers.Held(item):
+            with of_draw(item):
                 values = self.run_at(args, kwargs, joint_up_to=0, draws_data=False, of_latents=of_latents).values
             return {name: values[name] for name in names if name in values}
 

@@ -25,11 +25,10 @@ from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
 from ..program.data import map_tensors
 from ..program.draws import Draw, all_draws, late_bar
-from ..program.handlers import Held
 from ..program.traces import bare, is_observation, repeatable, whole_plates
 from .adaptive import WIDER, drawn, weighted
 from .bounds import of_bound
-from .draws import items_of_draws
+from .draws import items_of_draws, of_draw
 from .field import AtValues, index_of, slices
 from .first_call import explain_nan
 from .known import without
@@ -159,7 +158,7 @@ class Compared:
 
         @torch.no_grad()
         def one(item: Draw) -> Draw:
-            with Held(item):
+            with of_draw(item):
                 run = guide.run_at(*self.call, draws_data=False, joint_up_to=0, marginal=True)
             own = {name: run.values[name].reshape(-1)[:_ROWS] for name in others}
             return {n: (value, 0 * value) for n, value in own.items()} | self._given(run) | self.of_gps(run)

@@ -1,22 +1,34 @@
 """What draws from a guide are made of."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from pyro import poutine
 from torch import Tensor
 
+from ..numerics.functions import held
 from ..program import handlers, traces
 from ..program.draws import all_draws
 from .known import KnownGuide
+from .points import PLACE
 from .runs import Priors
 
 
+@contextmanager
+def of_draw(item: Mapping[Any, Tensor]) -> Iterator[None]:
+    """A run is of the draw that is made of this item, of those of :func:`items_of_draws`."""
+    with held(PLACE, item[""]), handlers.Held(item):
+        yield
+
+
 def items_of_draws(guide: KnownGuide, num: int) -> dict[Any, Tensor]:
-    """What draws are made of: their numbers, and, to be held in them, the latents under which sites are read, if these
-    are all that decides how sites are read.
+    """What draws are made of: their numbers, or places among the points of hyperparameters, one in each stratum;
+    and, to be held in them, the latents under which sites are read, if these are all that decides how sites are read.
     """
-    core, data, each = guide.core, guide.core.data, {"": torch.arange(num)}
+    core, data = guide.core, guide.core.data
+    each = {"": torch.arange(num) if core.points is None else (torch.randperm(num) + torch.rand(num)) / num}
     are_more = core.facts.local_latents or core.points
     if data is None or are_more or not (guide.q.is_of_rows and guide.has_random_latents):
         return each

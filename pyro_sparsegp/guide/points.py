@@ -1,9 +1,10 @@
 """q(θ) as weighted points, each with its own q(x | θ), instead of one normal: hyperparameters may be skewed."""
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from ..gaussians.arrow import ArrowFactor
 from ..gaussians.factors import DenseFactor
 from ..gaussians.product import Product, Whole, numbered
 from ..numerics.arrow import Arrow
+
+PLACE: ContextVar[Optional[Tensor]] = ContextVar("where among the weights, of sum 1, a draw's point is", default=None)
 
 
 def worth(weights: Tensor) -> float:
@@ -80,7 +83,8 @@ class Points:
 
     def chosen(self, median: bool) -> Point:
         """The median, or one that is drawn."""
-        total = self.weight.cumsum(0)
+        total, place = self.weight.cumsum(0), PLACE.get()
+        place = torch.rand_like(total[:1]) if place is None else place.to(total)
         # the first with a larger sum of weights
-        index = (total[:, None] <= torch.rand_like(total[:1]) * total[-1]).sum(0).clamp(max=len(total) - 1)
+        index = (total[:, None] <= place * total[-1]).sum(0).clamp(max=len(total) - 1)
         return self.at(0 * index if median else index)
