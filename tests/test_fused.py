@@ -115,9 +115,11 @@ def test_moments(size, by):
     if by == "covariance":
         trace, log_det = factor.trace_and_log_det()
         factor = CovarianceFactor(loc, covariance, trace, log_det, lambda: tril)
-    found = (*factor.moments(phi), *factor.trace_and_log_det())
+    each = torch.stack([phi, phi.sin(), phi.flip(0)], 1)  # three functions a row
+    found = (*factor.moments(phi), *factor.trace_and_log_det(), *factor.joint_moments(each))
     change = ((phi @ covariance) * phi).sum(-1) - phi.square().sum(-1)
     expected = phi @ loc, change, covariance.trace(), torch.logdet(covariance)
+    expected += each @ loc, each @ covariance @ each.mT - each @ each.mT
     for one, other in zip(found, expected):
         close(one, other)
     for one, other in zip(gradients(found, leaves), gradients(expected, leaves)):

@@ -54,6 +54,10 @@ class Factor(Documented):
         """Φm and diag(Φ(S − I)Φᵀ)."""
         return (phi @ self.loc[..., None])[..., 0], row_squares(self.scaled(phi)) - row_squares(phi)
 
+    def joint_moments(self, phi: Any) -> tuple[Tensor, Tensor]:
+        """As of a Gaussian, of K functions at each of N inputs, ``(N, K, M)``."""
+        return phi @ self.loc, self.covariance(phi) - phi @ phi.mT
+
     @property
     def covariance_matrix(self) -> Tensor:
         """S, formed, ``(..., M, M)``."""
@@ -108,6 +112,28 @@ class _Moments(Unmapped):
         return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi, by_covariance
 
 
+class _JointMoments(Unmapped):
+    """As :class:`_Moments`, of Φ, ``(N, K, M)``: Φm and Φ(S − I)Φᵀ."""
+
+    @staticmethod
+    def forward(phi: Tensor, loc: Tensor, covariance: Tensor) -> tuple[Tensor, ...]:
+        scaled = (phi.flatten(0, 1) @ covariance).view_as(phi).sub_(phi)
+        return phi @ loc, scaled @ phi.mT, scaled
+
+    setup_context = _Moments.setup_context
+
+    # Φ̄ = (H + Hᵀ)Φ(S − I) + a mᵀ for gradients a by the means and H by the covariances, and S̄ = ½Φᵀ(H + Hᵀ)Φ.
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, a: Optional[Tensor], h: Optional[Tensor], _: object) -> Any:
+        phi, loc, scaled = ctx.saved_tensors
+        a = phi.new_zeros(phi.shape[:-1]) if a is None else a
+        twice = phi.new_zeros(()).expand(*phi.shape[:-1], phi.shape[-2]) if h is None else h + h.mT
+        by_covariance = gram(phi.flatten(0, 1), (0.5 * twice @ phi).flatten(0, 1))
+        return (twice @ scaled).addcmul_(a[..., None], loc), a.flatten() @ phi.flatten(0, 1), by_covariance
+
+
 class DenseFactor(Factor):
     """N(m, S) with a full covariance, S = RRᵀ, of a triangular R, ``(..., M, M)``, ``upper`` or lower."""
 
@@ -156,6 +182,9 @@ class CovarianceFactor(DenseFactor):
         if phi.dim() == 2:
             return _Moments.apply(phi, self.loc, matrix)[:2]
         return times(phi, self.loc), ((phi @ matrix - phi) * phi).sum(-1)
+
+    def joint_moments(self, phi: Tensor, matrix: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        return _JointMoments.apply(phi, self.loc, self.matrix if matrix is None else matrix)[:2]
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         return self._trace, self._log_det

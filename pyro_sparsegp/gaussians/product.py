@@ -51,7 +51,7 @@ class Product(Gaussian):
         ]
 
     def _join(self, blocks: Any) -> list[Any]:
-        if isinstance(blocks, OneEach):
+        if isinstance(blocks, OneEach) or isinstance(blocks[0], OneEach):  # of K functions
             return [blocks]
         return [side_by_side([blocks[b] for b in group]) for group in self.groups]
 
@@ -60,9 +60,8 @@ class Product(Gaussian):
         return total(map(itemgetter(0), parts)), total(map(itemgetter(1), parts))
 
     def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        if isinstance(features[0], OneEach):
-            return self.factors[0].joint_moments(features)  # type: ignore[attr-defined,no-any-return]
-        return super().joint_moments(features)
+        parts = [f.joint_moments(phi) for f, phi in zip(self.factors, self._join(features))]
+        return total(map(itemgetter(0), parts)), total(map(itemgetter(1), parts))
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return total(f.covariance(phi) - phi @ phi.mT for f, phi in zip(self.factors, self._join(features)))
@@ -113,27 +112,26 @@ class Recorded(Product):
         self.taken = taken
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        keep, matrix, factor = self.taken.keep, None, self.factors[0]
-        phi: Any = features if isinstance(features, OneEach) else side_by_side(features)
-        if isinstance(factor, CovarianceFactor) and phi.dim() == 2:
+        return self._noted_moments("moments", features, self.taken.rows, 2)
+
+    def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        return self._noted_moments("joint_moments", features, self.taken.groups, 3)
+
+    def _noted_moments(self, of: str, features: Any, rows: list[Row], dims: int) -> tuple[Tensor, Tensor]:
+        parts, keep, matrix, factor = self._join(features), self.taken.keep, None, self.factors[0]
+        phi: Any = parts[0] if len(parts) == 1 else side_by_side(parts)
+        if isinstance(factor, CovarianceFactor) and phi.dim() == dims:
             # Of these marginals alone, so that the gradient by S is Φᵀ diag(h) Φ: no step has to find it again.
             matrix = keep(factor.matrix.view_as(factor.matrix))
-            mean, change = factor.moments(phi, matrix)
+            mean, change = getattr(factor, of)(phi, matrix)
         else:
-            mean, change = super().moments(features)
-        row = Row(phi.detach(), keep(mean), keep(change), matrix)
-        self.taken.rows.append(row)
-        return row.mean, row.change
+            mean, change = getattr(super(), of)(features)
+        seen = [part.detach() for part in phi] if isinstance(phi, Sequence) else phi.detach()
+        rows.append(Row(seen, keep(mean), keep(change), matrix))
+        return rows[-1].mean, rows[-1].change
 
     def note_draws(self) -> None:
         self.taken.by_draws = True
-
-    def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        parts = [part.detach() for part in features]
-        phi = parts if isinstance(parts[0], OneEach) else side_by_side(parts)
-        mean, change = map(self.taken.keep, super().joint_moments(features))
-        self.taken.groups.append(Row(phi, mean, change))
-        return mean, change
 
     def kl(self) -> Tensor:
         # whose gradient is c

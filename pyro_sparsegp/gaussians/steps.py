@@ -23,7 +23,7 @@ from ..modules import size_buffers
 from ..numerics.arrow import OneEach
 from ..numerics.decisions import decided
 from ..numerics.functions import held
-from ..numerics.linalg import lift_to
+from ..numerics.linalg import gram, lift_to
 from ..numerics.processes import joined, largest, total_share
 from .base import Coefficients
 
@@ -44,7 +44,7 @@ class Curvature(NamedTuple):
 
     phi: Any
     h: Tensor
-    gram: Optional[Tensor]
+    known: Optional[Tensor]
     is_signed: bool
 
 
@@ -101,8 +101,8 @@ class Pass:
         """
         found = self.curvatures()
         # ΦᵀHΦ, and what lacks to Φᵀ|H|₊Φ
-        grams = [phi.mT @ (phi * h[..., None]) if gram is None else gram for phi, h, gram, _ in found]
-        cuts = [phi.mT @ (phi * (-h).clamp(min=0)[..., None]) for phi, h, _, is_signed in found if is_signed]
+        grams = [gram(phi, phi * h[..., None]) if known is None else known for phi, h, known, _ in found]
+        cuts = [gram(phi, phi * (-h).clamp(min=0)[..., None]) for phi, h, _, is_signed in found if is_signed]
         # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
         shape = (-1, *like.shape[:-1])
         pairs = [(g, (precision() @ v[..., None])[..., 0]) for v, w in self.draws if (g := w.grad) is not None]
@@ -133,7 +133,8 @@ def _axes_of(group: Row) -> list[Curvature]:
         each = list(zip(map(group.phi[0].like, turned.unbind(1)), values.unbind(1)))
     else:
         each = [((axes.mT @ group.phi).flatten(0, 1), values.flatten())]
-    return [Curvature(phi, h, None, decided((h < 0).any(), serves_both=True)) for phi, h in each]
+    known = getattr(group.covariance, "grad", None)
+    return [Curvature(phi, h, known, decided((h < 0).any(), serves_both=True)) for phi, h in each]
 
 
 class Record:
