@@ -56,11 +56,13 @@ class Product(Gaussian):
         return [side_by_side([blocks[b] for b in group]) for group in self.groups]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
-        return total(map(itemgetter(0), parts)), total(map(itemgetter(1), parts))
+        return self._of_factors("moments", features)
 
     def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        parts = [f.joint_moments(phi) for f, phi in zip(self.factors, self._join(features))]
+        return self._of_factors("joint_moments", features)
+
+    def _of_factors(self, of: str, features: Any) -> tuple[Tensor, Tensor]:
+        parts = [getattr(f, of)(phi) for f, phi in zip(self.factors, self._join(features))]
         return total(map(itemgetter(0), parts)), total(map(itemgetter(1), parts))
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
@@ -111,13 +113,8 @@ class Recorded(Product):
         vars(self).update(vars(q))
         self.taken = taken
 
-    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self._noted_moments("moments", features, self.taken.rows, 2)
-
-    def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        return self._noted_moments("joint_moments", features, self.taken.groups, 3)
-
-    def _noted_moments(self, of: str, features: Any, rows: list[Row], dims: int) -> tuple[Tensor, Tensor]:
+    def _of_factors(self, of: str, features: Any) -> tuple[Tensor, Tensor]:
+        rows, dims = {"moments": (self.taken.rows, 2), "joint_moments": (self.taken.groups, 3)}[of]
         parts, keep, matrix, factor = self._join(features), self.taken.keep, None, self.factors[0]
         phi: Any = parts[0] if len(parts) == 1 else side_by_side(parts)
         if isinstance(factor, CovarianceFactor) and phi.dim() == dims:
@@ -125,7 +122,7 @@ class Recorded(Product):
             matrix = keep(factor.matrix.view_as(factor.matrix))
             mean, change = getattr(factor, of)(phi, matrix)
         else:
-            mean, change = getattr(super(), of)(features)
+            mean, change = super()._of_factors(of, features)
         seen = [part.detach() for part in phi] if isinstance(phi, Sequence) else phi.detach()
         rows.append(Row(seen, keep(mean), keep(change), matrix))
         return rows[-1].mean, rows[-1].change
