@@ -130,15 +130,11 @@ def _are_sure(sites: Mapping[str, Any], name: str, of_site: Mapping[str, str]) -
 
 def predictors_of(sites: Any, links: Links) -> dict[Place, Tensor]:
     """The predictors of sites in a run, ``(N,)`` each."""
-    of_parameters = _of_parameters(sites, links).items()
-    return {(*of, k): eta for of, etas in of_parameters for k, eta in enumerate(etas)}
-
-
-def _of_parameters(sites: Any, links: Links) -> dict[tuple[str, str], Tensor]:
-    """Those of each parameter, ``(its numbers, N)``."""
-    each = [(name, key, link) for name, of_site in links.items() for key, link in of_site.items()]
-    made = {(name, key): _made_of(sites, name, key, link) for name, key, link in each}
-    return {of: function(part).mT for of, (part, function) in made.items()}
+    found: dict[Place, Tensor] = {}
+    for name, key, link in [(name, key, link) for name, of_site in links.items() for key, link in of_site.items()]:
+        part, function = _made_of(sites, name, key, link)
+        found |= {(name, key, k): eta for k, eta in enumerate(function(part).mT)}
+    return found
 
 
 def _made_of(sites: Any, name: str, key: str, link: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -307,10 +303,10 @@ class Predictors(Likelihoods):
     def __init__(self, sites: Any, links: Links, x: Tensor, layout: Layout, again: Again) -> None:
         super().__init__(sites, links, again)
         self.x, self.layout = x, layout
-        blocks = {of: etas.to(x) for of, etas in _of_parameters(sites, links).items()}
-        self.eta = {(*of, k): eta for of, etas in blocks.items() for k, eta in enumerate(etas)}
-        # One way back for all predictors; none, in a step without some of the data.
-        every = jacobian(torch.cat([x[:0], *map(torch.flatten, blocks.values())]), x, layout.directions(x))
+        self.eta = {place: eta.to(x) for place, eta in predictors_of(sites, links).items()}
+        # One way back for all predictors; none, in a step without some of the data. Each alone would have zeros of all.
+        of_sites = [torch.stack([self.eta[place] for place in self.of(name)]).flatten() for name in links]
+        every = jacobian(torch.cat([x[:0], *of_sites]), x, layout.directions(x))
         along = dict(zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)))
         for name, key in [(name, key) for name, of_site in links.items() for key in of_site if of_site[key] == VALUE]:
             # f, of which its density says how it moves with all others

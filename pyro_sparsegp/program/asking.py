@@ -51,7 +51,8 @@ def asks_program() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _IS_ATTEMPT.get() and not isinstance(error, Unsupported) and not _is_own(error):
+        is_own = any(frame.f_code in _ANSWERS for frame, _ in walk_tb(error.__traceback__))
+        if _IS_ATTEMPT.get() and not (is_own or isinstance(error, Unsupported)):
             raise Unsupported(str(error)) from error
         raise
 
@@ -60,10 +61,6 @@ def answers(method: M) -> M:
     """Mark what the package does within a run of the program, such as answers at GP sites; its errors are its own."""
     _ANSWERS.add(method.__code__)  # type: ignore[attr-defined]
     return method
-
-
-def _is_own(error: Exception) -> bool:
-    return any(frame.f_code in _ANSWERS for frame, _ in walk_tb(error.__traceback__))
 
 
 def _is_unsupported(error: Optional[Exception]) -> bool:
