@@ -23,7 +23,6 @@ class ArrowFactor(Factor):
         return phi @ self.loc, self.precision.white(phi).square().sum(0) - phi.square().sum(-1)
 
     def joint_moments(self, features: Sequence[OneEach]) -> tuple[Tensor, Tensor]:
-        """As of a Gaussian, of K of the same owners."""
         white = torch.stack([self.precision.white(phi).mT for phi in features], 1)
         compact, means = torch.stack([phi.compact for phi in features], 1), [phi @ self.loc for phi in features]
         return torch.stack(means, 1), white @ white.mT - compact @ compact.mT

@@ -112,7 +112,7 @@ class _Moments(Unmapped):
         return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi, by_covariance
 
 
-class _JointMoments(Unmapped):
+class _JointMoments(_Moments):
     """As :class:`_Moments`, of Φ, ``(N, K, M)``: Φm and Φ(S − I)Φᵀ."""
 
     @staticmethod
@@ -120,10 +120,7 @@ class _JointMoments(Unmapped):
         scaled = (phi.flatten(0, 1) @ covariance).view_as(phi).sub_(phi)
         return phi @ loc, scaled @ phi.mT, scaled
 
-    setup_context = _Moments.setup_context
-
     # Φ̄ = (H + Hᵀ)Φ(S − I) + a mᵀ for gradients a by the means and H by the covariances, and S̄ = ½Φᵀ(H + Hᵀ)Φ.
-
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, a: Optional[Tensor], h: Optional[Tensor], _: object) -> Any:

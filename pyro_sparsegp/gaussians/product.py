@@ -115,8 +115,8 @@ class Recorded(Product):
 
     def _of_factors(self, of: str, features: Any) -> tuple[Tensor, Tensor]:
         rows, dims = {"moments": (self.taken.rows, 2), "joint_moments": (self.taken.groups, 3)}[of]
-        parts, keep, matrix, factor = self._join(features), self.taken.keep, None, self.factors[0]
-        phi: Any = parts[0] if len(parts) == 1 else side_by_side(parts)
+        phi: Any = side_by_side(self._join(features))
+        keep, matrix, factor = self.taken.keep, None, self.factors[0]
         if isinstance(factor, CovarianceFactor) and phi.dim() == dims:
             # Of these marginals alone, so that the gradient by S is Φᵀ diag(h) Φ: no step has to find it again.
             matrix = keep(factor.matrix.view_as(factor.matrix))

@@ -33,8 +33,7 @@ class Summary:
             for place in product(*map(range, value.shape[1:]))
         ]
         if not draws:
-            nothing = torch.zeros(0)
-            return cls((), nothing, nothing, nothing, nothing, points)
+            return cls((), *(torch.zeros(0),) * 4, points)
         values = torch.cat([value.reshape(len(value), -1) for value in draws.values()], 1)
         low, high = values.quantile(values.new_tensor([0.05, 0.95]), 0)
         mean = values.mean(0)

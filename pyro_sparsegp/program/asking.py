@@ -17,7 +17,6 @@ from typing import Any, Optional, TypeVar
 import torch
 
 M = TypeVar("M", bound=Callable[..., None])
-
 _ANSWERS: set[CodeType] = set()
 _IS_ATTEMPT: ContextVar[bool] = ContextVar("is_attempt", default=False)
 _REFUSALS = "vmap", "atching rule", "functorch", "doesn't have storage"  # in what torch.func.vmap says where it refuses
