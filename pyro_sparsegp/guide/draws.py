@@ -18,7 +18,7 @@ from .runs import Priors
 
 @contextmanager
 def of_draw(item: Mapping[Any, Tensor]) -> Iterator[None]:
-    """A run is of the draw that is made of this item, of those of :func:`items_of_draws`."""
+    """A run is of the draw that is made of this item, one of :func:`items_of_draws`."""
     with held(PLACE, item[""]), handlers.Held(item):
         yield
 
