@@ -58,7 +58,7 @@ def fresh():
 def few_draws(monkeypatch):
     """A check by a third of its draws and searches, where it is not their number that a test asks about."""
     monkeypatch.setattr("pyro_sparsegp.guide.check.Compared.num_draws", (16, 4, 40))
-    for name, few in {"check._STARTS": 2, "check._OWN": 40, "check._ENOUGH": 16.0, "bounds._BOUNDS": 16}.items():
+    for name, few in {"check._STARTS": 2, "check._OWN": 40, "adaptive._FEWEST": 1, "bounds._BOUNDS": 16}.items():
         monkeypatch.setattr(f"pyro_sparsegp.guide.{name}", few)
 
 

@@ -11,7 +11,8 @@ from .nested import Nested, Optimum
 from .points import worth
 
 WIDER, _WIDEST = 1.3, 1.6  # than a normal, the first draws and later ones, which tails are known by
-_ROUNDS, _MORE = 5, 2  # of draws beside the first, at most, until they tell anything, and until they tell it well
+_ROUNDS = 5  # of draws beside the first, at most, until they are worth enough
+_FEWEST = 2  # of these: what draws are worth does not tell of a tail that they miss
 _SOFTER = 0.8  # the power of weights, which is taken until enough draws count
 
 Normal = tuple[Tensor, Tensor]  # a mean, and a root of a covariance
@@ -27,12 +28,10 @@ def drawn(
     return [found for found in tried if found is not nested.none], noise[kept]
 
 
-def weighted(
-    nested: Nested, first: Normal, found: list[Optimum], least: float, enough: float, fewest: int = 0
-) -> tuple[list[Optimum], Tensor]:
+def weighted(nested: Nested, first: Normal, found: list[Optimum], enough: float) -> tuple[list[Optimum], Tensor]:
     """F at draws of θ, and how far it is above the logarithm of their density, ``num`` times that of one: at those
     ``found`` of a first normal, then of one about the mode, then of others about what all before weigh, until they are
-    worth ``enough``, few more than ``least`` in the end, and there are ``fewest`` normals beside the first.
+    worth ``enough``.
 
     Of the second part the softmax has weights that make draws the posterior's, the logsumexp is log ∫ exp F dθ.
     """
@@ -44,9 +43,9 @@ def weighted(
         logs = [-0.5 * each.square().sum(0) - R.diagonal().log().sum() for each, (_, R) in zip(apart, normals)]
         density = torch.stack(logs).logsumexp(0) - 0.5 * theta.shape[1] * math.log(2 * math.pi)
         ratio = torch.stack([each.value for each in found]) - density - math.log(num)
-        num_worth = worth(ratio.softmax(0))
-        rounds = fewest if num_worth >= enough else _MORE if num_worth >= least else _ROUNDS
-        if len(normals) > rounds:
+        # without hyperparameters all draws are one
+        fewest = min(_FEWEST, 2 * theta.shape[1])
+        if len(normals) > (fewest if worth(ratio.softmax(0)) >= enough else _ROUNDS):
             return found, ratio
         if len(normals) == 1:
             mode = nested.mode([nested.tried(first[0])])

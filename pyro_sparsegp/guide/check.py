@@ -45,7 +45,7 @@ _STARTS = 6  # of searches for other modes
 _WIDEST = 5.0  # times its own width that q's best may be
 _PARTS = 1.0, 0.5, 0.25, 0.125  # of a step that are tried
 _LOST = 1.0  # nats that a basis leaves out and is told of
-_LEAST, _ENOUGH, _EACH = 8.0, 60.0, 4.0  # draws that weights must be worth, and should be; more a hyperparameter
+_LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
 _FEATURES = 128  # a value, in a run
 _APART = 3.0  # standard deviations between two modes
@@ -187,8 +187,8 @@ class Compared:
 
     def of_values(self) -> list[str]:
         """Lines for latents and GP sites whose means or widths differ from weighted draws'."""
-        least, enough = (min(num, len(self.found)) for num in (_LEAST, _ENOUGH + _EACH * self.hyper.size))
-        found, ratio = weighted(self.nested, (self.loc, self.root), self.found, least, enough)
+        least = min(_LEAST, len(self.found))
+        found, ratio = weighted(self.nested, (self.loc, self.root), self.found, least)
         if (num := worth(weights := ratio.softmax(0))) < least:
             names = ", ".join(map(repr, self.hyper.rows))
             return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
