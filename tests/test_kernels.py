@@ -562,6 +562,7 @@ def test_kernels_that_differ_by_more_than_numbers_are_not_stacked():
     for one, other in (
         (rbf, matern),
         (rbf[0], rbf),
+        (rbf[0], rbf[:2]),
         (2.0 * rbf[0], rbf[0]),
         (rbf, kernels.RBF(torch.ones(2))),
         (rbf * matern, rbf * matern * rbf),

@@ -21,7 +21,7 @@ def structure(kernel: Any) -> Optional[tuple[Any, ...]]:
     if type(kernel) not in _STACKED or None in (*parts, getattr(kernel, "profile", ())):
         return None
     shapes = [getattr(getattr(kernel, name), "shape", ()) for name, dims in kernel.event_dims if dims]
-    return (type(kernel), *[(1, *shape)[-1] for shape in shapes], *parts)
+    return (type(kernel), len(getattr(kernel, "dims", ())), *[(1, *shape)[-1] for shape in shapes], *parts)
 
 
 def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
