@@ -13,6 +13,7 @@ from pyro import poutine
 from pyro.infer import Predictive
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, families, kernels, predict
+from pyro_sparsegp.guide.bounds import of_bound
 
 from .models import observed, prepared, refused, restored, train
 
@@ -154,8 +155,7 @@ def test_trees_have_the_points_and_their_density():
 
 def test_a_state_and_a_copy_hold_the_points_and_a_step_ends_them():
     guide, points, *_ = _groups()
-    kept = io.BytesIO()
-    torch.save(guide.state_dict(), kept)
+    torch.save(guide.state_dict(), kept := io.BytesIO())
     kept.seek(0)
     other = AutoSparseGP(_model, families.SVGP(12, trainable=False))
     other.load_state_dict(torch.load(kept, weights_only=True))
@@ -163,9 +163,10 @@ def test_a_state_and_a_copy_hold_the_points_and_a_step_ends_them():
         assert repr(one.core.points) == repr(points)
         torch.testing.assert_close(one.posterior(X, GROUP)["f"].variance, guide.posterior(X, GROUP)["f"].variance)
     assert other.float().core.points.theta.dtype == torch.float32
-    other.double()
+    other.double().core.points.theta.add_(2)
     with torch.no_grad():
         TraceQuadrature_ELBO().loss(_model, other, X, GROUP, _data())
+    assert of_bound(other, (X, GROUP, _data()), {}) == []  # which is of the normal q(θ), as a loss is
     assert other.core.points is not None
     train(_model, other, X, GROUP, _data(), steps=1)
     assert other.core.points is None

@@ -19,7 +19,7 @@ def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     facts, rows = guide.facts, max(guide.core.sizes.values())
     if not guide.q.has_bound or guide.corrected_modules() or rows > _JOINT:
         return []
-    objective, was = guide.objective(guide.core.num_nodes), guide.training
+    objective, was = guide.objective(guide.core.num_nodes), (guide.training, guide.core.points)
 
     def by_objective(_: Draw) -> Draw:
         return {"": -objective.differentiable_loss(guide.model, guide, *args, **kwargs)}
@@ -34,10 +34,10 @@ def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         items = {"": torch.arange(_BOUNDS)}
         said = all_draws(by_objective, items, lambda _: rows * _NUMBERS)[""].cpu()
         try:
-            vars(guide)["training"] = False
+            vars(guide)["training"], guide.core.points = False, None  # a loss is of the normal q(θ)
             found = all_draws(by_draws, items, lambda _: rows * max(rows, _NUMBERS))[""].cpu()
         finally:
-            vars(guide)["training"], guide.trace = was, poutine.Trace()
+            (vars(guide)["training"], guide.core.points), guide.trace = was, poutine.Trace()
     error = math.sqrt(float(found.var() + said.var()) / _BOUNDS)
     if abs(found.mean() - said.mean()) < _NATS + _ERRORS * error:
         return []
