@@ -27,7 +27,7 @@ def blocks(page):
 
 
 def short(program):
-    """The program, on the same lines, with 2 steps, 50 draws, which plot_ppc_dist wants, 5 of a chain, and 50 points."""
+    """The program, on the same lines, with 2 steps, 50 draws, as plot_ppc_dist wants, 5 of a chain, and 50 points."""
     program = re.sub(r"(\bfit\(model, guide, \(x, y\))\)", r"\1, steps=2)", program)
     program = re.sub(r"(MCMC\(\w+, num_samples=)\d+", r"\g<1>5", program)
     program = re.sub(r"(\brange\(|steps=)(\d+)\b", lambda m: f"{m[1]}{min(2, int(m[2]))}", program)
