@@ -9,16 +9,7 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.families import (
-    SGPR,
-    SVGP,
-    AdditiveSGPR,
-    CollapsedOrthogonal,
-    ComputationAware,
-    Exact,
-    Family,
-    WeightSpace,
-)
+from pyro_sparsegp.families import SGPR, SVGP, AdditiveSGPR, CollapsedOrthogonal, ComputationAware, Exact, WeightSpace
 
 from .models import maximise, observed, train
 
@@ -51,10 +42,11 @@ def summed_outputs(x, y=None):
     return observed(dist.Normal(f.sum(0), NOISE), y)
 
 
-def added_sites(x, y=None):
+def shared_site(x, y=None):
     f = pyro.sample("f", GaussianProcess(ROUGH, x))
-    g = pyro.sample("g", GaussianProcess(SMOOTH, x))
-    return observed(dist.Normal(f + g, NOISE), y)
+    g = pyro.sample("g", GaussianProcess(SMOOTH, x).expand([2]).to_event(1))
+    with pyro.plate("outputs", 2, dim=-2), pyro.plate("data", len(x), dim=-1):
+        return pyro.sample("y", dist.Normal(f + g, NOISE), obs=y)
 
 
 # Of each model: its functions' kernels, their prior means as multiples of x, and the matrix that mixes them.
@@ -62,7 +54,7 @@ MEETINGS = {
     two_sites: ([ROUGH, SMOOTH], [0.0, 0.3], MIXING),
     two_outputs: ([ROUGH, ROUGH], [0.0, 0.0], MIXING),
     summed_outputs: ([ROUGH] * 4, [0.0] * 4, torch.ones(1, 4, dtype=torch.float64)),
-    added_sites: ([ROUGH, SMOOTH], [0.0, 0.0], torch.ones(1, 2, dtype=torch.float64)),
+    shared_site: ([ROUGH, SMOOTH, SMOOTH], [0.0] * 3, torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]).double()),
 }
 
 
@@ -92,7 +84,7 @@ def mean_field(model, x, y):
     return means, variances, float(bound)
 
 
-@pytest.mark.quick("two_sites | two_outputs | added_sites")
+@pytest.mark.quick("two_sites | two_outputs | shared_site")
 @pytest.mark.filterwarnings("ignore:GP sites .* enter densities by their sum")
 @pytest.mark.parametrize("model", MEETINGS, ids=lambda model: model.__name__)
 def test_functions_that_meet_in_a_gaussian_density(model):
@@ -142,7 +134,7 @@ def test_draws_of_functions_that_meet_are_made_at_once():
         ("poisson", 10.0, ComputationAware(10, actions="cg")),
         ("gamma", 10.0, ComputationAware(10, actions="cg")),
     ],
-    ids=lambda value: getattr(value, "__name__", type(value).__name__) if isinstance(value, Family) else str(value),
+    ids=lambda value: str(value) if isinstance(value, (str, float)) else type(value).__name__,
 )
 @pytest.mark.filterwarnings("ignore:.*needed a relative jitter")
 def test_exponential_links_under_wide_priors(link, variance, family):
