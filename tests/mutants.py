@@ -84,7 +84,7 @@ a-scaled-prior-counts-in-full: test_sites.py::test_a_scaled_model_has_the_same_p
 quadratic-once-and-for-all: test_sites.py::test_a_likelihood_that_is_gaussian_at_first_only
 - core.facts = core.facts.bent(seen)
 + core.facts.bent(seen)
-no-gradient-at-the-floor: test_float32.py::test_natural_steps_on_precise_data
+no-gradient-at-the-floor: test_linalg.py::test_the_floor_of_variances_is_positive_and_relative
 - return variance + lacking
 + return variance.clamp(min=variance_floor(prior).expand(variance.shape)) + 0 * lacking
 kl-half: test_posteriors.py::TestAgainstDense::test_kl_and_log_ratio
