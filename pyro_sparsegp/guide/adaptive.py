@@ -59,7 +59,7 @@ def weighted(nested: Nested, first: Normal, found: list[Optimum], enough: float)
 def _about(theta: Tensor, ratio: Tensor) -> Normal:
     """A normal about draws with these logarithms of weights."""
     num, size = theta.shape
-    each = ((_SOFTER**power * ratio).softmax(0) for power in range(30))
+    each = ((_SOFTER**power * ratio).softmax(0) for power in range(200))  # the last ones are equal
     weights = next(found for found in each if worth(found) > min(3 * size + 5, num / 2))
     loc = weights @ theta
     covariance = (theta - loc).mT @ (weights[:, None] * (theta - loc))
