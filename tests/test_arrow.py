@@ -166,10 +166,10 @@ def _data(counts):
     return x, group, torch.poisson((eta + 1).exp()) if counts else eta + 0.4 * torch.randn(48)
 
 
-def _trained(model, data, steps=4):
+def _trained(model, data, steps=4, **options):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    guide = AutoSparseGP(model, families.SVGP(10))
+    guide = AutoSparseGP(model, families.SVGP(10), **options)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
     return guide, [svi.step(*data) for _ in range(steps)]
 
@@ -208,14 +208,15 @@ def test_a_program_s_posterior_is_that_of_a_dense_field(model, monkeypatch, few_
     assert predict(model, guide, *data[:2], num_samples=3)["a"].shape == (3, GROUPS)
 
 
-def test_groups_of_which_a_datum_has_two_values_stay_dense(monkeypatch):
-    data = _data(False)
+@pytest.mark.parametrize("points", [[], ["a"]])
+def test_groups_of_which_a_datum_has_two_values_or_that_are_points_stay_dense(points, monkeypatch):
+    model, data = _choices if points else _games, _data(False)
     monkeypatch.setattr(search, "_ELIMINATED", 10)
-    guide, losses = _trained(_games, data, 2)
+    guide, losses = _trained(model, data, 2, point_estimates=points)
     assert not guide.joint.eliminated
-    assert set(guide.joint.field) == {"a", "f"}
+    assert set(guide.joint.field) == (set() if points else {"a", "f"})
     monkeypatch.setattr(search, "_ELIMINATED", 10_000)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(_trained(_games, data, 2)[1]))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(_trained(model, data, 2, point_estimates=points)[1]))
 
 
 def test_a_start_on_some_rows_takes_whole_groups(monkeypatch):

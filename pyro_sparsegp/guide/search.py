@@ -207,8 +207,8 @@ class Search:
         """The latent with the most values, if each datum may have one of them, and all are in the field."""
         free = {n: p.shape().numel() for n, p in self.normal.items() if type(bare(p)) is dist.Normal}
         many = {name: num for name, num in free.items() if num >= self.eliminated_from}
-        apart = {*self.fixed, *filter(self.guide.is_independent, self.normal)} & self.normal.keys()
-        return "" if apart else max(many, key=lambda name: many[name], default="")
+        able = {*filter(self.guide.may_join, self.normal)} - {*self.fixed}
+        return max(many, key=lambda name: many[name], default="") if able == self.normal.keys() else ""
 
     def at_rows(self, nested: Nested, most: int) -> Nested:
         """F at more rows, or as it is."""
