@@ -106,9 +106,9 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
             guide.core.joint = joint
             with attempt() as sought:
                 return _find(Search(guide, run, (args, kwargs), [], bar.update, as_they_are=as_they_are))
-    names = list(facts.latents) or sorted({name for pair in facts.meeting for name in pair})
+    names = [*without(facts.latents, joint.row_effects)] or sorted({name for pair in facts.meeting for name in pair})
     why = str(sought.error).splitlines()[0].rstrip(".")
-    if names and not guide.joint.row_effects:
+    if names:
         warnings.warn(
             f"the mode of {', '.join(map(repr, names))} was not found ({why}). Latents start where init_loc_fn says. "
             "The guide treats them, and GP sites that meet in densities, as independent, so intervals may be too "
