@@ -400,15 +400,15 @@ def test_sites_that_can_not_have_one_posterior(names, model, match):
         guide(*_data())
 
 
-def test_what_takes_sites_to_be_independent_refuses_them():
+@pytest.mark.parametrize("of", [RobustMax, lambda both: dist.Normal(both.sum(-1).round(), 1.0)])
+def test_what_takes_sites_to_be_independent_refuses_them(of):
     x, y = _data()
 
-    def classes(x, y=None):
+    def jumps(x, y=None):
         f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
-        g = pyro.sample("g", GaussianProcess(KG, x[:, 1:]))
-        observed(RobustMax(torch.stack([f, g], -1)), y)
+        observed(of(torch.stack([f, pyro.sample("g", GaussianProcess(KG, x[:, 1:]))], -1)), y)
 
-    guide = AutoSparseGP(classes, {("f", "g"): families.SVGP(4)})
+    guide = AutoSparseGP(jumps, {("f", "g"): families.SVGP(4)})
     with pytest.raises(ValueError, match=r"'f', 'g'.* can't have one posterior here"):
         guide(x, (y > 0.5).long())
 

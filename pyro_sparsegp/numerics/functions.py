@@ -133,9 +133,8 @@ def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor
     one = torch.zeros_like(value, requires_grad=True)
     (slope,) = torch.autograd.grad(value, x, one, create_graph=True)
     along = torch.eye(len(x), dtype=x.dtype, device=x.device) if along is None else along
-    if not slope.requires_grad:
-        return slope.new_zeros(len(along), len(value))
-    return torch.autograd.grad(slope, one, along, is_grads_batched=True, create_graph=True)[0]
+    # Of a value without slopes, as round gives, none is in the graph: they are 0.
+    return torch.autograd.grad(slope + 0 * one.sum(), one, along, is_grads_batched=True, create_graph=True)[0]
 
 
 def depends(value: Tensor, x: Tensor) -> bool:
