@@ -29,7 +29,7 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.gaussians.drawn import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
-from pyro_sparsegp.guide import search
+from pyro_sparsegp.guide import search, start
 from pyro_sparsegp.guide.adaptive import drawn
 from pyro_sparsegp.guide.check import Compared, Glance, check
 from pyro_sparsegp.guide.field import Layout, run_standardised
@@ -373,13 +373,16 @@ def test_a_scale_of_one_prior_beside_f_is_named():
         AutoSparseGP(model, families.SVGP(6))(torch.rand(9, 1), torch.randn(9))
 
 
-def test_independent_latents_have_posteriors_of_their_own():
+def test_independent_latents_have_posteriors_of_their_own(monkeypatch):
     data = _data()
     guide, losses = _step(_linear(), families.SVGP(8), data, independent=True)
     assert guide.joint.field == {}
     assert guide.scales.c < 0.2 * _exact(*data)[1][0, 0].sqrt()  # the mean field's, given all others
     assert math.isfinite(losses[0])
     refused("independent must be", AutoSparseGP, _linear(), families.SVGP(8), independent="c")
+    monkeypatch.setattr(start, "couple", lambda *args: torch.linalg.cholesky(-torch.eye(2)))  # a start that ends late
+    with pytest.warns(UserWarning, match=r"mode of .* was not found"):
+        assert not _step(_counts, families.SVGP(8), _count_data())[0].joint.hyper
 
 
 def test_a_copy_and_a_loaded_guide_are_the_guide():

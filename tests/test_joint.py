@@ -394,10 +394,8 @@ def test_sites_that_can_not_have_one_posterior(names, model, match):
         g = pyro.sample("g", GaussianProcess(KG, f[:, None]))
         observed(dist.Normal(g, NOISE), y)
 
-    model = deep if model == "deep" else model
-    guide = AutoSparseGP(model, {names: families.SVGP(4)})
     with pytest.raises(ValueError, match=match):
-        guide(*_data())
+        AutoSparseGP(deep if model == "deep" else model, {names: families.SVGP(4)})(*_data())
 
 
 @pytest.mark.parametrize("of", [RobustMax, lambda both: dist.Normal(both.sum(-1).round(), 1.0)])
@@ -408,9 +406,8 @@ def test_what_takes_sites_to_be_independent_refuses_them(of):
         f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
         observed(of(torch.stack([f, pyro.sample("g", GaussianProcess(KG, x[:, 1:]))], -1)), y)
 
-    guide = AutoSparseGP(jumps, {("f", "g"): families.SVGP(4)})
     with pytest.raises(ValueError, match=r"'f', 'g'.* can't have one posterior here"):
-        guide(x, (y > 0.5).long())
+        AutoSparseGP(jumps, {("f", "g"): families.SVGP(4)})(x, (y > 0.5).long())
 
 
 def test_pointwise_densities_are_of_joint_draws():

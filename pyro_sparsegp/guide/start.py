@@ -103,9 +103,9 @@ def _start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> 
     joint = guide.joint
     with torch.enable_grad(), whole_plates(), late_bar("finding the posterior mode") as bar:
         for as_they_are in (False, True):  # densities, where their predictors lead to no mode
-            guide.core.joint = joint
             with attempt() as sought:
                 return _find(Search(guide, run, (args, kwargs), [], bar.update, as_they_are=as_they_are))
+            guide.core.joint = joint
     names = [*without(facts.latents, joint.row_effects)] or sorted({name for pair in facts.meeting for name in pair})
     why = str(sought.error).splitlines()[0].rstrip(".")
     if names:
