@@ -279,7 +279,7 @@ def test_weighted_draws_are_the_posterior_s_wherever_q_is():
         run = Priors(guide, at_medians=True).perform(_data(), {})
         nested = Compared(guide, Search(guide, run, (_data(), {}), [], lambda: None)).nested
         far = guide.together.mean.detach() + torch.tensor([4.0, -2.0]), 0.5 * torch.eye(2)
-        found, ratio = weighted(nested, far, drawn(nested, far, 80)[0], 150.0)
+        found, ratio = weighted(nested, far, drawn(nested, far, 80)[0], 60, 120.0)
         mode, steps = nested.mode(found).theta, torch.linspace(-3, 3, 13)
         grid = [nested.tried(mode + torch.stack([a, b])) for a in steps for b in steps]
     assert len(found) > 160

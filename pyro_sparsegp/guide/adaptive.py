@@ -16,11 +16,10 @@ _FEWEST = 2  # of these: what draws are worth does not tell of a tail that they 
 _SOFTER = 0.8  # the power of weights, which is taken until enough draws count
 
 Normal = tuple[Tensor, Tensor]  # a mean, and a root of a covariance
+Found = tuple[list[Optimum], Tensor]  # F at draws of θ, and what belongs to each
 
 
-def drawn(
-    nested: Nested, normal: Normal, num: int, times: int = 0, wider: float = WIDER
-) -> tuple[list[Optimum], Tensor]:
+def drawn(nested: Nested, normal: Normal, num: int, times: int = 0, wider: float = WIDER) -> Found:
     """F at draws of θ, a + Rε, with a density, and ε, ``wider`` than a normal's; others after so many ``times``."""
     (loc, root), noise = normal, wider * torch.special.ndtri(nested.hyper.points(num, times))
     tried = [nested.tried(loc + root @ eps) for eps in noise]
@@ -28,21 +27,21 @@ def drawn(
     return [found for found in tried if found is not nested.none], noise[kept]
 
 
-def weighted(nested: Nested, first: Normal, found: list[Optimum], enough: float) -> tuple[list[Optimum], Tensor]:
-    """F at draws of θ, and how far it is above the logarithm of their density, ``num`` times that of one: at those
-    ``found`` of a first normal, then of one about the mode, then of others about what all before weigh, until they are
+def weighted(nested: Nested, first: Normal, found: list[Optimum], more: int, enough: float) -> Found:
+    """F at draws of θ, and how far it is above the logarithm of the density of all of them together: at those ``found``
+    of a first normal, then at ``more`` of one about the mode, and of others about what all before weigh, until they are
     worth ``enough``.
 
     Of the second part the softmax has weights that make draws the posterior's, the logsumexp is log ∫ exp F dθ.
     """
-    normals, num = [(first[0], WIDER * first[1])], len(found)
+    normals = [(first[0], WIDER * first[1], len(found))]
     while True:
         theta = torch.stack([each.theta for each in found])
-        # each draw has the density of the mixture of all
-        apart = [torch.linalg.solve_triangular(R, (theta - a).mT, upper=False) for a, R in normals]
-        logs = [-0.5 * each.square().sum(0) - R.diagonal().log().sum() for each, (_, R) in zip(apart, normals)]
+        # Σ_k n_k N(θ; a_k, R_kR_kᵀ), whichever normal a draw is of
+        apart = [torch.linalg.solve_triangular(R, (theta - a).mT, upper=False).square().sum(0) for a, R, _ in normals]
+        logs = [math.log(num) - R.diagonal().log().sum() - 0.5 * each for each, (_, R, num) in zip(apart, normals)]
         density = torch.stack(logs).logsumexp(0) - 0.5 * theta.shape[1] * math.log(2 * math.pi)
-        ratio = torch.stack([each.value for each in found]) - density - math.log(num)
+        ratio = torch.stack([each.value for each in found]) - density
         # without hyperparameters all draws are one
         fewest = min(_FEWEST, 2 * theta.shape[1])
         if len(normals) > (fewest if worth(ratio.softmax(0)) >= enough else _ROUNDS):
@@ -52,8 +51,8 @@ def weighted(nested: Nested, first: Normal, found: list[Optimum], enough: float)
             loc, root = mode.theta, torch.linalg.cholesky(nested.covariance(mode))
         else:
             loc, root = _about(theta, ratio)
-        found = found + drawn(nested, (loc, root), num, len(normals), _WIDEST)[0]
-        normals.append((loc, _WIDEST * root))
+        found = found + drawn(nested, (loc, root), more, len(normals), _WIDEST)[0]
+        normals.append((loc, _WIDEST * root, more))
 
 
 def _about(theta: Tensor, ratio: Tensor) -> Normal:

@@ -47,7 +47,7 @@ def _weighted(compared: Compared, num: int) -> Points:
     found, _ = drawn(nested, normal, max(num // 2, hyper.size + 1))
     if not found:
         raise ValueError("integrate: the density is not finite at draws of the hyperparameters. Train longer.")
-    found, ratio = weighted(nested, normal, found, len(found))
+    found, ratio = weighted(nested, normal, found, len(found), len(found))
     weight, theta = ratio.softmax(0), torch.stack([one.theta for one in found])
     log_q = torch.stack([one.value for one in found]) - ratio.logsumexp(0)
     some = [i for i, one in enumerate(weight) if one > _LEAST]
