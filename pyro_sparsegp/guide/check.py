@@ -188,7 +188,7 @@ class Compared:
     def of_values(self) -> list[str]:
         """Lines for latents and GP sites whose means or widths differ from weighted draws'."""
         least = min(_LEAST, len(self.found))
-        found, ratio = weighted(self.nested, (self.loc, self.root), self.found, len(self.found) // 3, least)
+        found, ratio = weighted(self.nested, (self.loc, self.root), self.found, len(self.found) // 3 + 1, least)
         if (num := worth(weights := ratio.softmax(0))) < least:
             names = ", ".join(map(repr, self.hyper.rows))
             return [f"check cannot judge {names}: its weighted draws are worth {num:.1f}. Compare with NUTS."]
