@@ -51,7 +51,7 @@ class Product(Gaussian):
         ]
 
     def _join(self, blocks: Any) -> list[Any]:
-        if isinstance(blocks, OneEach) or isinstance(blocks[0], OneEach):  # of K functions
+        if isinstance(blocks, OneEach) or isinstance(next(iter(blocks), None), OneEach):  # of K functions
             return [blocks]
         return [side_by_side([blocks[b] for b in group]) for group in self.groups]
 
