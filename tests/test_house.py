@@ -111,7 +111,7 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 ALL_LINES = 25064
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
-ALL_BRANCHES = 146.3
+ALL_BRANCHES = 146.25
 ROOM_BRANCHES = {
     "guide": 160.7,
     "inference": 167.5,

@@ -41,10 +41,6 @@ class Gaussian(ABC):
     def note_draws(self) -> None:  # noqa: B027, nothing is to be known by most
         """Take note that function values are drawn by the marginals given, where natural steps are to know."""
 
-    def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Φm, ``(N, K)``, and Φ(S − I)Φᵀ, ``(N, K, K)``, of K functions at each of N inputs, ``(N, K, M_b)``."""
-        return sum_blocks(features, self.loc), self.covariance_change(features)
-
     @abstractmethod
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         """Φ(S − I)Φᵀ, ``(..., N, N)``."""

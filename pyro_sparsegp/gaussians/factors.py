@@ -55,7 +55,7 @@ class Factor(Documented):
         return (phi @ self.loc[..., None])[..., 0], row_squares(self.scaled(phi)) - row_squares(phi)
 
     def joint_moments(self, phi: Any) -> tuple[Tensor, Tensor]:
-        """As of a Gaussian, of K functions at each of N inputs, ``(N, K, M)``."""
+        """Φm, ``(N, K)``, and Φ(S − I)Φᵀ, ``(N, K, K)``, of K functions at each of N inputs, ``(N, K, M)``."""
         return phi @ self.loc, self.covariance(phi) - phi @ phi.mT
 
     @property
@@ -173,15 +173,13 @@ class CovarianceFactor(DenseFactor):
         # whose gradient by S is symmetric, as natural steps want it
         return phi @ (0.5 * (self.matrix + self.matrix.mT)) @ phi.mT
 
-    def moments(self, phi: Tensor, matrix: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """Φm and diag(Φ(S − I)Φᵀ), from a given S, if it is."""
-        matrix = self.matrix if matrix is None else matrix
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         if phi.dim() == 2:
-            return _Moments.apply(phi, self.loc, matrix)[:2]
-        return times(phi, self.loc), ((phi @ matrix - phi) * phi).sum(-1)
+            return _Moments.apply(phi, self.loc, self.matrix)[:2]
+        return times(phi, self.loc), ((phi @ self.matrix - phi) * phi).sum(-1)
 
-    def joint_moments(self, phi: Tensor, matrix: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        return _JointMoments.apply(phi, self.loc, self.matrix if matrix is None else matrix)[:2]
+    def joint_moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        return _JointMoments.apply(phi, self.loc, self.matrix)[:2]
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         return self._trace, self._log_det

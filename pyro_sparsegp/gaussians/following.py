@@ -29,7 +29,7 @@ class Followed(Gaussian):
     :param along: A.
     """
 
-    def __init__(self, own: Gaussian, rest: Gaussian, blocks: Sequence[int], along: Tensor) -> None:
+    def __init__(self, own: Product, rest: Product, blocks: Sequence[int], along: Tensor) -> None:
         self.own, self.rest, self.along, self.batch_shape = own, rest, along, torch.Size()
         others = [b for b in range(len(own.sizes) + len(rest.sizes)) if b not in blocks]
         self.groups = list(blocks), others

@@ -4,6 +4,7 @@ for given Gaussian sites, and one Gaussian over the coefficients of several GP s
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,7 @@ class Product(Gaussian):
         return self._of_factors("moments", features)
 
     def joint_moments(self, features: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Φm, ``(N, K)``, and Φ(S − I)Φᵀ, ``(N, K, K)``, of K functions at each of N inputs, ``(N, K, M_b)``."""
         return self._of_factors("joint_moments", features)
 
     def _of_factors(self, of: str, features: Any) -> tuple[Tensor, Tensor]:
@@ -119,8 +121,9 @@ class Recorded(Product):
         keep, matrix, factor = self.taken.keep, None, self.factors[0]
         if isinstance(factor, CovarianceFactor) and phi.dim() == dims:
             # Of these marginals alone, so that the gradient by S is Φᵀ diag(h) Φ: no step has to find it again.
-            matrix = keep(factor.matrix.view_as(factor.matrix))
-            mean, change = getattr(factor, of)(phi, matrix)
+            factor = copy.copy(factor)
+            factor.matrix = matrix = keep(factor.matrix.view_as(factor.matrix))
+            mean, change = getattr(factor, of)(phi)
         else:
             mean, change = super()._of_factors(of, features)
         seen = [part.detach() for part in phi] if isinstance(phi, Sequence) else phi.detach()

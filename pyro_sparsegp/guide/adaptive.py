@@ -11,8 +11,7 @@ from .nested import Nested, Optimum
 from .points import worth
 
 WIDER, _WIDEST = 1.3, 1.6  # than a normal, the first draws and later ones, which tails are known by
-_ROUNDS = 5  # of draws beside the first, at most, until they are worth enough
-_FEWEST = 2  # of these: what draws are worth does not tell of a tail that they miss
+_FEWEST, _ROUNDS = 2, 5  # of later draws, at least, since a tail that is missed has no weight, and at most
 _SOFTER = 0.8  # the power of weights, which is taken until enough draws count
 
 Normal = tuple[Tensor, Tensor]  # a mean, and a root of a covariance
@@ -30,9 +29,7 @@ def drawn(nested: Nested, normal: Normal, num: int, times: int = 0, wider: float
 def weighted(nested: Nested, first: Normal, found: list[Optimum], more: int, enough: float) -> Found:
     """F at draws of θ, and how far it is above the logarithm of the density of all of them together: at those ``found``
     of a first normal, then at ``more`` of one about the mode, and of others about what all before weigh, until they are
-    worth ``enough``.
-
-    Of the second part the softmax has weights that make draws the posterior's, the logsumexp is log ∫ exp F dθ.
+    worth ``enough``. The second's softmax has weights that make draws the posterior's, logsumexp is log ∫ exp F dθ.
     """
     normals = [(first[0], WIDER * first[1], len(found))]
     while True:
@@ -42,8 +39,7 @@ def weighted(nested: Nested, first: Normal, found: list[Optimum], more: int, eno
         logs = [math.log(num) - R.diagonal().log().sum() - 0.5 * each for each, (_, R, num) in zip(apart, normals)]
         density = torch.stack(logs).logsumexp(0) - 0.5 * theta.shape[1] * math.log(2 * math.pi)
         ratio = torch.stack([each.value for each in found]) - density
-        # without hyperparameters all draws are one
-        fewest = min(_FEWEST, 2 * theta.shape[1])
+        fewest = min(_FEWEST, 2 * theta.shape[1])  # without hyperparameters all draws are one
         if len(normals) > (fewest if worth(ratio.softmax(0)) >= enough else _ROUNDS):
             return found, ratio
         if len(normals) == 1:

@@ -29,8 +29,8 @@ def items_of_draws(guide: KnownGuide, num: int) -> dict[Any, Tensor]:
     """
     core, data = guide.core, guide.core.data
     each = {"": torch.arange(num) if core.points is None else (torch.randperm(num) + torch.rand(num)) / num}
-    are_more = core.facts.local_latents or core.points
-    if data is None or are_more or not (guide.q.is_of_rows and guide.has_random_latents):
+    are_all = guide.q.is_of_rows and guide.has_random_latents and not core.facts.local_latents
+    if data is None or core.points or not are_all:
         return each
 
     def one(_: object) -> dict[Any, Tensor]:

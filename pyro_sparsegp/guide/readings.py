@@ -186,12 +186,13 @@ class Readings:
                 reading.move(reading.damped(found))
                 reading.pace = (1.1 * reading.pace).clamp(max=1.0)
             else:
-                self._search(reading)
+                self._search(reading, found)
 
-    def _search(self, reading: SiteReading) -> None:
+    def _search(self, reading: SiteReading, found: Expectation) -> None:
         """An update that may overshoot: as far as the bound E[ℓ] − KL does not fall."""
-        posterior, marginal = reading.look()
-        found, _ = self._target(reading)  # marginals that were kept may be of an earlier step
+        known, (posterior, marginal) = reading.marginal, reading.look()
+        if known is not marginal:  # what was kept may be of an earlier step
+            found, _ = self._target(reading)
         bound = (found.value - posterior.kl.sum()).detach()
         slack = max(reading.module.slack, _ROUNDING[marginal[0].dtype]) * (1 + bound.abs())
         # Where the bound is lost, modes of rows raise it (test_exponential_links_under_wide_priors), but not by kinks.

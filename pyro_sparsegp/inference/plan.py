@@ -11,14 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import combinations_with_replacement
-from typing import Any
+from typing import Any, Union
 
 import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from ..gaussians.base import Gaussian
+from ..gaussians.following import Followed
+from ..gaussians.product import Product
 from ..gaussians.steps import recorded
 from ..guide import AutoSparseGP
 from ..guide.field import Layout, Standardised, require_rows_of_effects, run_standardised
@@ -118,7 +119,7 @@ class OfPredictors(Plan):
                     # test_record.py::test_a_joint_posterior_over_points_is_recorded.
                     away = torch.cat([whole.q.draw(), torch.randn_like(x[layout.num :])], -1).detach()
                     _warn_of_bends(guide, found, run({}, away), found.moved(away - x))
-            eta, covariance = _moments(whole.q, layout, found)
+            eta, covariance = _moments(whole.q, layout, found)  # type: ignore[arg-type]
         drawn = Densities(lambda at: run({}, at), [name for name in seen if name in joint.drawn], layout)
         first = guide_trace.nodes[next(iter(joint.field))]
         expected = found.expected(eta, covariance, inputs.num_nodes)
@@ -162,7 +163,9 @@ def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor]
     return total
 
 
-def _moments(q: Gaussian, layout: Layout, found: Predictors) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:
+def _moments(
+    q: Union[Product, Followed], layout: Layout, found: Predictors
+) -> tuple[dict[Place, Tensor], dict[Pair, Tensor]]:
     """The means of the linear predictors of a run with the field at its mean, and covariances of pairs."""
     eta, covariance, loc = dict[Place, Tensor](), dict[Pair, Tensor](), found.x[: layout.num].detach()
     blocks: Any = (lambda phi: phi) if layout.eliminated else (lambda phi: phi.split(layout.sizes, -1))

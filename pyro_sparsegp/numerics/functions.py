@@ -133,8 +133,9 @@ def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor
     one = torch.zeros_like(value, requires_grad=True)
     (slope,) = torch.autograd.grad(value, x, one, create_graph=True)
     along = torch.eye(len(x), dtype=x.dtype, device=x.device) if along is None else along
-    # Of a value without slopes, as round gives, none is in the graph: they are 0.
-    return torch.autograd.grad(slope + 0 * one.sum(), one, along, is_grads_batched=True, create_graph=True)[0]
+    # Of a value without slopes, as round gives, no number is in the graph: they are 0.
+    slope, batched = slope + slope.new_zeros((), requires_grad=True), {"is_grads_batched": True, "create_graph": True}
+    return torch.autograd.grad(slope, one, along, materialize_grads=True, **batched)[0].expand(len(along), -1)
 
 
 def depends(value: Tensor, x: Tensor) -> bool:

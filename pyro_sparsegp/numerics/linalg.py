@@ -187,8 +187,10 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Matrices ``(..., N, M_b)``, or vectors, as one, ``(..., N, ΣM_b)``; leading dimensions broadcast."""
     if len(parts) == 1:
         return parts[0]
-    shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
-    return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
+    if any(part.shape[:-1] != parts[0].shape[:-1] for part in parts):
+        shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
+        parts = [part.expand(*shape, part.shape[-1]) for part in parts]
+    return torch.cat(list(parts), -1)
 
 
 def variance_floor(prior: Tensor) -> Tensor:
