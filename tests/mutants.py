@@ -310,8 +310,8 @@ forgets-half: test_absorb.py::test_forgetting_scales_the_old_sums
 - self._sums = (1 - forget) * gram, (1 - forget) * pull
 + self._sums = gram, (1 - forget) * pull
 absorbs-a-guess: test_absorb.py::test_pieces_make_the_posterior_of_all_rows
-- return (self.steps > 0) * self._gram(seen.parts), (self.steps > 0) * pull
-+ return self._gram(seen.parts), pull
+- return (self.steps > 0) * self._gram(iterate.parts), (self.steps > 0) * pull
++ return self._gram(iterate.parts), pull
 slopes-lose-noise: test_derivative.py::test_several_outputs_and_diagonal_terms
 - found = torch.where(values, self.kernel(x), 0.5 * (found + found.mT))
 + found = 0.5 * (found + found.mT)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.func import jacrev, jvp
 
+from pyro_sparsegp.gaussians.anchors import FromPrecision
 from pyro_sparsegp.gaussians.base import Stack
 from pyro_sparsegp.gaussians.factors import CovarianceFactor, DenseFactor
-from pyro_sparsegp.gaussians.seats import Known
 from pyro_sparsegp.numerics import linalg
 
 SIZES = pytest.mark.parametrize("size", [5, 300])
@@ -141,7 +141,9 @@ def test_what_natural_parameters_say(size, part):
     def found(root):
         precision, pull = (part.detach() for part in moved(root))
         held = None if part == "of the prior's" else stays[None]
-        return Known.apply(precision, near, pull - precision @ near, held, linalg.Turn.apply(root), Stack([size]))
+        return FromPrecision.apply(
+            precision, near, pull - precision @ near, held, linalg.Turn.apply(root), Stack([size])
+        )
 
     def expected(root):
         precision, pull = moved(root)

@@ -9,10 +9,10 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.families import CoupledPrecision
 from pyro_sparsegp.gaussians import Product
 from pyro_sparsegp.gaussians import low_rank as module_of
+from pyro_sparsegp.gaussians.anchors import turned_sums
 from pyro_sparsegp.gaussians.base import Stack
 from pyro_sparsegp.gaussians.factors import CovarianceFactor, DenseFactor, DiagonalFactor, LowRankFactor
 from pyro_sparsegp.gaussians.low_rank import Formed, NaturalLowRank, Products, above_one, sweep
-from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics.linalg import cholesky
 
@@ -92,12 +92,12 @@ def test_sums_under_another_factor(batch):
     half, pull, before = normal(*batch, 4, 4), normal(*batch, 4), normal(4, 4).tril() + 3 * torch.eye(4).double()
     now = (normal(4, 4).tril() + 3 * torch.eye(4).double()).requires_grad_()
     gram = (half @ half.mT).requires_grad_()
-    found = seen_from(gram, pull, before, now)
+    found = turned_sums(gram, pull, before, now)
     turn = torch.linalg.inv(before) @ now.tril()
     torch.testing.assert_close(found, (turn.mT @ gram @ turn, (turn.mT @ pull[..., None])[..., 0]))
 
     def turned(gram, now):
-        return seen_from(0.5 * (gram + gram.mT), pull, before, now)
+        return turned_sums(0.5 * (gram + gram.mT), pull, before, now)
 
     assert torch.autograd.gradcheck(turned, (gram, now), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(turned, (gram, now))

@@ -29,9 +29,9 @@ from pyro_sparsegp.families import (
     additive,
 )
 from pyro_sparsegp.gaussians import Diagonal, NaturalGaussian, NaturalLowRank, Product
+from pyro_sparsegp.gaussians.anchors import turned_sums
 from pyro_sparsegp.gaussians.factors import LowRankFactor
 from pyro_sparsegp.gaussians.product import from_natural
-from pyro_sparsegp.gaussians.seats import seen_from
 from pyro_sparsegp.gaussians.steps import recording, steppers
 from pyro_sparsegp.guide.runs import AtNodes
 
@@ -353,7 +353,7 @@ def test_gradients_of_hyperparameters_pass_through_q():
     for _ in range(3):
         svi.step(x, y)
     gram, loc = state(guide)
-    seat, before = coefficients(guide).seat.clone(), coefficients(guide).inputs.clone().view(8, 2)
+    anchor, before = coefficients(guide).anchor.clone(), coefficients(guide).inputs.clone().view(8, 2)
     with torch.no_grad():
         for parameter in (pyro.get_param_store()._params["length"], guide.gps.f.basis.inputs_0_unconstrained):
             parameter.add_(0.05)
@@ -369,7 +369,7 @@ def test_gradients_of_hyperparameters_pass_through_q():
     lower = torch.linalg.cholesky(k + 1e-8 * k.detach().diagonal().mean() * torch.eye(8))
     # sites are about f's values where inducing inputs were
     there = lower + torch.linalg.solve(lower, (kernel(before, z) - k).mT).mT
-    turn = torch.linalg.solve(seat, there)
+    turn = torch.linalg.solve(anchor, there)
     p = torch.eye(8) + turn.mT @ gram @ turn
     m, s = torch.linalg.solve(p, turn.mT @ (loc + gram @ loc)), torch.linalg.inv(p)
     phi = torch.linalg.solve(lower, kernel(z, x)).mT
@@ -392,7 +392,7 @@ def test_a_failed_factorisation_names_the_site():
         svi.step(x, y)
 
 
-def test_negative_curvatures_that_another_seat_magnifies_are_cut():
+def test_negative_curvatures_that_another_anchor_magnifies_are_cut():
     """As if K had become 25 times larger: u = Lw is where it was, and no variance above twice the prior's."""
     x, y = data()
     guide, svi = svi_of(gaussian(KERNEL), SVGP(x[:8], natural=True, trainable=False))
@@ -402,7 +402,7 @@ def test_negative_curvatures_that_another_seat_magnifies_are_cut():
     mean = guide.posterior(x)["f"].coefficients.loc[0]
     module.gram = -0.4 * torch.eye(8)
     module._set("loc", 5 * mean)
-    module.seat = module.seat / 5
+    module.anchor = module.anchor / 5
     q = guide.posterior(x)["f"]
     torch.testing.assert_close(q.coefficients.covariance_matrix, 2 * torch.eye(8))
     torch.testing.assert_close(q.mean, before)
@@ -488,8 +488,8 @@ def test_the_way_back_to_a_factor_that_moves_is_autograds():
         covariance = q.covariance_matrix + 2 * q.factors[0].root @ q.factors[0].root.mT
         return (weights[0] * mean.sin()).sum() + (weights[1] * change).sum() + (weights[2] * covariance).sum()
 
-    sums = module.gram, module.loc.detach() + module.gram @ module.loc.detach(), module.seat
-    expected = from_natural(*seen_from(*sums, module._seat(anchor).kept), [5])
+    sums = module.gram, module.loc.detach() + module.gram @ module.loc.detach(), module.anchor
+    expected = from_natural(*turned_sums(*sums, module._anchored(anchor).kept), [5])
     with recording(phi):
         q = module(anchor)
     for one, other in ((value(q), value(expected)), (q.kl(), expected.kl())):

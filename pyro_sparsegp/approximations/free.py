@@ -13,8 +13,8 @@ from ..bases import Basis
 from ..bases.additive import DecoupledFeatures
 from ..bases.inducing import InducingPoints
 from ..gaussians import Coefficients, Product
+from ..gaussians.anchors import towards
 from ..gaussians.factors import ShiftFactor
-from ..gaussians.seats import towards
 from ..modules import AbstractModule
 from ..numerics.linalg import side_by_side
 from ..posterior.drawing import ExpectedSite
@@ -59,7 +59,7 @@ class SparseGP(AbstractModule):
     def follow(self, places: Tensor) -> None:
         """Have q(w) be about f at these inputs of data, which parameters of the program move."""
         if getattr(self.places, "shape", None) != places.shape:  # as once other data have come
-            self.coefficients.leave_seat()
+            self.coefficients.leave_anchor()
         self.places = places
 
     def settled(self, process: GaussianProcess) -> GaussianProcess:

@@ -16,9 +16,9 @@ from ..bases.base import Features
 from ..bases.inducing import features_of
 from ..bases.variables import Values
 from ..gaussians import Coefficients, Gaussian, Product, ProjectedGaussian, optimal
+from ..gaussians.anchors import turned_sums
 from ..gaussians.factors import DenseFactor
 from ..gaussians.product import from_natural, sums_of
-from ..gaussians.seats import seen_from
 from ..gaussians.sites import KeptSites, Sites, within_reach
 from ..modules import AbstractModule, size_buffers
 from ..numerics.decisions import decided
@@ -312,7 +312,7 @@ class ExpectationGP(AbstractModule):
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
         # u = Lw keeps its meaning where L moves: P − I and Pm are those of L⁻¹ now.
         features = self.basis(process.kernel, process.jitter, name)
-        gram, pull = seen_from(self.gram, self.pull, self.anchor, features.anchor)
+        gram, pull = turned_sums(self.gram, self.pull, self.anchor, features.anchor)
         return kind(process, features, from_natural(gram, pull, features.sizes, None, name), name)
 
     def features_of(self, rows: Tensor) -> Tensor:
@@ -341,8 +341,8 @@ class ExpectationGP(AbstractModule):
 
     @torch.no_grad()
     def look_from(self, anchor: Optional[Tensor]) -> None:
-        """Have :attr:`gram` and :attr:`pull` as they are seen from ``anchor``."""
-        self.gram, self.pull = seen_from(self.gram, self.pull, self.anchor, anchor)
+        """Have :attr:`gram` and :attr:`pull` be about ``anchor``."""
+        self.gram, self.pull = turned_sums(self.gram, self.pull, self.anchor, anchor)
         if anchor is not None:
             self.anchor = anchor.detach()
 

@@ -13,9 +13,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from ..gaussians.anchors import AtRows
 from ..gaussians.base import Gaussian
 from ..gaussians.product import sums_of
-from ..gaussians.seats import AtRows
 from ..gaussians.sites import Sites
 from ..kernels import Kernel
 from ..numerics.functions import by_rows, dropping, if_known, is_long, pieces

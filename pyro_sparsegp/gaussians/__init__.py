@@ -1,5 +1,6 @@
 """Gaussians over the coefficients of a basis."""
 
+from .anchors import AtRows
 from .base import Coefficients, Gaussian
 from .free import (
     BlockCholesky,
@@ -14,7 +15,6 @@ from .free import (
 from .low_rank import NaturalLowRank
 from .natural import NaturalGaussian
 from .product import Product, optimal
-from .seats import AtRows
 from .sites import Sites
 from .steps import Rate
 

@@ -31,12 +31,12 @@ from ..numerics.linalg import (
     solve_lower,
 )
 from ..numerics.processes import joined, largest
+from .anchors import Anchor, softened
 from .base import Stack, each_times, solved
 from .factors import DenseFactor, LowRankFactor
 from .free import leading_directions, small_columns
-from .natural import NaturalGaussian, Parts, Seen, Stepped
+from .natural import Iterate, NaturalGaussian, Parts, Stepped
 from .product import Product
-from .seats import Seat, softened
 from .steps import Natural, Pass, Rate
 
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
@@ -237,7 +237,7 @@ class NaturalLowRank(NaturalGaussian):
         if base:
             self.tilt = torch.nn.Parameter(square.clone())
         # D, the positive part of D − I, and L + ηsI and Z that they belong to
-        more = {"seat": like.new_zeros(0, 0), "inputs": like.new_zeros(0)}
+        more = {"anchor": like.new_zeros(0, 0), "inputs": like.new_zeros(0)}
         for name, value in ({"block": plus_one(square), "gain": square} | more).items():
             self.register_buffer(name, value)
 
@@ -245,11 +245,11 @@ class NaturalLowRank(NaturalGaussian):
         """Nothing: where draws alone show curvatures these sites are held as others."""
 
     def anchor_of(self, features: Any, mean: object = None, rows: Optional[Tensor] = None) -> Any:
-        seat = self._seat(features.anchors)  # of blocks on the diagonal
+        anchor = self._anchored(features.anchors)  # of blocks on the diagonal
         if (before := self._before(features.places, features.moves)) is not None:
-            anchor = self._stacked(features.anchors) if self.softness else seat.kept
-            seat.move(features.places, self._stacked(features.anchors_at(before)), anchor)
-        return seat
+            values = self._stacked(features.anchors) if self.softness else anchor.kept
+            anchor.move(features.places, self._stacked(features.anchors_at(before)), values)
+        return anchor
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         # Older states have the parts block by block.
@@ -276,36 +276,36 @@ class NaturalLowRank(NaturalGaussian):
         # D = I + λΦ_cᵀΦ_c − U_cU_cᵀ
         block = stack.squares([plus_one(phi.mT @ phi - u @ u.mT) for phi, u in pairs])
         parts = stack.rows(low_rank.split(self.sizes, -2)), *above_one(block, block)
-        self._put(self._kept("loc"), parts, self._seat(anchor))
+        self._put(self._kept("loc"), parts, self._anchored(anchor))
 
-    def _seat(self, anchor: Any) -> Seat:
+    def _anchored(self, anchor: Any) -> Anchor:
         """L + ηsI of each block as a stack, I where it is about w."""
-        if isinstance(anchor, Seat):
+        if isinstance(anchor, Anchor):
             return anchor
         if all(part is None for part in anchor or ()):
-            return Seat(self.seat.new_zeros(0, 0))
-        return Seat(self._stacked([p if p is None else softened(p, self.softness, p.shape[-1:]) for p in anchor]))
+            return Anchor(self.anchor.new_zeros(0, 0))
+        return Anchor(self._stacked([p if p is None else softened(p, self.softness, p.shape[-1:]) for p in anchor]))
 
     def _stacked(self, parts: Sequence[Optional[Tensor]]) -> Tensor:
         """Of blocks as a stack, with I for those about w."""
         pairs = zip(parts, self.sizes)
-        return self._stack.squares([torch.eye(n).to(self.seat) if part is None else part for part, n in pairs])
+        return self._stack.squares([torch.eye(n).to(self.anchor) if part is None else part for part, n in pairs])
 
-    def _seen_from(self, seat: Seat) -> Seen:
+    def _iterate_at(self, anchor: Anchor) -> Iterate:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
-        if not self._turns(seat):
-            return Seen(loc, torch.zeros_like(loc), (low_rank, self.block, self.gain), seat)
-        moved, stays, columns = seat.now - self.seat, self._stays, stack.columns(loc)
+        if not self._turns(anchor):
+            return Iterate(loc, torch.zeros_like(loc), (low_rank, self.block, self.gain), anchor)
+        moved, stays, columns = anchor.now - self.anchor, self._stays, stack.columns(loc)
         # T = I + L₀⁻¹(L − L₀)
-        turn = plus_one(solve_lower(self.seat, moved))
+        turn = plus_one(solve_lower(self.anchor, moved))
         # T⁻¹m = m − A⁻¹(A − L₀)m
-        near = columns - seat.back(each_times(moved, columns))
+        near = columns - anchor.back(each_times(moved, columns))
         # (TᵀK − KT⁻¹)m
         rest = each_times(turn.mT, each_times(stays, columns)) - each_times(stays, near)
         near, rest = (stack.narrow(part.flatten(-3)) for part in (near, rest))
         # K + Tᵀ(D − K)T
         gain = each_times(turn.mT, each_times(self.gain, turn))
-        return Seen(near, rest, (each_times(turn.mT, low_rank), stays + gain, gain), seat)
+        return Iterate(near, rest, (each_times(turn.mT, low_rank), stays + gain, gain), anchor)
 
     def _precision(self, parts: Parts) -> Tensor:
         return self._stack.dense(parts[1], parts[0].flatten(-3, -2))
@@ -319,15 +319,15 @@ class NaturalLowRank(NaturalGaussian):
     def _stays(self) -> Tensor:
         return self.block - self.gain
 
-    def _given(self, seen: Seen) -> Product:
-        low_rank, block, _ = seen.parts
+    def _given(self, iterate: Iterate) -> Product:
+        low_rank, block, _ = iterate.parts
         # with RRᵀ = D⁻¹, P = R⁻ᵀ(I + RᵀBBᵀR)R⁻¹
         tril = root_of_inverse(block, "a block of a low-rank precision")
         # RA for D⁻¹ = RAAᵀRᵀ; a natural step starts without A
         if self.has_tilt:
             tril = each_times(tril, self.tilt_matrix)
-        factor = LowRankFactor(self._stack, seen.near, each_times(tril.mT, low_rank), tril)
-        factor.loc = seen.near + factor.times(seen.rest)
+        factor = LowRankFactor(self._stack, iterate.near, each_times(tril.mT, low_rank), tril)
+        factor.loc = iterate.near + factor.times(iterate.rest)
         return Product(self.sizes, [factor], [range(len(self.sizes))])
 
     def _untilted(self, q: Product, parts: Parts) -> Parts:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..numerics.linalg import cholesky, eye_like, lift_to, on_diagonal, plus_one, root_of_inverse, side_by_side, wider
 from ..numerics.processes import is_shared, joined
+from .anchors import BY_DRAWS, Anchor, AtRows, FromPrecision, softened
 from .base import Stack, solved
 from .factors import CovarianceFactor, DenseFactor, Factor, IdentityFactor
 from .free import FullCholesky
 from .product import Product, Recorded, slices
-from .seats import BY_DRAWS, AtRows, Known, Seat, softened
 from .steps import Natural, Pass, Rate, cautious, recorded
 
 _KNOWN = 9  # steps that sums of more than a batch count for
@@ -33,13 +33,13 @@ Parts = tuple[Tensor, ...]  # what a precision is made of
 Stepped = tuple[Parts, Tensor, Optional[Tensor], Tensor]  # what a step makes of it: NaturalGaussian._stepped
 
 
-class Seen(NamedTuple):
-    """Sites as they are seen from a seat: their mean a + P⁻¹b, ``(..., M)``, and what P is made of."""
+class Iterate(NamedTuple):
+    """q(w) about an anchor, with the mean a + P⁻¹b and the precision P."""
 
-    near: Tensor
-    rest: Tensor
-    parts: Parts
-    seat: Seat
+    near: Tensor  # a, ``(..., M)``
+    rest: Tensor  # b
+    parts: Parts  # that P is made of
+    anchor: Anchor
 
 
 class NaturalGaussian(Natural):
@@ -68,7 +68,7 @@ class NaturalGaussian(Natural):
 
     softness = 0.0  # η: sites are about (L + ηsI)w, with s the root mean variance of u in each block
     gram: Tensor
-    seat: Tensor
+    anchor: Tensor
     level: Tensor
     _stack: Stack  # of the blocks that turn by themselves
     _stays: Any = None  # the part K of P that does not turn, as a stack; None is I
@@ -94,7 +94,7 @@ class NaturalGaussian(Natural):
         self._stack, self._is_known = Stack([num]), len(self.layout) == 1 and not self.batch_shape
         self.tilt = torch.nn.Parameter(like.new_zeros(*batch_shape, num, num))
         self.register_buffer("gram", like.new_zeros(*batch_shape, num, num))
-        self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that the sums belong to
+        self.register_buffer("anchor", like.new_zeros(0, 0))  # L + ηsI that the sums belong to
         self.register_buffer("inputs", like.new_zeros(0))  # and Z, flat, where it is learned
         self.register_buffer("level", like.new_zeros(0))  # μ that the sums belong to, (..., M), where it moves
 
@@ -105,16 +105,17 @@ class NaturalGaussian(Natural):
         return layout is not None and all(factor in (DenseFactor, IdentityFactor) for factor, _ in layout(1))
 
     def start(self, anchor: object, features: Sequence[Tensor]) -> None:
-        phi, seat = side_by_side(features), self._seat(anchor)
+        phi, own = side_by_side(features), self._anchored(anchor)
         # I + G = I + λΦᵀΦ
         self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
-        if type(seat) is Seat:  # features at rows do not move before the first step, which has them with it
-            self.seat, self.inputs = seat.kept.detach(), seat.inputs
+        if type(own) is Anchor:  # features at rows do not move before the first step, which has them with it
+            self.anchor, self.inputs = own.kept.detach(), own.inputs
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
-        # Earlier releases had one for each block, then 0.03 for all, and no inputs.
+        # Earlier releases had one for each block, then 0.03 for all, and no inputs; the anchor was a seat.
         softness = torch.as_tensor(state_dict.pop(prefix + "softness", 0.03))
         state_dict.setdefault(prefix + "inputs", self.inputs.new_zeros(0))
+        state_dict.setdefault(prefix + "anchor", state_dict.pop(prefix + "seat", self.anchor.new_zeros(0, 0)))
         self.softness = round(float(softness.flatten()[0]), 6)  # some were saved in float32
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -122,30 +123,30 @@ class NaturalGaussian(Natural):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "softness"] = torch.tensor(self.softness, dtype=torch.float64)
 
-    def leave_seat(self) -> None:
+    def leave_anchor(self) -> None:
         """Have the sums be about w until the next step, as a start's are."""
-        self.seat, self.inputs, self.level = (self.seat.new_zeros(*shape) for shape in ((0, 0), (0,), (0,)))
+        self.anchor, self.inputs, self.level = (self.anchor.new_zeros(*shape) for shape in ((0, 0), (0,), (0,)))
 
     def hold_by_draws(self) -> None:
         """Before any step: curvatures will come from draws, whose noise about u would be magnified as L moves."""
         self.softness = BY_DRAWS
-        self.leave_seat()
+        self.leave_anchor()
 
     def anchor_of(self, features: Any, mean: Any = None, rows: Optional[Tensor] = None) -> Any:
         # It follows from the first step on in which features train.
-        anchor, ones = features.anchor if self.seat.numel() or features.trains else None, features.ones
+        values, ones = features.anchor if self.anchor.numel() or features.trains else None, features.ones
         if rows is not None:  # inputs of data that move, which no features span that have moved
-            anchor, ones = AtRows([side_by_side(features(rows))]), rows.new_ones(rows.shape[-2])
-        if anchor is None:
+            values, ones = AtRows([side_by_side(features(rows))]), rows.new_ones(rows.shape[-2])
+        if values is None:
             return None
-        seat = self._seat(anchor)
+        anchor = self._anchored(values)
         if rows is None and (before := self._before(features.places, features.moves)) is not None:
-            seat.move(features.places, features.anchor_at(before), anchor)
+            anchor.move(features.places, features.anchor_at(before), values)
         is_constant = isinstance(mean, Tensor) and mean.shape[-1:] in ((), (1,))
         moves = is_constant and (mean.requires_grad or self.level.numel())  # or did
         if moves and ones is not None:
-            seat.level = mean * ones
-        return seat
+            anchor.level = mean * ones
+        return anchor
 
     def _before(self, inputs: Optional[Tensor], moves: bool) -> Optional[Tensor]:
         """Inducing inputs that the sums belong to, of the shape of these, if they may be others."""
@@ -155,32 +156,32 @@ class NaturalGaussian(Natural):
 
     # What P is made of: here G = P − I, (..., M, M).
 
-    def _seat(self, anchor: Any) -> Seat:
+    def _anchored(self, anchor: Any) -> Anchor:
         """What sites are about in a run."""
         if isinstance(anchor, Tensor):
-            return Seat(softened(anchor, self.softness, self.sizes))
-        return anchor or Seat(self.seat.new_zeros(0, 0))
+            return Anchor(softened(anchor, self.softness, self.sizes))
+        return anchor or Anchor(self.anchor.new_zeros(0, 0))
 
-    def _turns(self, seat: Seat) -> bool:
-        """Whether sites belong to a seat, and so turn with this one. A start's sites belong to none, and stay."""
-        return min(seat.kept.numel(), self.seat.numel()) > 0
+    def _turns(self, anchor: Anchor) -> bool:
+        """Whether sites are about an anchor, and so turn with this one. A start's are about none, and stay."""
+        return min(anchor.kept.numel(), self.anchor.numel()) > 0
 
-    def _seen_from(self, seat: Seat) -> Seen:
-        """The same sites from another seat, and under its level and weight."""
+    def _iterate_at(self, anchor: Anchor) -> Iterate:
+        """The same sites about another anchor, and under its level and weight."""
         # Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of P that does not turn, such as I.
         loc = self._kept("loc")
-        if not self._turns(seat):
-            return Seen(loc, torch.zeros_like(loc), (self.gram,), seat)
-        gram, near, rest = seat.turned(self.seat, self.gram, loc)
-        if seat.log_weight is not None:
+        if not self._turns(anchor):
+            return Iterate(loc, torch.zeros_like(loc), (self.gram,), anchor)
+        gram, near, rest = anchor.turned(self.anchor, self.gram, loc)
+        if anchor.log_weight is not None:
             # G ← cG and Pm ← cPm with the precision's factor c
-            factor = (seat.log_weight - self._buffers["log_weight"]).exp()  # type: ignore[operator]
+            factor = (anchor.log_weight - self._buffers["log_weight"]).exp()  # type: ignore[operator]
             gram, rest = gram * factor, (factor - 1) * near + factor * rest
-        if seat.level is not None and self.level.numel():
+        if anchor.level is not None and self.level.numel():
             # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ
-            along = seat.coefficients(seat.level - self.level)
+            along = anchor.coefficients(anchor.level - self.level)
             near, rest = near - along, rest + along
-        return Seen(near, rest, (gram,), seat)
+        return Iterate(near, rest, (gram,), anchor)
 
     def _gram(self, parts: Parts) -> Tensor:
         """G = P − I, ``(..., M, M)``."""
@@ -189,13 +190,13 @@ class NaturalGaussian(Natural):
     def _precision(self, parts: Parts) -> Tensor:
         return plus_one(self._gram(parts))
 
-    def _given(self, seen: Seen) -> Product:
+    def _given(self, iterate: Iterate) -> Product:
         """q(w) of these sites, with the graph of what they are made of and of the tilt."""
-        (gram,) = seen.parts
-        q = self.of(gram, seen.rest)
+        (gram,) = iterate.parts
+        q = self.of(gram, iterate.rest)
         has_tilt = self.has_tilt
         for own, factor in zip(self.slices, q.factors):
-            factor.loc = factor.loc + seen.near[..., own]
+            factor.loc = factor.loc + iterate.near[..., own]
             # S = RAAᵀRᵀ
             if has_tilt and isinstance(factor, DenseFactor):
                 factor.root = factor.root @ self.tilt_matrix[..., own, own]
@@ -230,94 +231,94 @@ class NaturalGaussian(Natural):
     # How q is given.
 
     def forward(self, anchor: object = None) -> Product:
-        """q(w); sites are about L, or a seat."""
-        seat, record = self._seat(anchor), recorded()
+        """q(w); sites are about L, or an anchor."""
+        own, record = self._anchored(anchor), recorded()
         if record is None:
-            return self._made(seat, False)[0]
+            return self._made(own, False)[0]
         # The step starts from what is given here, under the L of this run.
         if self.is_tilted:
-            self._level_out(seat)
-        q, seen = self._made(seat, self._is_known and seat.has_turn)
+            self._level_out(own)
+        q, iterate = self._made(own, self._is_known and own.has_turn)
         loc = side_by_side(q.loc)
-        base = Seen(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, seen.parts)), seen.seat)
+        base = Iterate(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, iterate.parts)), iterate.anchor)
         return Recorded(q, record.new(self, base))
 
-    def _made(self, seat: Seat, known: bool) -> tuple[Product, Seen]:
-        """q(w), and the sites that it is of; where it is known, with no graph but that by the seat."""
+    def _made(self, anchor: Anchor, known: bool) -> tuple[Product, Iterate]:
+        """q(w), and the sites that it is of; where it is known, with no graph but that by the anchor."""
         try:
             if known:
-                return self._made_known(seat, self._seen_from(seat.detached))
-            seen = self._seen_from(seat)
-            return self._given(seen), seen
+                return self._made_known(anchor, self._iterate_at(anchor.detached))
+            iterate = self._iterate_at(anchor)
+            return self._given(iterate), iterate
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            # test_negative_curvatures_that_another_seat_magnifies_are_cut: beyond the prior's precision; the mean of u
-            # is what it was.
-            near, _, parts, held = self._seen_from(seat.detached)
+            # Negative curvatures that another anchor magnifies are cut where they are beyond the prior's precision; the
+            # mean of u is what it was.
+            near, _, parts, held = self._iterate_at(anchor.detached)
             gram = parts[0].detach()
-            if len(parts) > 1 or not (self._turns(seat) and gram.isfinite().all()):
+            if len(parts) > 1 or not (self._turns(anchor) and gram.isfinite().all()):
                 raise
-            seen = Seen(near.detach(), torch.zeros_like(near), (gram + lift_to(gram, -0.5),), held)
-            return self._given(seen), seen
+            iterate = Iterate(near.detach(), torch.zeros_like(near), (gram + lift_to(gram, -0.5),), held)
+            return self._given(iterate), iterate
 
-    def _made_known(self, seat: Seat, seen: Seen) -> tuple[Product, Seen]:
+    def _made_known(self, anchor: Anchor, iterate: Iterate) -> tuple[Product, Iterate]:
         turn = stays = None
-        if self._turns(seat):
-            turn, stays = seat.turn(), self._stays
+        if self._turns(anchor):
+            turn, stays = anchor.turn(), self._stays
         size: Any = 0.0
-        if turn is not None and seat.log_weight is not None:  # as T ← √c T, which takes Pm to √c Pm
-            size = 0.5 * (seat.log_weight - seat.log_weight.detach())
+        if turn is not None and anchor.log_weight is not None:  # as T ← √c T, which takes Pm to √c Pm
+            size = 0.5 * (anchor.log_weight - anchor.log_weight.detach())
             turn = turn + size * eye_like(turn)
-        sites = self._precision(seen.parts), seen.near, seen.rest
-        loc, covariance, trace, log_det = Known.apply(*sites, stays, turn, self._stack)
+        sites = self._precision(iterate.parts), iterate.near, iterate.rest
+        loc, covariance, trace, log_det = FromPrecision.apply(*sites, stays, turn, self._stack)
         loc = loc + size * loc.detach()
-        if seat.level is not None and self.level.numel():
+        if anchor.level is not None and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
-            along = seen.seat.coefficients(seat.level - seat.level.detach())
+            along = iterate.anchor.coefficients(anchor.level - anchor.level.detach())
             loc = loc - along + covariance.detach() @ along
 
         # Draws alone want a root, through a graph of its own.
         def root() -> Tensor:
-            return root_of_inverse(self._precision(self._seen_from(seat).parts), "I + G of natural steps")
+            return root_of_inverse(self._precision(self._iterate_at(anchor).parts), "I + G of natural steps")
 
         factor = CovarianceFactor(loc, covariance, trace, log_det, root)
-        return Product(self.sizes, [factor], [range(len(self.sizes))]), seen
+        return Product(self.sizes, [factor], [range(len(self.sizes))]), iterate
 
     @torch.no_grad()
-    def _level_out(self, seat: Seat) -> None:
-        """Have the sums alone say what plain gradients have made of a q that is tilted, and belong to a seat."""
-        seen = self._seen_from(seat)
-        q = self._given(seen)
-        self._put(side_by_side(q.loc), self._untilted(q, seen.parts) if self.is_tilted else seen.parts, seat)
+    def _level_out(self, anchor: Anchor) -> None:
+        """Have the sums alone say what plain gradients have made of a q that is tilted, about an anchor."""
+        iterate = self._iterate_at(anchor)
+        q = self._given(iterate)
+        self._put(side_by_side(q.loc), self._untilted(q, iterate.parts) if self.is_tilted else iterate.parts, anchor)
         if self.is_tilted:
             self._end_tilt()
-        seat.settle()
+        anchor.settle()
 
     def settle(self, anchor: object) -> None:
-        if self.seat.numel():  # those of a start belong to any
-            self._level_out(self._seat(anchor))
+        if self.anchor.numel():  # those of a start belong to any
+            self._level_out(self._anchored(anchor))
 
-    def _put(self, loc: Tensor, parts: Parts, seat: Seat) -> None:
+    def _put(self, loc: Tensor, parts: Parts, anchor: Anchor) -> None:
         self._set("loc", loc)
         self._put_parts(parts)
-        self._buffers["seat"], self._buffers["inputs"] = seat.kept.detach(), seat.inputs
-        if seat.level is not None:
-            self._buffers["level"] = seat.level.detach()
-        if seat.log_weight is not None:
-            self._buffers["log_weight"] = seat.log_weight.detach()
+        self._buffers["anchor"], self._buffers["inputs"] = anchor.kept.detach(), anchor.inputs
+        if anchor.level is not None:
+            self._buffers["level"] = anchor.level.detach()
+        if anchor.log_weight is not None:
+            self._buffers["log_weight"] = anchor.log_weight.detach()
 
     # Steps.
 
     def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
-        base: Seen = taken.base
+        base: Iterate = taken.base
         loc, parts = base.near, base.parts
         # −ρ(Φᵀg/c + m)
         (slope,) = joined(taken.slope(loc))
         right = -rate[..., None] * (slope / weight[..., None] + loc)
         if again:
             # of the mean m' that other passes have led to: what is left of P'(m' − m)
-            base.seat.settle()
-            seen = self._seen_from(base.seat)
-            loc, parts = side_by_side(self._given(seen).loc), seen.parts
+            base.anchor.settle()
+            iterate = self._iterate_at(base.anchor)
+            loc, parts = side_by_side(self._given(iterate).loc), iterate.parts
             # (1 − ρ)P'(m' − m)
             left = (self._precision(parts) @ (loc - base.near)[..., None])[..., 0]
             right = right + (1 - rate[..., None]) * left
@@ -327,7 +328,7 @@ class NaturalGaussian(Natural):
         fine = (0 * moved.sum(-1) == failed) & (rate > 0)
         pairs = zip((moved, *new), (loc, *parts))
         kept = [torch.where(fine.view(fine.shape + (1,) * (b.dim() - fine.dim())), a, b) for a, b in pairs]
-        self._put(kept[0], tuple(kept[1:]), base.seat)
+        self._put(kept[0], tuple(kept[1:]), base.anchor)
 
     def _aim(self, taken: Pass, gram: Tensor, rate: Tensor, weight: Tensor) -> tuple[Tensor, Optional[Tensor]]:
         """Ĝ = P̂ − I of G = P − I, and where negative curvatures are cut."""
@@ -360,14 +361,14 @@ class NaturalGaussian(Natural):
     @torch.no_grad()
     def sums(self, anchor: object) -> tuple[Tensor, Tensor]:
         """G = P − I and r = Pm under L; before the first step the prior's, 0: a start is a guess."""
-        seat = self._seat(anchor)
+        own = self._anchored(anchor)
         if self.is_tilted:  # by plain gradients: test_rows_are_added_to_what_plain_gradients_taught
-            self._level_out(seat)
+            self._level_out(own)
             self.steps = max(self.steps, 1)
-        seen = self._seen_from(seat)
+        iterate = self._iterate_at(own)
         # r = P(a + P⁻¹b)
-        pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0] + seen.rest
-        return (self.steps > 0) * self._gram(seen.parts), (self.steps > 0) * pull
+        pull = (self._precision(iterate.parts) @ iterate.near[..., None])[..., 0] + iterate.rest
+        return (self.steps > 0) * self._gram(iterate.parts), (self.steps > 0) * pull
 
     @torch.no_grad()
     def put_sums(self, anchor: object, gram: Tensor, pull: Tensor) -> None:
@@ -382,7 +383,7 @@ class NaturalGaussian(Natural):
         self._put_known(loc, self._nearest(precision), anchor)
 
     def _put_known(self, loc: Tensor, parts: Parts, anchor: object) -> None:
-        self._put(loc, parts, self._seat(anchor))
+        self._put(loc, parts, self._anchored(anchor))
         self.steps = max(self.steps, _KNOWN)
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:

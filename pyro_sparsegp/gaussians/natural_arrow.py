@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..numerics.arrow import Arrow
 from ..numerics.processes import is_shared, joined
+from .anchors import Anchor
 from .arrow import ArrowFactor
 from .factors import DenseFactor
-from .natural import NaturalGaussian, Parts, Seen, Stepped
+from .natural import Iterate, NaturalGaussian, Parts, Stepped
 from .product import Product
-from .seats import Seat
 from .steps import Natural, Pass, Rate
 
 
@@ -32,7 +32,7 @@ class NaturalArrow(NaturalGaussian):
         self.layout, self.slices, self._is_known = [(DenseFactor, tuple(range(len(self.sizes))))], [slice(None)], False
         num, own = sum(self.sizes[:-1]), self.sizes[-1]
         # G; and what it is about
-        shapes = {"common": (num, num), "cross": (num, own), "own": (own,), "seat": (0, 0)}
+        shapes = {"common": (num, num), "cross": (num, own), "own": (own,), "anchor": (0, 0)}
         for name, shape in [*shapes.items(), ("inputs", (0,)), ("level", (0,))]:
             self.register_buffer(name, like.new_zeros(shape))
 
@@ -41,9 +41,9 @@ class NaturalArrow(NaturalGaussian):
         """G."""
         return Arrow(self.common, self.cross, self.own)
 
-    def _seen_from(self, seat: Seat) -> Seen:
-        seen = super()._seen_from(seat)
-        return seen._replace(parts=seen.parts[0].parts)  # type: ignore[attr-defined]
+    def _iterate_at(self, anchor: Anchor) -> Iterate:
+        iterate = super()._iterate_at(anchor)
+        return iterate._replace(parts=iterate.parts[0].parts)  # type: ignore[attr-defined]
 
     def _gram(self, parts: Parts) -> Arrow:  # type: ignore[override]
         return Arrow(*parts)
@@ -51,9 +51,9 @@ class NaturalArrow(NaturalGaussian):
     def _precision(self, parts: Parts) -> Arrow:  # type: ignore[override]
         return Arrow(*parts).plus(1.0)
 
-    def _given(self, seen: Seen) -> Product:
-        precision = self._precision(seen.parts)
-        factor = ArrowFactor(seen.near + precision.solve(seen.rest), precision)
+    def _given(self, iterate: Iterate) -> Product:
+        precision = self._precision(iterate.parts)
+        factor = ArrowFactor(iterate.near + precision.solve(iterate.rest), precision)
         return Product(self.sizes, [factor], [range(len(self.sizes))])
 
     def _put_parts(self, parts: Parts) -> None:

@@ -18,8 +18,8 @@ from ..approximations.free import SparseGP
 from ..approximations.on_sites import ExactGP, ExpectationGP, OptimalGP
 from ..bases.inducing import InducingPoints
 from ..gaussians import NaturalGaussian
+from ..gaussians.anchors import Anchor
 from ..gaussians.natural import is_full
-from ..gaussians.seats import Seat
 from ..numerics.functions import depends
 from ..numerics.linalg import eye_like
 from ..program.asking import Unsupported, attempt
@@ -287,7 +287,7 @@ class _Mode:
         return self.best.precision.parts[0][index][:, index], self.best.x[index]
 
     @torch.no_grad()
-    def _put(self, coefficients: NaturalGaussian, anchor: Seat, members: list[str]) -> None:
+    def _put(self, coefficients: NaturalGaussian, anchor: Anchor, members: list[str]) -> None:
         """Put q of some members to their mode, all others held."""
         if self.layout.eliminated:
             precision = self.best.precision

@@ -1,4 +1,4 @@
-"""What sites are about where features move, and how they are seen from there.
+"""Anchors: what natural parameters are about where features move, and what they are about another anchor.
 
 With the coefficients w₀ = Tw of before for w now, sums of sites become G ← TᵀGT and r ← Tᵀr. Where w stands for values
 u = Lw of functions whose meaning does not change, T = L₀⁻¹L. With A, K × M, the features at K rows and A₀ what they
@@ -38,8 +38,8 @@ from .base import Stack, each_times
 BY_DRAWS = 0.03  # η where draws alone show curvatures, whose noise about u would be magnified as L moves
 
 
-class Seat:
-    """What sites are about in one run: values u = Lw, or near them where L is ill conditioned.
+class Anchor:
+    """What natural parameters are about in one run: values u = Lw, or near them where L is ill conditioned.
 
     :param kept: L + ηsI, ``(..., M, M)``, of :func:`softened`; what later runs know of it, with ``inputs``.
     """
@@ -64,7 +64,7 @@ class Seat:
 
     def turned(self, before: Tensor, gram: Tensor, loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """TᵀGT, and a and b with the mean a + (I + TᵀGT)⁻¹b, of what was kept, G and m."""
-        gram, along = seen_from(gram, loc, before, self.now, self.now is self.kept)
+        gram, along = turned_sums(gram, loc, before, self.now, self.now is self.kept)
         # T⁻¹m = m − A⁻¹(A − L₀)m
         near = loc - self.back((self.now - before) @ loc[..., None])[..., 0]
         return gram, near, along - near
@@ -101,7 +101,7 @@ class Seat:
         return Turn.apply(self.now, *self.detached.lu)
 
 
-class AtRows(Seat):
+class AtRows(Anchor):
     """Blocks of coefficients that move by themselves: functions' values at rows, such as a network's, and latents' own.
     Sites are about Aw; in directions that A hardly has, about w.
 
@@ -157,10 +157,10 @@ class AtRows(Seat):
         return torch.block_diag(*[turn if turn.dim() > 1 else turn.diag() for turn in turns]).to(self.kept)
 
 
-class Known(Unmapped):
+class FromPrecision(Unmapped):
     """m = a + P⁻¹b, S = P⁻¹, tr S and log|S|, unbatched; the gradient is that by hyperparameters which move sites along
-    with L alone. It goes to ``turn``, the zeros of :meth:`Seat.turn`, stacked where there are several blocks; ``None``
-    where nothing moves sites.
+    with L alone. It goes to ``turn``, the zeros of :meth:`Anchor.turn`, stacked where there are several blocks, or
+    ``None`` where nothing moves sites.
     """
 
     @staticmethod
@@ -218,7 +218,7 @@ def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
     return anchor + torch.diag_embed(softness * means.sqrt())
 
 
-def seen_from(
+def turned_sums(
     gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor], lower: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Sums of sites (G, r), ``(..., M, M)`` and ``(..., M)``, that keep their meaning about u = Lw under another L:
