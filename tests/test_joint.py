@@ -15,7 +15,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, f
 from pyro_sparsegp.diagnostics.sources import GuideSource
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.gaussians import FullCholesky
-from pyro_sparsegp.gaussians.product import Whole
+from pyro_sparsegp.gaussians.product import JointPosterior
 
 from .models import cross_covariance, observed
 
@@ -357,8 +357,8 @@ def test_mini_batches():
 
 def test_draws_of_a_run_are_shared_and_new_for_who_has_had_them():
     pyro.set_rng_seed(0)
-    whole = Whole(FullCholesky((2, 3), (), torch.zeros(()))(), {"f": [0], "g": [1]})
-    f, g = whole.share("f"), whole.share("g")
+    whole = JointPosterior(FullCholesky((2, 3), (), torch.zeros(()))(), {"f": [0], "g": [1]})
+    f, g = whole.view("f"), whole.view("g")
     (first,), (second,) = f.rsample(torch.Size()), g.rsample(torch.Size())
     torch.testing.assert_close(f.log_ratio([first]), whole.q.log_ratio([first, second]))
     assert g.log_ratio([second]) == 0.0

@@ -223,8 +223,8 @@ def numbered(numbers: Mapping[str, int]) -> dict[str, list[int]]:
     return {name: list(itertools.islice(blocks, number)) for name, number in numbers.items()}
 
 
-class Whole:
-    """q(w) of one run, w = (w₁, …, w_K); the sites' draws are its parts.
+class JointPosterior:
+    """q(w) of one run, w = (w₁, …, w_K), of several sites: their draws are parts of one.
 
     :param blocks: of each site, the numbers of its blocks.
     """
@@ -236,17 +236,17 @@ class Whole:
         self._taken: set[int] = set()
         self._counted = False
 
-    def share(self, name: str, others: Sequence[str] = (), outputs: Sequence[int] = ()) -> Gaussian:
-        """What a site sees of its coefficients, and perhaps of other sites'; the first one has the divergence.
+    def view(self, name: str, others: Sequence[str] = (), outputs: Sequence[int] = ()) -> Gaussian:
+        """The posterior of a site's coefficients, perhaps with other sites'; the first view has the divergence.
 
         :param outputs: the shape of the site's functions. Each has as many of its blocks, in turn.
         """
         own, beside = list(self.blocks[name]), [block for other in others for block in self.blocks[other]]
-        each, shares = len(own) // math.prod(outputs), list[Gaussian]()
+        each, views = len(own) // math.prod(outputs), list[Gaussian]()
         for start in range(0, len(own), each):
-            shares.append(Share(self, own[start : start + each] + beside, not self._counted))
+            views.append(SiteView(self, own[start : start + each] + beside, not self._counted))
             self._counted = True
-        return OfOutputs(shares, outputs) if outputs else shares[0]
+        return OfOutputs(views, outputs) if outputs else views[0]
 
     def draw(self, site: int, shape: torch.Size) -> list[Tensor]:
         """A draw of all coefficients for a site: the last one, unless it has had that, or is another shape."""
@@ -256,10 +256,10 @@ class Whole:
         return self._w
 
 
-class Share(Gaussian):
+class SiteView(Gaussian):
     """q of one site's blocks; the divergence and density of the whole are told where it ``counts``, else they are 0."""
 
-    def __init__(self, whole: Whole, blocks: Sequence[int], counts: bool) -> None:
+    def __init__(self, whole: JointPosterior, blocks: Sequence[int], counts: bool) -> None:
         self.whole, self.blocks, self.counts = whole, tuple(blocks), counts
         self.sizes = tuple(whole.q.sizes[b] for b in self.blocks)
         self.batch_shape, last = whole.q.batch_shape, len(whole.q.sizes) - 1
@@ -359,13 +359,13 @@ class OfOutputs(Gaussian):
         return self._stacked([q.covariance_matrix for q in self.each])
 
 
-class Shared(AbstractModule):
+class JointCoefficients(AbstractModule):
     """The coefficients of several sites, in their order; each site has a number of blocks."""
 
     def __init__(self, coefficients: Coefficients, numbers: Mapping[str, int]) -> None:
         super().__init__()
         self.coefficients, self.blocks = coefficients, numbered(numbers)
 
-    def forward(self, anchor: object = None) -> Whole:
+    def forward(self, anchor: object = None) -> JointPosterior:
         """q(w) for a run."""
-        return Whole(self.coefficients(anchor), self.blocks)
+        return JointPosterior(self.coefficients(anchor), self.blocks)

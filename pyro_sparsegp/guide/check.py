@@ -181,7 +181,7 @@ class Compared:
                 continue
             fn = bare(q.prior)
             if type(fn) is dist.Normal and torch.equal(fn.loc, bare(prior).loc):
-                wide = fn.scale.expand(prior.shape()).reshape(-1).square() * q.share.covariance_matrix.diagonal()
+                wide = fn.scale.expand(prior.shape()).reshape(-1).square() * q.view.covariance_matrix.diagonal()
                 found[name] = q.mean.detach().reshape(-1), wide.detach()
         return found
 

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from ..gaussians import AtRows, NaturalGaussian
 from ..gaussians.following import Following
 from ..gaussians.natural_arrow import NaturalArrow
-from ..gaussians.product import Shared
+from ..gaussians.product import JointCoefficients
 from ..numerics.arrow import Arrow, OneEach
 from ..numerics.linalg import residual_cholesky, side_by_side, sum_blocks, times
 from ..program.asking import answers
@@ -264,7 +264,7 @@ def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
         made = Following(guide.module_of(own).coefficients, range(blocks.start, blocks.stop), sizes, like, rate)
     else:
         made = NaturalArrow(sizes, like, rate) if joint.eliminated else NaturalGaussian(sizes, (), like, rate=rate)
-    guide.field = Shared(made, numbers)
+    guide.field = JointCoefficients(made, numbers)
 
 
 def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any], sites: Mapping[str, Any]) -> Any:

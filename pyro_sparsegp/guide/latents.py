@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import biject_to, register_kl
 
 from ..gaussians.drawn import Drawn, DrawnGaussian
-from ..gaussians.product import Share
+from ..gaussians.product import SiteView
 from ..modules import path_of
 from ..process import SAMPLES_ARE_VECTORISED
 from ..program.traces import bare, repeatable
@@ -212,23 +212,23 @@ class FieldLatent(OfPrior):
 
     has_rsample = True
 
-    def __init__(self, prior: TorchDistribution, share: Share) -> None:
+    def __init__(self, prior: TorchDistribution, view: SiteView) -> None:
         super().__init__(prior)
-        self.share = share
+        self.view = view
         self.drawn: list[Tensor] = []  # x, where its value is a draw of its own
 
     @property
     def mean(self) -> Tensor:
         """loc + Lm."""
-        return standardised(self.prior, torch.cat(self.share.loc, -1))
+        return standardised(self.prior, torch.cat(self.view.loc, -1))
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        self.drawn = self.share.rsample(torch.Size(sample_shape))
+        self.drawn = self.view.rsample(torch.Size(sample_shape))
         return standardised(self.prior, torch.cat(self.drawn, -1))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log dq/dp of the draw of all, where this is the member that counts it."""
-        return self.spread(self.share.log_ratio(self.drawn))
+        return self.spread(self.view.log_ratio(self.drawn))
 
     def spread(self, total: Tensor) -> Tensor:
         """A number of the whole field, an equal part of it for each element of the batch."""
@@ -244,7 +244,7 @@ class BaseMeasure(OfPrior):
 
 @register_kl(FieldLatent, BaseMeasure)
 def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
-    return q.spread(q.share.kl())
+    return q.spread(q.view.kl())
 
 
 def init_to_centre(site: dict[str, Any]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gaussians.arrow import ArrowFactor
 from ..gaussians.factors import DenseFactor
-from ..gaussians.product import Product, Whole, numbered
+from ..gaussians.product import JointPosterior, Product, numbered
 from ..numerics.arrow import Arrow
 
 PLACE: ContextVar[Optional[Tensor]] = ContextVar("where among the weights, of sum 1, a draw's point is", default=None)
@@ -25,7 +25,7 @@ def worth(weights: Tensor) -> float:
 class Point:
     """One of the points, in a run: θ, ``(D,)``, and q(x | θ) of all that is normal a priori, ``whole``."""
 
-    def __init__(self, value: Tensor, whole: Whole, log_density: Tensor, shapes: Mapping[str, Any]) -> None:
+    def __init__(self, value: Tensor, whole: JointPosterior, log_density: Tensor, shapes: Mapping[str, Any]) -> None:
         self.value, self.whole, self.log_density, self.shapes = value, whole, log_density, shapes
 
     @cached_property
@@ -79,7 +79,7 @@ class Points:
         sizes = [size for own in self.field.values() for size in own]
         q = Product(sizes, [factor], [range(len(sizes))])
         blocks = numbered({name: len(own) for name, own in self.field.items()})
-        return Point(theta, Whole(q, blocks), log_density, self.shapes)
+        return Point(theta, JointPosterior(q, blocks), log_density, self.shapes)
 
     def chosen(self, median: bool) -> Point:
         """The median, or one that is drawn."""

@@ -17,7 +17,7 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor, nn
 
 from ..gaussians.drawn import Drawn
-from ..gaussians.product import Whole
+from ..gaussians.product import JointPosterior
 from ..numerics.decisions import is_recorded
 from ..posterior.drawing import NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
@@ -168,7 +168,7 @@ class Priors(Run):
         return {name: basis_of(self.guide, name, self.settled(name, p)) for name, p in self.processes.items()}
 
     @cached_property
-    def whole(self) -> Whole:
+    def whole(self) -> JointPosterior:
         """q(x) under them; made where the first member asks, so that its parameters are seen in that run."""
         return self.kind.whole(self)
 
@@ -188,7 +188,7 @@ class Posteriors(Run):
         self.kind.before(self, args, kwargs)
 
     def latent_of_field(self, name: str, prior: TorchDistribution) -> Any:
-        posterior = FieldLatent(prior, self.ahead.whole.share(name))  # type: ignore[arg-type,union-attr]
+        posterior = FieldLatent(prior, self.ahead.whole.view(name))  # type: ignore[arg-type,union-attr]
         return posterior.mean if self.at_medians else posterior
 
     def answer(self, name: str, process: GaussianProcess, module: nn.Module) -> Union[Tensor, SparsePosterior]:

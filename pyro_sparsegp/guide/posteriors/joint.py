@@ -12,7 +12,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 
 from ...bases.base import Features
-from ...gaussians.product import Whole
+from ...gaussians.product import JointPosterior
 from ...kernels.algebra import Sum
 from ...kernels.features import FeatureKernel
 from ...numerics.decisions import decided
@@ -54,7 +54,7 @@ class Joint(Separate):
         if run.marginal and run.call.new and ahead.normal:
             run.with_means = _with_means(run, args, kwargs, values | {n: ahead.values[n] for n in ahead.bases})
 
-    def whole(self, run: Priors) -> Whole:
+    def whole(self, run: Priors) -> JointPosterior:
         """q(x | θ) at the hyperparameters of a run."""
         joint = run.guide.joint
         read = [*joint.field, *joint.intercepts, *joint.weights, *chain(*joint.factors.values())]
@@ -71,7 +71,7 @@ class Joint(Separate):
         ahead: Priors = run.ahead
         alone: Any = run.settled(name, process), ahead.bases[name], ()
         process, basis, latents = run.with_means.get(name, alone)
-        return kind(process, basis, ahead.whole.share(name, latents, process.batch_shape), name)
+        return kind(process, basis, ahead.whole.view(name, latents, process.batch_shape), name)
 
     def members(self, run: Run) -> Collection[str]:
         """The GP sites and latents that have one Gaussian."""
@@ -104,7 +104,7 @@ class Joint(Separate):
 class AtPoints(Joint):
     """One Gaussian for each of the weighted points of hyperparameters that :meth:`AutoSparseGP.integrate` makes."""
 
-    def whole(self, run: Priors) -> Whole:
+    def whole(self, run: Priors) -> JointPosterior:
         return run.drawn.whole  # type: ignore[union-attr]
 
     def members(self, run: Run) -> Collection[str]:
