@@ -15,7 +15,7 @@ from ..numerics.arguments import Documented
 from ..numerics.functions import Unmapped
 from ..numerics.linalg import cholesky, gram, plus_one, root_of_inverse, row_squares, solve_lower, times
 from .base import Stack, each_times
-from .steps import is_recorded
+from .steps import is_recording
 
 
 class Factor(Documented):
@@ -141,7 +141,7 @@ class DenseFactor(Factor):
         self.root, self.upper = root, upper
         # Known from the start: rows whose features are made again on the way back take the same way,
         # test_deep_basis.py::test_blocks_change_nothing.
-        self.is_recorded = is_recorded()
+        self.is_recording = is_recording()
 
     @staticmethod
     def scale_of(phi: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class DenseFactor(Factor):
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         # In a step by S = RRᵀ, once differentiable: SGPR's takes 10 ms for 15, of 5,000 rows and 50 coefficients.
-        if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
+        if self.is_recording and phi.dim() == 2 and self.loc.dim() == 1:
             return _Moments.apply(phi, self.loc, self.root @ self.root.mT)[:2]
         return super().moments(phi)
 

@@ -24,7 +24,7 @@ from .anchors import BY_DRAWS, Anchor, AtRows, FromPrecision, softened
 from .base import Stack, solved
 from .factors import CovarianceFactor, DenseFactor, Factor, IdentityFactor
 from .free import FullCholesky
-from .product import Product, Recorded, slices
+from .product import Product, RecordedProduct, slices
 from .steps import Natural, Pass, Rate, cautious, recorded
 
 _KNOWN = 9  # steps that sums of more than a batch count for
@@ -241,7 +241,7 @@ class NaturalGaussian(Natural):
         q, iterate = self._made(own, self._is_known and own.has_turn)
         loc = side_by_side(q.loc)
         base = Iterate(loc.detach(), torch.zeros_like(loc), tuple(map(Tensor.detach, iterate.parts)), iterate.anchor)
-        return Recorded(q, record.new(self, base))
+        return RecordedProduct(q, record.new(self, base))
 
     def _made(self, anchor: Anchor, known: bool) -> tuple[Product, Iterate]:
         """q(w), and the sites that it is of; where it is known, with no graph but that by the anchor."""

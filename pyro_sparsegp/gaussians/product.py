@@ -108,7 +108,7 @@ class Product(Gaussian):
         return on_diagonal(blocks, blocks[0].new_zeros(*self.batch_shape, *[sum(self.sizes)] * 2))
 
 
-class Recorded(Product):
+class RecordedProduct(Product):
     """A product that records the marginals, draws and divergences that it gives."""
 
     def __init__(self, q: Product, taken: Pass) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..modules import size_buffers
 from ..numerics.arrow import OneEach
 from ..numerics.decisions import decided
-from ..numerics.functions import held
+from ..numerics.functions import setting
 from ..numerics.linalg import gram, lift_to
 from ..numerics.processes import joined, largest, total_share
 from .base import Coefficients
@@ -196,7 +196,7 @@ _RECORD: ContextVar[Optional[Record]] = ContextVar("record of an evaluation", de
 
 def recording(like: Tensor) -> Any:
     """Record what Gaussians give, of a loss that is differentiated once."""
-    return held(_RECORD, Record(like))
+    return setting(_RECORD, Record(like))
 
 
 def recorded() -> Optional[Record]:
@@ -204,7 +204,7 @@ def recorded() -> Optional[Record]:
     return _RECORD.get() if torch.is_grad_enabled() else None
 
 
-def is_recorded() -> bool:
+def is_recording() -> bool:
     """Whether this is part of such an evaluation, differentiated or not."""
     return _RECORD.get() is not None
 

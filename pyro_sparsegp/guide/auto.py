@@ -12,7 +12,7 @@ from ..approximations.on_sites import require_refined
 from ..families import ExpectationFamily, SiteFamily
 from ..modules import drop_stored, take_name, unique_name
 from ..numerics.arguments import refuse, require_count
-from ..numerics.functions import held
+from ..numerics.functions import setting
 from ..numerics.linalg import PRECISE
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import handlers, rules, traces
@@ -133,7 +133,7 @@ class AutoSparseGP(SiteMessenger):
             require_refined(self.modules_by_site())
             call, conditions = NewRows(call.relation, call.inputs), with_classes(self, conditions)
         run = Posteriors(self, conditions, call, sums_out=has_data, joint_up_to=joint_up_to)
-        with held(PRECISE, joint_up_to > 0):  # joint draws have the residual, which Φ in float32 leaves below 0
+        with setting(PRECISE, joint_up_to > 0):  # joint draws have the residual, which Φ in float32 leaves below 0
             self._perform(run, args, kwargs)
         return run.values
 
@@ -190,7 +190,7 @@ class AutoSparseGP(SiteMessenger):
         An empty list says that q's means are within 0.3 standard deviations of the reference, and widths within a
         factor of 0.75 to 1.33. Arguments are the training data, by default the first call's. ``progress`` shows a bar.
         """
-        with held(SHOWN, progress):
+        with setting(SHOWN, progress):
             return check(self, *self._with_data("check", args, kwargs))
 
     def integrate(self, *args: object, num_points: int = 200, **kwargs: object) -> Points:
@@ -321,7 +321,7 @@ class AutoSparseGP(SiteMessenger):
         # At the rows of training the sum over classes knows what these say.
         if asked.get("draws_data", True) and not (same and asked["sums_out"]):
             conditions = with_classes(self, conditions)
-        with handlers.unrecorded(same=False, learns=False), traces.whole_plates(), held(PRECISE, True):
+        with handlers.unrecorded(same=False, learns=False), traces.whole_plates(), setting(PRECISE, True):
             run = Posteriors(self, conditions, NewRows(inputs=same), **asked).perform(args, kwargs)
         note_rows(run)
         self.trace = poutine.Trace()  # a mapped run's tensors cannot be copied

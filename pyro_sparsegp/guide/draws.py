@@ -8,7 +8,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..numerics.functions import held
+from ..numerics.functions import setting
 from ..program import handlers, traces
 from ..program.draws import all_draws
 from .known import KnownGuide
@@ -19,7 +19,7 @@ from .runs import Priors
 @contextmanager
 def of_draw(item: Mapping[Any, Tensor]) -> Iterator[None]:
     """A run is of the draw that is made of this item, one of :func:`items_of_draws`."""
-    with held(PLACE, item[""]), handlers.Held(item):
+    with setting(PLACE, item[""]), handlers.Held(item):
         yield
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..gaussians.drawn import Drawn
 from ..gaussians.product import JointPosterior
-from ..numerics.decisions import is_recorded
+from ..numerics.decisions import is_traced
 from ..posterior.drawing import NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -350,7 +350,7 @@ def share_of_rows(run: Run) -> float:
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
         asked = num == before and least == 1 and guide.q.has_bound and told not in guide.warned
-        if fewer or (asked and not (is_recorded() or guide.is_given(name, site)) and run.call.relation.others):
+        if fewer or (asked and not (is_traced() or guide.is_given(name, site)) and run.call.relation.others):
             warn_once(
                 guide.warned,
                 *told,

@@ -23,7 +23,7 @@ from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..guide.check import Glance, check
 from ..numerics.arguments import refuse, require_choice, require_count
-from ..numerics.functions import held, if_known
+from ..numerics.functions import if_known, setting
 from ..numerics.processes import Workers, sharing
 from ..program.data import TrainingData, signature_of
 from ..program.draws import SHOWN
@@ -32,7 +32,7 @@ from .checkpoints import read, write
 from .expectation import ExpectationPropagation
 from .jit import JitTraceQuadrature_ELBO
 from .losses import fall_of, fell
-from .optimisers import HELD, FallingAdam, agree, falling, follow_rates, share_rates, shared_step
+from .optimisers import PLATEAU, FallingAdam, agree, falling, follow_rates, share_rates, shared_step
 from .quadrature import TraceQuadrature_ELBO, own_guide
 
 _STANDS = 0.1  # nats by which the loss still falls from a quarter of the steps to the next
@@ -137,7 +137,7 @@ def fit(
     path = if_known(Path, checkpoint)
     settles = steps is None and epochs is None and stopping is None
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path, settles)
-    with held(SHOWN, progress):
+    with setting(SHOWN, progress):
         if resume and path is not None and path.exists():
             loop.resume(path)
         else:
@@ -321,10 +321,10 @@ class _Loop:
 
     def _settle(self, step: int) -> None:
         """Where the bound stands after so many steps, have rates fall from here, to the end of training."""
-        if self.settles and step % _LOOK == 0 and 3 * _LOOK <= step <= HELD * self.total:
+        if self.settles and step % _LOOK == 0 and 3 * _LOOK <= step <= PLATEAU * self.total:
             seen = self.losses[step - step // 4 * 2 : step]
             if fall_of(np.array(seen).reshape(2, -1)) <= _STANDS:
-                self.total, self.ended = math.ceil(step / HELD), "the bound stands"
+                self.total, self.ended = math.ceil(step / PLATEAU), "the bound stands"
 
     def notes(self) -> list[str]:
         """What still moves, and what other seeds may end at, a line each."""

@@ -19,7 +19,7 @@ from ..guide import AutoSparseGP
 from ..numerics.processes import Workers, joined, put_gradients
 
 _WARM = 3  # steps over which rates rise, while Adam's second moments are of few gradients
-HELD = 0.4  # share of the steps in which rates stay
+PLATEAU = 0.4  # share of the steps in which rates stay
 _LAST = 0.01  # share of a rate at the end
 _POINTS = 256  # inducing inputs of a set from which on each takes smaller steps
 _NETWORK = 0.2  # share of the rate that a network's biases and other vectors take
@@ -30,7 +30,7 @@ _INPUTS = re.compile(r"\.gps\..*\.basis\.(.*\.)?inputs_\d+$")
 def falling(step: int, steps: int) -> float:
     """The share of its rate that a step takes: 1 over the first part, then by a cosine to a hundredth."""
     # 1 up to t = 0, then 0.01 + 0.99 · ½(1 + cos πt), where t is 0 after the first two fifths and 1 at the end
-    past = (step / max(steps, 1) - HELD) / (1 - HELD)
+    past = (step / max(steps, 1) - PLATEAU) / (1 - PLATEAU)
     return _LAST + (1 - _LAST) * 0.5 * (1 + math.cos(math.pi * min(max(past, 0.0), 1.0)))
 
 

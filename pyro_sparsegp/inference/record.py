@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Natural, Tape, recording, steppers
 from ..guide import AutoSparseGP
-from ..numerics.decisions import Recorded, decided, deciding
+from ..numerics.decisions import Traced, decided, deciding
 from ..numerics.graphs import Graph, captured, compiled, is_capturable, quickened, require_known_sizes, simplified
 from ..numerics.linalg import flags_kept
 from ..program.traces import RandomState
@@ -193,7 +193,7 @@ def record(
     counts = {module: (module.steps, module.last_rate) for module in tapes}
 
     def step(*_: Tensor) -> list[Tensor]:
-        decisions, quiet = Recorded(), (pyro.validation_enabled(False), dist.validation_enabled(False))
+        decisions, quiet = Traced(), (pyro.validation_enabled(False), dist.validation_enabled(False))
         with torch.enable_grad(), quiet[0], quiet[1], poutine.block(), deciding(decisions), flags_kept() as flags:
             with recording(guide.like) as record:
                 loss = loss_of()

@@ -7,7 +7,7 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-from .functions import held
+from .functions import setting
 
 
 class Decisions:
@@ -31,7 +31,7 @@ class Decisions:
         return way
 
 
-class Recorded(Decisions):
+class Traced(Decisions):
     """Of a step that is recorded as a graph, which keeps this way."""
 
     def decide(self, condition: Tensor, serves_both: bool) -> bool:
@@ -42,7 +42,7 @@ class Recorded(Decisions):
         return self.guard(way, condition.ne(way), serves_both)
 
 
-class Followed(Decisions):
+class Mapped(Decisions):
     """Of a computation that is mapped by :func:`torch.func.vmap`, under which nothing can be read: it goes the way of
     another, which has read these.
     """
@@ -63,12 +63,12 @@ _DECISIONS: ContextVar[Any] = ContextVar("decisions of a step", default=None)
 
 def deciding(decisions: Decisions) -> Any:
     """Note in ``decisions`` what is :func:`decided`."""
-    return held(_DECISIONS, decisions)
+    return setting(_DECISIONS, decisions)
 
 
-def is_recorded() -> bool:
+def is_traced() -> bool:
     """Whether this is part of a step that is recorded as a graph."""
-    return isinstance(_DECISIONS.get(), Recorded)
+    return isinstance(_DECISIONS.get(), Traced)
 
 
 def decided(condition: Union[bool, Tensor], serves_both: bool = False) -> bool:
@@ -88,7 +88,7 @@ def decided(condition: Union[bool, Tensor], serves_both: bool = False) -> bool:
 
 def passed_on(value: Tensor, made: object) -> Any:
     """A tensor of a subclass, which a recording takes for the one that it was made of."""
-    if is_recorded():
+    if is_traced():
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
         tracker: Any = get_proxy_mode().tracer.tensor_tracker  # type: ignore[union-attr]

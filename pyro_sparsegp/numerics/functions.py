@@ -35,7 +35,7 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
 
 
 @contextmanager
-def held(variable: ContextVar[T], value: T) -> Iterator[T]:
+def setting(variable: ContextVar[T], value: T) -> Iterator[T]:
     """Have a context variable hold a value."""
     token = variable.set(value)
     try:

@@ -18,7 +18,7 @@ from .factors import over_lower as over_lower
 from .factors import over_upper as over_upper
 from .factors import solve_lower as solve_lower
 from .factors import tril_of_product as tril_of_product
-from .functions import broadcast_shapes, held
+from .functions import broadcast_shapes, setting
 
 
 class NumericalWarning(UserWarning):
@@ -42,7 +42,7 @@ PRECISE: ContextVar[bool] = ContextVar("whether features in float32 are found in
 
 def flags_kept() -> Any:
     """Have :func:`cholesky` try one jitter and leave its flag, not 0 if it failed: nothing is read from the device."""
-    return held(_FLAGS, [])
+    return setting(_FLAGS, [])
 
 
 def rounding(matrix: Tensor) -> float:

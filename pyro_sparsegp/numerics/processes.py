@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .functions import Function, held
+from .functions import Function, setting
 
 
 class _AllReduce(Function):
@@ -80,7 +80,7 @@ def sharing(group: Optional[Any], weight: float = 1.0) -> Any:
     :param group: a ``torch.distributed`` process group; ``None`` changes nothing.
     :param weight: how many rows this process's batch stands for, beside the others': equal ones by default.
     """
-    return held(_sharing, (Workers(group), weight))
+    return setting(_sharing, (Workers(group), weight))
 
 
 def is_shared() -> bool:

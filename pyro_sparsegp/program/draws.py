@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from tqdm.auto import tqdm
 
-from ..numerics.decisions import Decisions, Followed, deciding
-from ..numerics.functions import held
+from ..numerics.decisions import Decisions, Mapped, deciding
+from ..numerics.functions import setting
 from ..numerics.linalg import MAPPED, flags_kept
 from .asking import Unsupported, attempt
 from .data import map_tensors, tensors
@@ -139,7 +139,7 @@ def _at_once(one: DrawOne, block: Draw, way: list[bool]) -> tuple[Draw, Tensor]:
     """
 
     def flagged(item: Draw) -> tuple[Draw, Tensor]:
-        with flags_kept() as flags, deciding(Followed(way, flags)):
+        with flags_kept() as flags, deciding(Mapped(way, flags)):
             found = one(item)
         # A plate's indices, whole numbers, may be on another device.
         faults = [*flags, *(value.isnan() for value in tensors(found) if value.is_floating_point())]
@@ -147,7 +147,7 @@ def _at_once(one: DrawOne, block: Draw, way: list[bool]) -> tuple[Draw, Tensor]:
 
     state = _host_state()
     # An error of the program's own the loop raises again.
-    with attempt() as asked, held(MAPPED, True), _Noise(), pyro.validation_enabled(False), warnings.catch_warnings():
+    with attempt() as asked, setting(MAPPED, True), _Noise(), pyro.validation_enabled(False), warnings.catch_warnings():
         # torch's: of an operation without a rule, and of the memory that torch.binomial has for its result
         for text in ("There is a performance drop", "An output with one or more elements was resized"):
             warnings.filterwarnings("ignore", text)
