@@ -235,9 +235,9 @@ class-of-a-group-from-no-data: test_group_classes.py::test_predictions_have_the_
 - logits = self.chosen(total.value, total.latents - {dim}, drawn, total.plates).movedim(-dim, -1)
 + logits = 0 * self.chosen(total.value, total.latents - {dim}, drawn, total.plates).movedim(-dim, -1)
 draws-at-the-median: test_conditioned.py::test_every_way_to_ask_conditions_on_the_draw
-- conditions = self.q.given_now(self, asked.get("at_medians", False), same)
-+ conditions = self.q.given_now(self, True, same)
-scale-ignored: test_theorems.py::test_mini_batches_by_quadrature_are_unbiased
+- conditions = self.kind.given_now(self, asked.get("at_medians", False), same)
++ conditions = self.kind.given_now(self, True, same)
+scale-ignored: test_theorems.py::test_mini_batches_are_unbiased
 - return scale_and_mask(value, site["scale"], site["mask"]).sum()
 + return scale_and_mask(value, 1.0, site["mask"]).sum()
 nodes-by-the-variance: test_quadrature.py::test_quadrature_against_a_fine_grid
@@ -322,7 +322,7 @@ noise-is-shared: test_botorch.py::test_noise_and_its_absence
 - covariances = covariances + noise.expand(*means.shape[1:], len(means)).movedim(-1, 0).diag_embed()
 + covariances = covariances + noise.expand(*means.shape[1:], len(means)).movedim(-1, 0)[..., None]
 batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient
-- learns = steps and (relation.same or (guide.q.takes_batches(guide) and not relation.fewer))
+- learns = steps and (relation.same or (guide.kind.takes_batches(guide) and not relation.fewer))
 + learns = steps and relation.same
 labels-are-masks: test_data.py::test_what_is_no_tensor
 - both, hidden = (self._known.leaves, self.call.leaves), torch.bool if self._trains else ()

@@ -108,7 +108,7 @@ def test_batches_of_classes_settle_the_sites_of_the_first_rows():
     assert found["converged"]
     train(model, guide, x[:30], y[:30], size=ROWS, steps=20, lr=0.0, loss=TraceQuadrature_ELBO(20))
     kept = guide.gps.f.sites.precision.clone()
-    assert torch.allclose(kept, guide.q.given_now(guide, median=True).readings["f"].sites.precision, 1e-3, 1e-3)
+    assert torch.allclose(kept, guide.kind.given_now(guide, median=True).readings["f"].sites.precision, 1e-3, 1e-3)
     with torch.no_grad():
         accuracy = ((guide.posterior(x)["f"].mean > 0) == (y > 0.5)).double().mean()
     assert accuracy > 0.8

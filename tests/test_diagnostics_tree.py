@@ -145,7 +145,7 @@ def test_every_family_exports(name):
     (family, kernel), (x, y) = EVERY[name], data(num=40)
     model = gaussian(kernel, 0.3)
     guide = AutoSparseGP(model, family)
-    if not guide.q.has_bound:
+    if not guide.kind.has_bound:
         ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0})).step(x, y)
     else:
         train(model, guide, x, y, steps=5, lr=0.1)

@@ -9,10 +9,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import Predictive
+from pyro.infer import SVI, Predictive
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, families, kernels, predict
 from pyro_sparsegp.guide.bounds import of_bound
+from pyro_sparsegp.inference.jit import JitTraceQuadrature_ELBO
 
 from .models import observed, prepared, refused, restored, train
 
@@ -167,8 +168,11 @@ def test_a_state_and_a_copy_hold_the_points_and_a_step_ends_them():
         TraceQuadrature_ELBO().loss(_model, other, X, GROUP, _data())
     assert of_bound(other, (X, GROUP, _data()), {}) == []  # which is of the normal q(θ), as a loss is
     assert other.core.points is not None
-    train(_model, other, X, GROUP, _data(), steps=1)
-    assert other.core.points is None
+    svi = SVI(_model, other, pyro.optim.Adam({"lr": 0.01}), JitTraceQuadrature_ELBO())
+    for number in range(12):
+        other.core.points = points if number in (0, 11) else None
+        svi.step(X, GROUP, _data())  # the last one is a replay
+        assert other.core.points is None
 
 
 @pytest.mark.quick("free")

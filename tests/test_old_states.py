@@ -30,7 +30,7 @@ def test_a_state_loads_and_gives_the_posterior_it_had(file, name):
     state, mean, variance = saved(file)[name]
     guide = AutoSparseGP(model_of(name), ALL[name]())
     guide.load_state_dict(state)
-    if guide.q.is_of_rows:  # of a release whose states held no data
+    if guide.kind.is_of_rows:  # of a release whose states held no data
         guide(*data())
     posterior = guide.posterior(at())["f"]
     # Sites over points have a ridge now, by which they follow a length: test_a_product_of_processes_does_not_diverge.
@@ -51,7 +51,7 @@ def test_what_has_left_is_named(file):
 def test_a_state_that_was_loaded_trains_on(file, name):
     guide = AutoSparseGP(model_of(name), ALL[name]())
     guide.load_state_dict(saved(file)[name][0])
-    if not guide.q.has_bound:
+    if not guide.kind.has_bound:
         return
     from pyro_sparsegp import TraceQuadrature_ELBO
 

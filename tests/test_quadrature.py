@@ -57,12 +57,10 @@ def close(one, other, errors=5):
     return abs(one[0] - other[0]) < errors * (one[1] ** 2 + other[1] ** 2) ** 0.5
 
 
-@pytest.mark.parametrize("axes", [3, 5])
-def test_nodes_of_several_axes_have_a_standard_normals_moments(axes):
+def test_nodes_of_five_axes_have_a_standard_normals_moments():
     """Those of a golden had not: its means of three logits were .041 off, and are .004 off those of 16,384 nodes."""
-    nodes, weights = normal_nodes(axes, torch.zeros((), dtype=torch.float64))
-    assert (weights @ nodes).abs().max() < 1e-12
-    torch.testing.assert_close((nodes * weights[:, None]).mT @ nodes, torch.eye(axes, dtype=torch.float64))
+    nodes, weights = normal_nodes(5, torch.zeros((), dtype=torch.float64))
+    torch.testing.assert_close(nodes.mT @ (weights[:, None] * nodes), torch.eye(5, dtype=torch.float64))
 
 
 def fitted(model, *args, family=None, steps=10, **options):
@@ -276,7 +274,7 @@ def test_a_model_that_vmap_refuses(where):
     pyro.set_rng_seed(5)
     assert abs(first - TraceQuadrature_ELBO(4).loss(guide.model, guide, x, y)) < 1e-9
     assert torch.tensor(train(model, slow, x, y, steps=3, loss=elbo)).isfinite().all()
-    assert elbo.plan(slow).way == 2
+    assert elbo.plan(slow).refused == 2
 
 
 def test_deterministic_without_other_latents_and_keeps_no_graph():

@@ -754,7 +754,7 @@ def test_features_of_a_reading_go_with_it():
     guide = AutoSparseGP(with_likelihood(LIKELIHOODS["poisson"]), SGPR(7), independent=True)
     with torch.no_grad():
         guide(x, y)
-        conditions = guide.q.given_now(guide, median=True)
+        conditions = guide.kind.given_now(guide, median=True)
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (40, 7)]
     assert [len(reading.sites.inputs) for reading in conditions.readings.values()] == [40]

@@ -118,7 +118,7 @@ class GuideSource(Source, Messenger):
         self.drawn |= {*facts.gps} if members else set()
         self.read = [*facts.data, *({*facts.downstream} - members)]
         # Given a latent of the field f has less variance than its marginal has (test_scores_of_a_field).
-        self.marginal = marginal and guide.q.is_marginal and guide.core.points is None
+        self.marginal = marginal and guide.kind.is_marginal and guide.core.points is None
         self.reader = DensityReader(guide.model, args, kwargs, self.read)
 
     def items(self, num: int) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class GuideSource(Source, Messenger):
         # integrated densities, as expectation propagation's is.
         exact = [n for n, module in self.guide.modules_by_site().items() if isinstance(module, ExactWeightSpaceGP)]
         corrected = any(run.processes[name].kernel.depends_on_rows for name in exact)
-        self.attrs["target"] = "fitc" if corrected or not self.guide.q.has_bound else "vfe"
+        self.attrs["target"] = "fitc" if corrected or not self.guide.kind.has_bound else "vfe"
         if new is not None:
             with poutine.block():
                 known = latents | (run.enumeration.draw_of(self.facts.classes) if run.enumeration else {})

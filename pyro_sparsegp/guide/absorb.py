@@ -47,7 +47,7 @@ class _Sums(BySites):
         self.sites = KeptSites(process.x, process.batch_shape)
         self.features = module.features_for(process, name)
         self.phi = self.features(process.x)
-        self.coefficients, self.anchor = guide.q.sums_of(run, name, self.features)
+        self.coefficients, self.anchor = guide.kind.sums_of(run, name, self.features)
         gram, pull = self.coefficients.sums(self.anchor)
         self._sums = (1 - forget) * gram, (1 - forget) * pull
 
@@ -114,7 +114,7 @@ def settle(guide: KnownGuide) -> None:
         modules = {name: guide.module_of(name) for name in run.processes}
         free = {name: module for name, module in modules.items() if isinstance(module, SparseGP)}
         # of members of one posterior it is one module's
-        found = dict(guide.q.sums_of(run, n, m.features_for(run.processes[n], n)) for n, m in free.items())
+        found = dict(guide.kind.sums_of(run, n, m.features_for(run.processes[n], n)) for n, m in free.items())
         for coefficients, anchor in found.items():
             coefficients.settle(anchor)
 

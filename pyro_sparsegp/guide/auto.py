@@ -97,13 +97,13 @@ class AutoSparseGP(SiteMessenger):
         super().__init__(model, families, named, start, init_loc_fn=init_loc_fn, init_scale=init_scale)
         kinds = [kind for own, kind in _KINDS if any(isinstance(family, own) for family in self.by_group.values())]
         self._own_kind = [*kinds, Separate()][0]
-        self._asked: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call is for, if not draws
+        self._instead: Optional[Callable[[tuple, dict[str, Any]], Any]] = None  # what a call does, if not a draw
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
 
     @property
-    def q(self) -> Separate:
+    def kind(self) -> Separate:
         """The kind of its posterior."""
         return _JOINT if self.core.joint.field else self._own_kind
 
@@ -112,7 +112,7 @@ class AutoSparseGP(SiteMessenger):
         head = f"{type(self).__name__}({self.families!r})"
         if self.structure is None:
             return f"{head}, not called yet"
-        return head + "\n" + indent(f"{self.q.describe(self)}\n{self.structure}", "  ")
+        return head + "\n" + indent(f"{self.kind.describe(self)}\n{self.structure}", "  ")
 
     def __call__(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Draw every site, running the model once.
@@ -120,26 +120,26 @@ class AutoSparseGP(SiteMessenger):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
-        if self._asked is not None:
-            return self._asked(args, kwargs)
+        if self._instead is not None:
+            return self._instead(args, kwargs)
         self.prepare(*args, **kwargs)
         follow(self)
         call, conditions = self._given(args, kwargs)
-        asks = self.corrected_modules() or self.facts.discrete or not self.q.has_bound
-        has_data = not asks or handlers.observes(self.model, self.facts.data, self.like, args, kwargs)
+        asks = self.corrected_modules() or self.facts.discrete or not self.kind.has_bound
+        may_have_data = not asks or handlers.observes(self.model, self.facts.data, self.like, args, kwargs)
         # In a step values that no density couples are drawn by their marginals. Whoever leaves data out looks at draws.
         joint_up_to = (LARGEST_JOINT if call.relation.fewer else 0) if self.training else torch.inf
-        if not has_data:
+        if not may_have_data:
             require_refined(self.modules_by_site())
             call, conditions = NewRows(call.relation, call.inputs), with_classes(self, conditions)
-        run = Posteriors(self, conditions, call, sums_out=has_data, joint_up_to=joint_up_to)
+        run = Posteriors(self, conditions, call, sums_out=may_have_data, joint_up_to=joint_up_to)
         with setting(PRECISE, joint_up_to > 0):  # joint draws have the residual, which Φ in float32 leaves below 0
             self._perform(run, args, kwargs)
         return run.values
 
     def _given(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Conditions]:
         call = classify(self, args, kwargs)
-        return call, self.q.given(self, call, args, kwargs)
+        return call, self.kind.given(self, call, args, kwargs)
 
     def _perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> None:
         run.perform(args, kwargs)
@@ -149,7 +149,7 @@ class AutoSparseGP(SiteMessenger):
             self.row_share = note_step(run, args, kwargs)
 
     def prepare(self, *args: object, **kwargs: object) -> None:
-        """What a first call does before it draws: initialise, and check that all parameters would train."""
+        """Initialise at the first call; later look whether the program is the same, and once whether all is trained."""
         core = self.core if self.core.facts.gps else initialise(self, args, kwargs)
         if core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
             drop_stored(self._pyro_name)
@@ -317,7 +317,7 @@ class AutoSparseGP(SiteMessenger):
         self._ready(args, kwargs)
         facts, asked = self.facts, {"sums_out": False, "marginal": asked.get("at_medians", False)} | asked
         same = bool(facts.local_latents + facts.classes) and self.relation(args, kwargs).same
-        conditions = self.q.given_now(self, asked.get("at_medians", False), same)
+        conditions = self.kind.given_now(self, asked.get("at_medians", False), same)
         # At the rows of training the sum over classes knows what these say.
         if asked.get("draws_data", True) and not (same and asked["sums_out"]):
             conditions = with_classes(self, conditions)
@@ -355,7 +355,7 @@ class AutoSparseGP(SiteMessenger):
                 "halved": int(reading.module.sites.progress["halved"]),
                 "converged": bool(reading.change <= 1e-3),
             }
-            for name, reading in self.q.given_now(self, median=True).readings.items()
+            for name, reading in self.kind.given_now(self, median=True).readings.items()
         }
 
     def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Conditions]:
@@ -391,7 +391,7 @@ class AutoSparseGP(SiteMessenger):
     def _within(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any], asked: Callable) -> Any:
         """What is asked instead of draws, by the arguments that handlers around this guide hand on."""
         try:
-            self._asked = asked
+            self._instead = asked
             return wrapped(*args, **kwargs)
         finally:
-            self._asked = None
+            self._instead = None

@@ -17,7 +17,7 @@ _NATS = 1.0  # that are not told of
 def of_bound(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """Whether the bound by joint draws of q is the objective's."""
     facts, rows = guide.facts, max(guide.core.sizes.values())
-    if not guide.q.has_bound or guide.corrected_modules() or rows > _JOINT:
+    if not guide.kind.has_bound or guide.corrected_modules() or rows > _JOINT:
         return []
     objective, was = guide.objective(guide.core.num_nodes), (guide.training, guide.core.points)
 

@@ -12,11 +12,11 @@ from .known import KnownGuide
 
 @dataclass(frozen=True)
 class Call:
-    """Other rows than training's, with observations; nothing is learned of them."""
+    """What a guide's call is for. By itself it is an evaluation on other rows than training's, with observations."""
 
     relation: Relation | type[NoRelation] = NoRelation  # what its tensors are to training's
     inputs: bool = True  # whether its inputs are training's: latents of single rows are of these rows
-    same: ClassVar[bool] = False  # whether its rows are training's, with their observations
+    same: ClassVar[bool] = False  # whether its rows are training's, with their observations, or q is about no rows
     learns: ClassVar[bool] = False  # whether gradients pass through the sites that q is given
     new: ClassVar[bool] = False  # whether its rows are to predict at, whatever they are
 
@@ -32,7 +32,7 @@ class Evaluation(Call):
 
 
 class BatchStep(Call):
-    """A step on a batch of other rows."""
+    """A step on a batch of other rows than those that q is about."""
 
     learns = True
 
@@ -41,7 +41,7 @@ class BatchStep(Call):
 
 
 class TrainingStep(BatchStep, Evaluation):
-    """A step on the rows that the guide is about."""
+    """A step on the rows that q is about; or any step, where it is about none, as that of SVGP."""
 
 
 class NewRows(Call):
@@ -59,6 +59,6 @@ def classify(guide: KnownGuide, args: tuple, kwargs: dict[str, object]) -> Call:
     relation, steps = guide.relation(args, kwargs), torch.is_grad_enabled()
     # Its tensors are compared with those of training where something belongs to single rows, and no sooner.
     if guide.core.data is None or not guide.is_about_rows:
-        return KINDS[steps or not guide.q.is_of_rows, steps](relation)
-    learns = steps and (relation.same or (guide.q.takes_batches(guide) and not relation.fewer))
+        return KINDS[steps or not guide.kind.is_of_rows, steps](relation)
+    learns = steps and (relation.same or (guide.kind.takes_batches(guide) and not relation.fewer))
     return KINDS[relation.same, learns](relation, relation.inputs)

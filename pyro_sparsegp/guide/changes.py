@@ -31,7 +31,7 @@ def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], is_due: bool) 
         run = Posteriors(guide, call=Call(inputs=inputs), at_medians=True).perform(args, kwargs)
         seen, forms = explore(run, held_runs(guide.model, run.trace, args, kwargs))
     state.restore()
-    if told := "; ".join(guide.q.lacks(guide, seen)):
+    if told := "; ".join(guide.kind.lacks(guide, seen)):
         given = ", ".join(f"{'.'.join(map(str, path))}={value!r}" for path, value in switches)
         raise ValueError(
             f"the model is not that of the guide's first call, or saved state: {told}, which q does not know. Make a "

@@ -222,7 +222,7 @@ class Compared:
         families = {site: module.family["name"] for site, module in guide.modules_by_site().items()}
         narrow = [site for site, family in families.items() if family not in _FULL]
         is_normal = self._is_gaussian()  # each posterior is
-        is_exact = is_normal and guide.q.is_of_rows  # and found in one step
+        is_exact = is_normal and guide.kind.is_of_rows  # and found in one step
         is_integrated = guide.core.points is not None
         alone = [n for n in without(search.priors, self.apart) if guide.is_independent(n)]
         its = alone if name in facts.gps and guide.independent is not True else [name]
@@ -362,7 +362,7 @@ class Glance(Compared):
     def of_values(self) -> list[str]:
         right, gps = moments_of([self.moments(self.best)], self.loc.new_ones(1)), self.guide.facts.gps
         # given the medians of latents a posterior that is read given these is narrower
-        right = {n: right[n] for n in gps if not (self.search.normal and self.guide.q.is_of_rows)}
+        right = {n: right[n] for n in gps if not (self.search.normal and self.guide.kind.is_of_rows)}
         with torch.no_grad():
             found = self.of_gps(self.guide.run_at(*self.call, draws_data=False, at_medians=True))
         own: Widths = {name: (mean, variance.sqrt()) for name, (mean, variance) in found.items()}

@@ -29,7 +29,7 @@ def items_of_draws(guide: KnownGuide, num: int) -> dict[Any, Tensor]:
     """
     core, data = guide.core, guide.core.data
     each = {"": torch.arange(num) if core.points is None else (torch.randperm(num) + torch.rand(num)) / num}
-    are_all = guide.q.is_of_rows and guide.has_random_latents and not core.facts.local_latents
+    are_all = guide.kind.is_of_rows and guide.has_random_latents and not core.facts.local_latents
     if data is None or core.points or not are_all:
         return each
 

@@ -63,11 +63,11 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
                 run = _Setup(guide, at_medians=True, from_draws=run.from_draws, inner=inner).perform(args, kwargs)
             _learn(guide, run, args, kwargs)
         _warn_of_other_rows(run, args, kwargs)
-        guide.q.require(run)
+        guide.kind.require(run)
         for name, module in without(guide.begun_at_data, guide.facts.inner).items():
             module.inform(run.posteriors[name].process, name)
         start(guide, run, args, kwargs)
-        guide.q.begin(guide)
+        guide.kind.begin(guide)
         guide.core.data = TrainingData(guide.model, args, kwargs)
     except BaseException:
         guide.forget()

@@ -39,13 +39,13 @@ class Coupling:
     # Of each likelihood of the field, by parameter, the link under which it is affine in it.
     links: Mapping[str, Mapping[str, str]] = _field(default_factory=dict)
     drawn: tuple[str, ...] = ()  # likelihoods that are affine in it under no link
-    # Of members whose values hyperparameters multiply in the program, by exp(bᵀθ): b.
+    # Of members whose values the program multiplies by exp(bᵀθ): by hyperparameters the slopes b.
     factors: Mapping[str, Mapping[str, list[float]]] = _field(default_factory=dict)
     # Hyperparameters that the field follows, beside its kernels, such as an intercept; of these those that it follows
     # in unconstrained space.
     intercepts: tuple[str, ...] = ()
     unconstrained: tuple[str, ...] = ()
-    # By hyperparameters b, by which data's precision exp(bᵀθ) moves, as by their noise.
+    # By hyperparameters, such as a noise, the slopes b of the logarithm of all data's precision, exp(bᵀθ).
     weights: Mapping[str, list[float]] = _field(default_factory=dict)
     followed: tuple[str, ...] = ()  # a GP site whose q is its family's own, which latents follow
     eliminated: str = ""  # a latent of which each datum has one value, and P no dense matrix
@@ -54,7 +54,7 @@ class Coupling:
 
 @dataclass
 class Core:
-    """What a guide has learnt at its first call, or was loaded with."""
+    """What a guide has learnt at its first call, or was loaded with; and how far training has got."""
 
     facts: Structure = _field(default_factory=Structure)  # what is known of the program; nothing, before
     joint: Coupling = _field(default_factory=Coupling)
@@ -68,7 +68,7 @@ class Core:
     moving: dict[str, list[Tensor]] = _field(default_factory=dict)  # those that inputs of GP sites are made of
     versions: list[int] = _field(default_factory=list)  # of these at the last call
     loaded: bool = False  # whether it is from a state, and was not called since
-    looks: int = 0  # how often sites were read in training
+    looks: int = 0  # how often the bound of a joint posterior was evaluated with gradients
     steps: int = 0  # of training
     met: set[Any] = _field(default_factory=set)  # the arguments that are no tensors, of steps
     points: Optional[Points] = None  # in the place of q(θ), until training goes on
@@ -108,7 +108,7 @@ class KnownGuide(AutoNormalMessenger):
 
     together: Any  # q(θ) of hyperparameters
     field: Any  # q(x) of all that is normal given them
-    q: Any  # the kind of its posterior, of :mod:`.posteriors`
+    kind: Any  # of its posterior, of :mod:`.posteriors`
     at_points: Any  # that of draws at weighted points of the hyperparameters
 
     def __init__(
@@ -230,7 +230,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def is_about_rows(self) -> bool:
         """Whether what it knows belongs to single rows of the training data."""
-        return self.q.is_of_rows or bool(self.core.facts.local_latents + self.core.facts.classes)
+        return self.kind.is_of_rows or bool(self.core.facts.local_latents + self.core.facts.classes)
 
     def is_given(self, name: str, site: dict[str, Any]) -> bool:
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""

@@ -134,7 +134,7 @@ class SiteMessenger(KnownGuide):
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
                 "Train with TraceQuadrature_ELBO; to evaluate another objective use torch.no_grad()."
             )
-        if torch.is_grad_enabled() and self.training and not self.q.has_bound:
+        if torch.is_grad_enabled() and self.training and not self.kind.has_bound:
             raise ValueError(
                 "the guide's family trains by expectation propagation, and not by gradients: take "
                 "ExpectationPropagation(model, guide, optim) instead of SVI, or a family such as SVGP."
@@ -153,7 +153,7 @@ class SiteMessenger(KnownGuide):
 
     def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
         if self.structure is not None and not self.core.loaded:
-            self.q.given_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
+            self.kind.given_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
         super()._save_to_state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def moved_by(guide: KnownGuide, run: Run) -> dict[str, list[Tensor]]:
     own = {id(p) for p in guide.parameters()}
     if guide.facts.inner or torch.distributed.is_initialized():  # each process has other rows
         return {}
-    able = {name: process.x for name, process in run.processes.items() if guide.q.can_follow(guide, name)}
+    able = {name: process.x for name, process in run.processes.items() if guide.kind.can_follow(guide, name)}
     leaves = {n: [node.variable for node in graph_of([x]) if hasattr(node, "variable")] for n, x in able.items()}
     others = {name: [leaf for leaf in made_of if id(leaf) not in own] for name, made_of in leaves.items()}
     return {name: found for name, found in others.items() if found}
@@ -93,4 +93,4 @@ def _versions(guide: KnownGuide) -> list[int]:
 
 def _put(guide: KnownGuide, places: Mapping[str, Tensor]) -> None:
     for name, x in places.items():
-        guide.q.follow(guide, name, x)
+        guide.kind.follow(guide, name, x)

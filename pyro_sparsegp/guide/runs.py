@@ -77,7 +77,7 @@ class Run(ABC):
         self.drawn = self.drawn or self.conditions.drawn
         if self.takes_points and self.drawn is None:
             self.drawn = core.points.chosen(self.at_medians)  # type: ignore[union-attr]
-        self.kind = guide.at_points if isinstance(self.drawn, Point) else guide.q
+        self.kind = guide.at_points if isinstance(self.drawn, Point) else guide.kind
         self.look_ahead(args, kwargs)
         before, held = guide.run, self.conditions
         guide.run = self
@@ -321,7 +321,7 @@ def require_rows(run: Run, name: str) -> None:
 
 def _refuse_other_data(run: Run, observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
-    guide, about = run.guide, run.guide.q.of_rows(run)
+    guide, about = run.guide, run.guide.kind.of_rows(run)
     local = [n for n in guide.core.facts.local_latents if n in run.sites and _is_prior(run.sites[n])]
     about += [f"latent site {name!r} has a value for each row, which" for name in local]
     if about:
@@ -349,7 +349,7 @@ def share_of_rows(run: Run) -> float:
         fewer = num < before and not _equal(site["scale"] * num, before)
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).
-        asked = num == before and least == 1 and guide.q.has_bound and told not in guide.warned
+        asked = num == before and least == 1 and guide.kind.has_bound and told not in guide.warned
         if fewer or (asked and not (is_traced() or guide.is_given(name, site)) and run.call.relation.others):
             warn_once(
                 guide.warned,

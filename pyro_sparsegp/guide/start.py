@@ -63,7 +63,7 @@ def start(guide: KnownGuide, run: Run, args: tuple, kwargs: dict[str, Any]) -> N
     if not why:
         return
     # Sites that are read off quadratic likelihoods give f its exact posterior given each draw of the latents.
-    follows = guide.q.is_of_rows and all(gp.is_quadratic for gp in facts.gps.values())
+    follows = guide.kind.is_of_rows and all(gp.is_quadratic for gp in facts.gps.values())
     apart = _apart(guide, run, args, kwargs)
     beside = f" and GP sites {', '.join(map(repr, facts.gps))}", ":"
     gps, of_each = ("", " of each other: where data correlate them,") if follows else beside

@@ -202,7 +202,7 @@ class Grid:
         self.inputs, self.guide, self.closed = inputs, inputs.guide, closed
         self.call = inputs.wrapped, inputs.args, inputs.kwargs
         # What the guide's runs are conditioned on, where that is read ahead.
-        self.given = self.guide.conditioned(*self.call) if self.guide.q.is_of_rows else None
+        self.given = self.guide.conditioned(*self.call) if self.guide.kind.is_of_rows else None
         self.variances: Mapping[str, Tensor] = {}  # Var θ of sites in closed form at each node
 
     @cached_property

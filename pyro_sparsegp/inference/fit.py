@@ -155,7 +155,7 @@ def _method(
     """What takes the steps."""
     if method is None:
         optim = FallingAdam() if optim is None else optim
-        if not guide.q.has_bound:
+        if not guide.kind.has_bound:
             return ExpectationPropagation(guide.model, guide, optim, group=group)
         loss = loss or kind()
         if isinstance(loss, JitTraceQuadrature_ELBO) and isinstance(optim, FallingAdam):
@@ -188,7 +188,7 @@ class _Loop:
 
     def __post_init__(self) -> None:
         guide, batches, model = self.guide, self.batches, self.model
-        if not guide.q.takes_batches(guide) and (not batches.whole or self.workers.num > 1):
+        if not guide.kind.takes_batches(guide) and (not batches.whole or self.workers.num > 1):
             raise ValueError(
                 "batch_size, data and group: the guide's family needs all rows in each step; give all data in tensors, "
                 "or take SVGP; or ComputationAware(..., batches=True), first called on its rows, guide(x[r], y[r])"
@@ -209,7 +209,7 @@ class _Loop:
     def _first(self) -> Batch:
         # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches. Others
         # tell by as many rows as a step's whether a plate scales these up.
-        on_all = not self.guide.q.takes_batches(self.guide)
+        on_all = not self.guide.kind.takes_batches(self.guide)
         return self.batches.first(max(_FIRST, (self.batches.size if on_all else self.batches.batch_size) or 0))
 
     def begin(self) -> None:

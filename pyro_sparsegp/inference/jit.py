@@ -102,7 +102,7 @@ class Step:
         # What belongs to rows belongs to those of training: plain steps compare others with them.
         is_known = data is not None and not data.overwritten and guide.relation(self.args, self.kwargs).call is data
         is_plain = any(modes) or others or is_shared() or not torch.is_grad_enabled()
-        return known is not None and known.met and (is_known or not guide.is_about_rows) and not is_plain
+        return known is not None and known.is_warm and (is_known or not guide.is_about_rows) and not is_plain
 
     def key(self, named: Named) -> Any:
         """What the graph depends on but tensors' numbers."""
@@ -112,9 +112,9 @@ class Step:
             place = places.setdefault(id(leaf), len(places))
             return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, place
 
-        core, modes = self.guide.core, (self.guide.training, torch.get_default_dtype())
+        core, plan, modes = self.guide.core, self.guide.core.plan, (self.guide.training, torch.get_default_dtype())
         parts = tuple((path, kind(leaf)) for path, leaf in self.leaves if isinstance(leaf, Tensor))
-        return parts, modes, Same(self.wrapped), Same(core), Same(core.plan), named.key, getattr(core.plan, "way", None)
+        return parts, modes, Same(self.wrapped), Same(core), Same(plan), named.key, getattr(plan, "refused", None)
 
     @cached_property
     def leaves(self) -> list[tuple[tuple, Any]]:

@@ -1,8 +1,9 @@
-"""What a step does about expectations: of each density, by what way its own is found, chosen once for a program.
+"""How a bound's expectations are found, chosen once for a program.
 
     bound = Σ E_q[log p(y | f, ·)] − Σ KL
 
-A :class:`Plan` is made where a structure is new, of closed forms, links and the kind of posterior; a step runs it.
+A :class:`Plan` is of a kind of posterior; :class:`ClosedForms` and the links of a :class:`Coupling` say what it does
+about each density. It is made where these are new, and a step runs it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from ..gaussians.steps import recorded
 from ..guide import AutoSparseGP
 from ..guide.field import Layout, Standardised, require_rows_of_effects, run_standardised
 from ..guide.first_call import closed_forms_of
-from ..guide.posteriors.joint import Joint
 from ..guide.predictors import Densities, Pair, Place, Predictors, design
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
@@ -45,7 +45,7 @@ class Plan(ABC):
     :param forms: which densities have their expectation in closed form.
     """
 
-    way: int = 0  # in which terms are found at all nodes, of those of OfMarginals.ways
+    refused: int = 0  # how many of OfMarginals.ways the program refused
 
     def __init__(self, guide: AutoSparseGP, forms: ClosedForms) -> None:
         self.forms, self.joint = forms, guide.joint
@@ -69,7 +69,7 @@ def plan_of(guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Plan:
     if core.plan is None or core.plan.forms is not core.forms or core.plan.joint is not guide.joint:
         forms = core.forms or closed_forms_of(guide, args, kwargs)
         apart = InClosedForm if forms.rows + forms.functions else OfMarginals
-        core.plan = (OfPredictors if isinstance(guide.q, Joint) else apart)(guide, forms)
+        core.plan = (apart if guide.kind.is_marginal else OfPredictors)(guide, forms)
     return core.plan
 
 
@@ -91,11 +91,11 @@ class OfPredictors(Plan):
 
     def bound(self, inputs: Inputs) -> Tensor:
         guide, args, kwargs = inputs.guide, inputs.args, inputs.kwargs
-        facts, joint, ahead = guide.facts, guide.joint, Priors(guide)
-        model_trace, guide_trace, whole_trace = guide.at_nodes(ahead, inputs.wrapped, args, kwargs)
-        require_rows_of_effects(guide, ahead.normal)
-        rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
-        whole, layout = ahead.whole, Layout(joint.field, facts.residuals(rows), joint.eliminated)
+        facts, joint, priors = guide.facts, guide.joint, Priors(guide)
+        model_trace, guide_trace, whole_trace = guide.at_nodes(priors, inputs.wrapped, args, kwargs)
+        require_rows_of_effects(guide, priors.normal)
+        rows = {name: process.event_shape[0] for name, process in priors.processes.items()}
+        whole, layout = priors.whole, Layout(joint.field, facts.residuals(rows), joint.eliminated)
         loc = torch.cat(whole.q.loc, -1).detach()
         nodes: Any = model_trace.nodes  # a handler may hold some of the latents
         held = free_values(whole_trace) | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
@@ -104,7 +104,7 @@ class OfPredictors(Plan):
             x = layout.extend(loc).requires_grad_()
 
             def run(given: Mapping[str, Tensor] = {}, at: Tensor = x) -> Any:
-                handler = Standardised(guide, *layout.parts(at), bases=ahead.bases)
+                handler = Standardised(guide, *layout.parts(at), bases=priors.bases)
                 return run_standardised(guide, args, kwargs, handler, {**held, **given}, model_trace).nodes
 
             sites = run()
@@ -245,14 +245,14 @@ class OfMarginals(Plan):
 
     def _at_nodes(self, grid: Grid, run: AtMeans) -> Tensor:
         """Terms summed over nodes."""
-        *ways, last = self.ways[self.way :]
+        *ways, last = self.ways[self.refused :]
         for way in ways:
             state = RandomState(grid.guide.like)
             with attempt():
                 return way(grid, run)
             state.restore()
             if torch.is_grad_enabled():  # else a graph shows nothing, and a step's may
-                self.way += 1
+                self.refused += 1
         return last(grid, run)
 
 

@@ -33,8 +33,8 @@ from ..program.data import Relation, TrainingData
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
 from .expected import Inputs, log_density_minus_kl, posterior_at, weighted_sum
-from .meeting import Evaluation, is_whole, largest_loss, meet, meet_again
 from .plan import Plan, plan_of
+from .warm_up import Evaluated, is_whole, largest_loss, warm_up, warm_up_again
 
 _LOOKS = {4**k for k in range(2, 16)}  # steps after which it is asked whether nodes are enough
 _LEAST = 0.03  # nats that are told of
@@ -44,7 +44,7 @@ _LEAST = 0.03  # nats that are told of
 class _Known:
     """What an objective knows of a guide."""
 
-    met: bool = False  # whether its posteriors have met data
+    is_warm: bool = False  # whether its posteriors have met data
     steps: int = 0  # that it has taken
     loss: float = math.inf  # of the last one
     most: float = math.inf  # the loss from which on the next one has lost q, if both are on all rows
@@ -104,24 +104,24 @@ class TraceQuadrature_ELBO(ELBO):
         unwrapped.prepare(*args, **kwargs)
         evaluate = partial(self._evaluated, unwrapped, guide, args, kwargs)
         known = self._known.setdefault(unwrapped, _Known())
-        if not known.met:
+        if not known.is_warm:
             data: Any = unwrapped.core.data
             are_few = max(unwrapped.core.sizes.values(), default=0) <= ALL_ROWS
             share = unwrapped.relation(args, kwargs).share if are_few else 1.0  # else they may want too much memory
             share = float(largest(unwrapped.like.new_tensor(share)))  # as many passes in all processes
             first = partial(self._evaluated, unwrapped, guide, data.args, data.kwargs) if share < 1 else evaluate
-            found, known.met = meet(unwrapped, evaluate, first, math.ceil(1 / share))
+            found, known.is_warm = warm_up(unwrapped, evaluate, first, math.ceil(1 / share))
         else:
             found = evaluate()
         now = model, args, kwargs
         if found[1] > known.most and is_whole(unwrapped) and Relation(TrainingData(model, *known.call), now, True).same:
-            found = meet_again(unwrapped, evaluate, found, known.most)
+            found = warm_up_again(unwrapped, evaluate, found, known.most)
         loss, value, record = found
         if loss.requires_grad:
             record.retain()
             loss.backward(retain_graph=self.retain_graph)
             self._check_gradients(unwrapped, record)
-            if known.met:  # else a mask leaves all of this batch out, which nothing is learned of
+            if known.is_warm:  # else a mask leaves all of this batch out, which nothing is learned of
                 record.step(unwrapped.row_share)
         self._note(value, unwrapped, guide, args, kwargs)
         return value
@@ -131,7 +131,7 @@ class TraceQuadrature_ELBO(ELBO):
         closed, known = guide.core.forms, self._known[guide]
         before, known.loss, known.call = known.loss, value, (args, kwargs)
         # A batch that a mask leaves out has no loss that a later one could be more than.
-        known.most = largest_loss(guide, value) if known.met and is_whole(guide) else math.inf
+        known.most = largest_loss(guide, value) if known.is_warm and is_whole(guide) else math.inf
         known.steps += 1
         if known.steps in _LOOKS and closed is not None and closed.rest.gps:
             self._warn_of_few_nodes(before - value, guide, wrapped, (args, kwargs))
@@ -140,8 +140,7 @@ class TraceQuadrature_ELBO(ELBO):
         """Tell of a bound that other numbers of nodes change, by more than a tenth of what a step gains."""
         # No Gauss-Hermite rule converges for a density with a kink, as of a quantile's loss, and natural steps may
         # stand still where its error is larger than their gain. Beside an early q a smooth one may be as narrow, while
-        # the steps still gain much more.
-        # Errors at kinks have any sign: one difference may be small.
+        # the steps still gain much more. Errors at kinks have any sign: one difference may be small.
         found = []
         for num in range(self.num_nodes, self.num_nodes + 4):
             with repeatable(guide.like), torch.no_grad():
@@ -160,24 +159,24 @@ class TraceQuadrature_ELBO(ELBO):
                 stacklevel=5,
             )
 
-    def _evaluated(self, unwrapped: AutoSparseGP, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Evaluation:
+    def _evaluated(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Evaluated:
         """The loss, as a tensor and as a number, and what natural steps are to know of it."""
         # The number is read together with the flags of factorisations. Where one failed, it is evaluated anew, from the
         # same state and with the same random numbers, and each flag is looked at.
-        kept = [(sites, sites.memory) for sites in unwrapped.kept_sites.values()]
-        state = RandomState(unwrapped.like)
+        kept = [(sites, sites.memory) for sites in guide.kept_sites.values()]
+        state = RandomState(guide.like)
         with attempt():
-            with flags_kept() as flags, recording(unwrapped.like) as record:
-                loss = self._minus_bound(unwrapped, guide, args, kwargs)
+            with flags_kept() as flags, recording(guide.like) as record:
+                loss = self._minus_bound(guide, wrapped, args, kwargs)
             read: list[float] = torch.stack([loss.detach(), *map(Tensor.any, flags)]).tolist()
             if not any(read[1:]) and math.isfinite(read[0]):
                 return loss, read[0], record
         state.restore()
         for part, memory in kept:
             part.memory = memory
-        with recording(unwrapped.like) as record:
-            loss = self._minus_bound(unwrapped, guide, args, kwargs)
-        return loss, finite("the bound", loss, guide, args, kwargs), record
+        with recording(guide.like) as record:
+            loss = self._minus_bound(guide, wrapped, args, kwargs)
+        return loss, finite("the bound", loss, wrapped, args, kwargs), record
 
     def _check_gradients(self, guide: AutoSparseGP, record: Record) -> None:
         """Raise if they are not finite. The signs of curvatures, which natural steps ask for, are read at one look."""
@@ -214,13 +213,13 @@ class TraceQuadrature_ELBO(ELBO):
         watch(unwrapped, args, kwargs, is_due=False)
         return self._minus_bound(unwrapped, guide, args, kwargs)
 
-    def _minus_bound(self, unwrapped: AutoSparseGP, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _minus_bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
         if torch.is_grad_enabled():
-            unwrapped.core.num_nodes = self.num_nodes  # sites are read at as many
+            guide.core.num_nodes = self.num_nodes  # sites are read at as many
         # −(1/S) Σₛ ELBOₛ, at S draws of the latents that are not integrated
-        with following(unwrapped) if unwrapped.core.moving else nullcontext():
-            bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
+        with following(guide) if guide.core.moving else nullcontext():
+            bounds = [self._bound(guide, wrapped, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: object) -> Any:

@@ -162,7 +162,7 @@ class Recording:
         for module, tape in self.tapes.items():
             module.steps += bool(tape.passes)
         self.guide.core.looks += self.looks
-        self.guide.core.versions = []  # a replay may write to parameters and count no version
+        self.guide.core.points, self.guide.core.versions = None, []  # as training does; it may count no version
         self.guide.row_share = self.share
 
 
@@ -189,7 +189,7 @@ def record(
     tapes = {module: Tape(zero.clone()) for module in steppers(guide)}
     known = {name: _stand_in(site, leaf) for (name, site), leaf in zip(sites.items(), params)}
     found = Recording(guide, known, params, slots_of(guide), tapes, zero.clone())
-    before, looks, way = [slot.value for slot in found.slots], guide.core.looks, guide.core.plan.way
+    before, looks, refused = [slot.value for slot in found.slots], guide.core.looks, guide.core.plan.refused
     counts = {module: (module.steps, module.last_rate) for module in tapes}
 
     def step(*_: Tensor) -> list[Tensor]:
@@ -227,7 +227,7 @@ def record(
         for slot, value in zip(found.slots, before):
             slot.owner.__dict__[slot.kind][slot.name] = value
         found.looks, guide.core.looks = guide.core.looks - looks, looks
-        guide.core.plan.way = way  # of a program that cannot be recorded no mapped run succeeds: plain steps have one
+        guide.core.plan.refused = refused  # plain steps may be mapped where what cannot be recorded is not
     found.share = guide.row_share
     read = [*inputs, *(getattr(graph, n.target) for n in graph.graph.nodes if n.op == "get_attr")]
     versions = [getattr(value, "_version", 0) for value in read]

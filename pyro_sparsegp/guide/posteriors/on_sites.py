@@ -130,7 +130,7 @@ class _UnderLatents(Priors):
             return process.mean + self.moves[name]
         if isinstance(module, SiteGP):
             return process.mean
-        kind = self.guide.q.kind_of_draws(self.guide, name)
+        kind = self.guide.kind.kind_of_draws(self.guide, name)
         posterior = self.posteriors[name] = self.kind.answer(self, name, process, module, kind)
         return posterior.mean
 

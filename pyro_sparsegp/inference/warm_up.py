@@ -16,12 +16,12 @@ _PASSES = 5  # at most
 _STANDS = 1e-3  # of all that they have gained: where the last one changes less, they are there
 _LOST = 0.1  # of a loss, or a nat a datum, by which a step may raise it
 
-Evaluation = tuple[Tensor, float, Record]
+Evaluated = tuple[Tensor, float, Record]
 
 
-def meet(
-    guide: AutoSparseGP, evaluate: Callable[[], Evaluation], first: Callable[[], Evaluation], worth: int
-) -> tuple[Evaluation, bool]:
+def warm_up(
+    guide: AutoSparseGP, evaluate: Callable[[], Evaluated], first: Callable[[], Evaluated], worth: int
+) -> tuple[Evaluated, bool]:
     """An evaluation once posteriors that have taken no step were brought to the data by natural steps, and whether
     there were data. A guide with a posterior that learns by gradients is left alone.
 
@@ -43,8 +43,8 @@ def meet(
 
 
 def _passed(
-    guide: AutoSparseGP, evaluations: Iterable[Evaluation], kind: type, most: float = -math.inf
-) -> tuple[Optional[Evaluation], bool]:
+    guide: AutoSparseGP, evaluations: Iterable[Evaluated], kind: type, most: float = -math.inf
+) -> tuple[Optional[Evaluated], bool]:
     """Up to five natural steps, until the loss stands still or is none above ``most``: the last evaluation, if no step
     has followed it, and whether any step had data.
     """
@@ -74,7 +74,7 @@ def largest_loss(guide: AutoSparseGP, before: float) -> float:
     return before + max(sum(guide.core.sizes.values()), _LOST * abs(before))
 
 
-def meet_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluation], found: Evaluation, most: float) -> Evaluation:
+def warm_up_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluated], found: Evaluated, most: float) -> Evaluated:
     """An evaluation on all rows once natural steps have brought q to these anew, since one ``found`` there lost more
     than the ``most`` that a step may.
     """
