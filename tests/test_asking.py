@@ -9,7 +9,7 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
 from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.predictors import Predictors
-from pyro_sparsegp.inference.expected import Grid
+from pyro_sparsegp.inference.terms import Grid
 from pyro_sparsegp.program.asking import Unsupported, answers, asks_program, attempt
 from pyro_sparsegp.program.explore import Program
 

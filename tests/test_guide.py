@@ -17,7 +17,7 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import init_to_value
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, MeanFieldAdditive, OrthogonalInducing, WeightSpace
 from pyro_sparsegp.posterior.sparse_posterior import SparsePosterior
 
@@ -417,15 +417,13 @@ def numbered(y, value):
         (lambda x, y: guided(regression, {"f": SPARSE, "h": SPARSE})(x, y), r"families names \['h'\]"),
         (lambda x, y: guided(family=SVGP), r"an instance, not the class"),
         (lambda x, y: guided(family={"f": 64}), "families must be a family"),
+        (lambda x, y: guided(family={"f": SPARSE, "g": families.SparseEP(8)}), "must all be SparseEP or none"),
         (lambda x, y: guided(None), "model must be callable"),
         (lambda x, y: guided(NOTHING)(), "no GP site"),
         (lambda x, y: guided(regression)(x), "observes nothing"),
         (lambda x, y: guided()(x[:, 0], y), r"x must have shape \(N, D\), got \(60,\)"),
         (lambda x, y: guided()(x.long(), y), r"float32 or float64 tensor \(N, D\), got a tensor of torch.int64"),
-        (
-            lambda x, y: guided()(x.half(), y),
-            r"must be a float32 or float64 tensor \(N, D\), got a tensor of torch.float16",
-        ),
+        (lambda x, y: guided()(x.half(), y), r"float32 or float64 tensor \(N, D\), got a tensor of torch.float16"),
         (lambda x, y: guided()(x.numpy(), y), r"float32 or float64 tensor \(N, D\), got ndarray"),
         (lambda x, y: guided()(x * torch.nan, y), "contains NaN"),
         (lambda x, y: begun(PLAIN)[2](x * torch.nan, y), "contains NaN"),

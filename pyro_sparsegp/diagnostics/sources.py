@@ -22,8 +22,8 @@ from ..guide import AutoSparseGP
 from ..guide.draws import items_of_draws, of_draw
 from ..guide.latents import FieldLatent
 from ..guide.runs import LARGEST_JOINT
-from ..inference.expected import weighted_sum
 from ..inference.quadrature import own_guide
+from ..inference.terms import weighted_sum
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs, Call, Trained, sampled
 from ..program.data import signature_of

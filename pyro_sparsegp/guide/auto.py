@@ -370,7 +370,7 @@ class AutoSparseGP(SiteMessenger):
         kwargs: dict[str, Any],
         given: Optional[tuple[Call, Conditions]] = None,
     ) -> tuple[Any, Any, Any]:
-        """One run of an objective, with GP sites at quadrature nodes or at their priors' means.
+        """One run of an objective, with GP sites at quadrature nodes, or at their posteriors' or priors' means.
 
         :param wrapped: this guide, or this guide inside handlers such as ``poutine.scale``.
         :param given: what :meth:`conditioned` has read before.

@@ -134,7 +134,7 @@ class _Setup(Run):
         return module
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
-        """Not the mean, where a layer above would have all its inducing inputs in one place."""
+        """Values that differ: at equal ones the layer above would have all its inducing inputs in one place."""
         at_prior = getattr(self.guide.family_of(name), "start", "data") == "prior"
         begins = name in self.inner and isinstance(module, SparseGP) and process.x.dim() == 2 and not at_prior
         if begins and module.basis.sizes and (process.mean == process.mean[..., :1]).all():
@@ -215,7 +215,7 @@ def _require_unmasked(run: Run, rerun: Rerun) -> None:
 
 
 def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
+    """Raise if a parameter would not train, warn of sites that the guide does not know, and note what moves inputs."""
     probe, core, facts = probed(guide, args, kwargs), guide.core, guide.facts
     outputs = list(traces.log_densities(probe.trace, probe.posteriors).values())
     for name, q in probe.posteriors.items():  # a kernel's parameter may be in the divergence alone, a mean's in values

@@ -98,9 +98,11 @@ def _require_arguments(model: Callable, families: Mapping[Any, Any], named: Mapp
                 f"Got {', '.join(map(repr, [*group, family]))}"
             )
     words = {f"{what} must be a collection of names, such as ({given!r},)": given for what, given in named.items()}
-    refuse({why: isinstance(v, str) or not isinstance(v, (bool, Collection)) for why, v in words.items()})
+    faults = {why: isinstance(v, str) or not isinstance(v, (bool, Collection)) for why, v in words.items()}
+    kinds = {isinstance(family, ExpectationFamily) for family in families.values()}
+    faults[f"AutoSparseGP's families must all be SparseEP or none, got {[*families.values()]}"] = len(kinds) > 1
     where = "init_loc_fn says where the search begins"
-    refuse({f"start must be 'mode' or None, got {start!r}; {where}": start not in ("mode", None)})
+    refuse({**faults, f"start must be 'mode' or None, got {start!r}; {where}": start not in ("mode", None)})
 
 
 class KnownGuide(AutoNormalMessenger):

@@ -67,7 +67,7 @@ class Run(ABC):
     enumeration: Optional[Enumeration] = field(init=False, default=None)
     drawn: Union[Drawn, Point, None] = field(init=False, default=None)  # latents that are coupled
     parts: dict[str, Any] = field(init=False, default_factory=dict)  # of that draw, whose sites are not yet met
-    kind: Any = field(init=False, default=None)  # of posterior
+    kind: Any = field(init=False, default=None)  # of posterior, :attr:`AutoSparseGP.kind` or that at points
     latent_of_field: ClassVar[Any]  # the answer at a latent of the field, which a first run does not know
 
     @checks.require_known_indices()

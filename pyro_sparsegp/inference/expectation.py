@@ -8,7 +8,6 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
 from ..guide.calls import classify
 from ..guide.runs import Priors, require_data, share_of_rows
@@ -75,12 +74,11 @@ class ExpectationPropagation:
         group: Optional[Any] = None,
     ) -> None:
         own_guide(model, guide, "ExpectationPropagation")
-        takes_sites = all(isinstance(family, ExpectationFamily) for family in guide.by_group.values())
         faults = {
             "ExpectationPropagation's optim must be a Pyro optimiser, pyro.optim.Adam({'lr': 0.01}), got "
             f"{type(optim).__name__}": not isinstance(optim, pyro.optim.PyroOptim),
             "ExpectationPropagation trains GP sites of the family SparseEP; the guide's families are "
-            f"{guide.families!r}. Give AutoSparseGP(model, SparseEP(...)), or take SVI.": not takes_sites,
+            f"{guide.families!r}. Give AutoSparseGP(model, SparseEP(...)), or take SVI.": guide.kind.has_bound,
         }
         refuse(faults)
         require_share(damping, "ExpectationPropagation's damping")

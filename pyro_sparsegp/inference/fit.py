@@ -36,7 +36,7 @@ from .optimisers import PLATEAU, FallingAdam, agree, falling, follow_rates, shar
 from .quadrature import TraceQuadrature_ELBO, own_guide
 
 _STANDS = 0.1  # nats by which the loss still falls from a quarter of the steps to the next
-_LOOK = 100  # steps after which that is asked
+_LOOK = 100  # steps between looks whether it stands
 _STEPS = 2000  # at most, where none are given
 _INTERRUPTED = "interrupted"
 _LONG = 500  # steps, from which they are recorded

@@ -34,7 +34,7 @@ from ..program.explore import ClosedForms
 from ..program.structure import MAX_AXES
 from ..program.traces import RandomState, free_values, is_observation, repeatable
 from ..warned import warn_once
-from .expected import Grid, Inputs, Ran, log_density_minus_kl, require_shown, weighted_sum
+from .terms import Grid, Inputs, Ran, log_density_minus_kl, require_shown, weighted_sum
 
 _LOOKS = {4**k for k in range(1, 16)}  # steps at which it is asked whether predictors are still affine where q is
 

@@ -32,8 +32,8 @@ from ..program.asking import attempt
 from ..program.data import Relation, TrainingData
 from ..program.traces import RandomState, repeatable
 from ..warned import warn_once
-from .expected import Inputs, log_density_minus_kl, posterior_at, weighted_sum
 from .plan import Plan, plan_of
+from .terms import Inputs, log_density_minus_kl, posterior_at, weighted_sum
 from .warm_up import Evaluated, is_whole, largest_loss, warm_up, warm_up_again
 
 _LOOKS = {4**k for k in range(2, 16)}  # steps after which it is asked whether nodes are enough

@@ -125,15 +125,15 @@ def _met(run: Met, shapes: Mapping[str, Sequence[int]]) -> Structure:
 
 
 @torch.no_grad()
-def explore(run: Met, held: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> tuple[Structure, ClosedForms]:
+def explore(run: Met, rerun: Rerun, shapes: Mapping[str, Sequence[int]] = {}) -> tuple[Structure, ClosedForms]:
     """The structure of a program, and which of its densities are in closed form: by one mapped run in which some values
     of GP sites are NaN, and where densities are declared one whose gradient is looked at.
 
-    :param held: the program with values given, all else as in the run.
+    :param rerun: the program with values given, all else as in the run.
     :param shapes: of latents with parameters of their own, in unconstrained space.
     """
     processes, met = run.processes, _met(run, shapes)
-    program = Program(held, {name: (process.mean, process.variance) for name, process in processes.items()}, processes)
+    program = Program(rerun, {name: (process.mean, process.variance) for name, process in processes.items()}, processes)
     names, owners = list(processes), program.owners
     terms, layers = ([key for key in program.first if key[0] == kind] for kind in (TERM, _LAYER))
     above = {name: {key[1] for key in layers if owners[name][key].kind != Depends.NONE} for name in names}
@@ -213,9 +213,9 @@ class Program:
     """
 
     def __init__(
-        self, held: Rerun, moments: Mapping[str, tuple[Tensor, Tensor]], processes: Mapping[str, GaussianProcess] = {}
+        self, rerun: Rerun, moments: Mapping[str, tuple[Tensor, Tensor]], processes: Mapping[str, GaussianProcess] = {}
     ) -> None:
-        self.held, self.base, self.steps, generator = held, Values(), Values(), torch.Generator().manual_seed(0)
+        self.rerun, self.base, self.steps, generator = rerun, Values(), Values(), torch.Generator().manual_seed(0)
         for name, (mean, variance) in moments.items():
             size = variance.clamp(min=0).sqrt() + 0.1 * (mean - mean.mean()).square().mean().sqrt()
             # Off the mean, where a model may be degenerate; each value by another step, up or down.
@@ -231,7 +231,7 @@ class Program:
 
     def show(self, values: Mapping[str, Tensor]) -> dict[Key, Tensor]:
         """Tensors of each density and each layer above, by what they are and the site."""
-        sites, shown = sample_sites(self.held(dict(values))), dict[Key, Tensor]()
+        sites, shown = sample_sites(self.rerun(dict(values))), dict[Key, Tensor]()
         for name, site in sites.items():
             if name in self.base or site["infer"].get("_deterministic"):
                 continue
@@ -308,7 +308,7 @@ class Program:
         leaves, found = {name: value.clone().requires_grad_() for name, value in values.items()}, dict[Key, Tensor]()
         # A program that raises at NaN, or has no gradient, has no slopes: the general path will do.
         with attempt(), torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
-            nodes: Any = self.held(leaves).nodes
+            nodes: Any = self.rerun(leaves).nodes
             for site in sites:
                 part = part_of(nodes[site]) + sum(leaf[..., :0].sum() for leaf in leaves.values())
                 # vᵀJ is linear in v: its derivative by v, along a direction, is J times that.

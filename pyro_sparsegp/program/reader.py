@@ -1,5 +1,5 @@
-"""The one reader of likelihoods: a program's log densities one function value at a time, log p(yₙ | fₙ) for each n,
-their derivatives, all else held, and nodes to take expectations at.
+"""Likelihoods as families on sites read them: E[log p(yₙ | fₙ)] and its derivatives by each function value, all else
+held, and the nodes of expectations.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What a program is, found once at a guide's first call and never written to again.
+"""What a program is, as a guide's first call finds it: a frozen value, which says how GP sites meet in densities.
 
 >>> print(Structure({"f": GPSite((), 1, Depends.ELEMENTWISE)}, densities={"y": Density("Poisson", ("f",))}))
 GP site f: 1 output of 1 column; each density depends on one value.
