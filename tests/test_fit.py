@@ -341,11 +341,10 @@ def test_rates_fall_to_the_end_and_those_of_many_points_are_smaller():
 
 def test_schedules_are_stepped():
     x, y = fit_worker.rows(20)
-    adam = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}}
-    plateau = pyro.optim.ReduceLROnPlateau(adam | {"patience": 0})
+    plateau = pyro.optim.ReduceLROnPlateau(ADAM | {"patience": 0})
     fitted((x, y), optim=plateau)
     assert all(np.isfinite(one.best) for one in plateau.optim_objs.values())
-    guide, optim = AutoSparseGP(fit_worker.classes, SparseEP(4)), pyro.optim.ExponentialLR(adam | {"gamma": 0.5})
+    guide, optim = AutoSparseGP(fit_worker.classes, SparseEP(4)), exponential(0.5)
     method = ExpectationPropagation(fit_worker.classes, guide, optim)
     fit(fit_worker.classes, guide, (x, y), steps=3, method=method, progress=False)
     found = [one.get_last_lr() for one in optim.optim_objs.values()]
@@ -353,24 +352,39 @@ def test_schedules_are_stepped():
     assert found == [[pytest.approx(0.02 / 4)]] * len(found)  # the first step is of sites alone
 
 
+ADAM = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}}
+
+
 def exponential(gamma=0.9):
-    return pyro.optim.ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "gamma": gamma})
+    return pyro.optim.ExponentialLR(ADAM | {"gamma": gamma})
+
+
+CYCLE = {"max_lr": 0.1, "total_steps": 30}
+
+
+def of_the_largest(step):
+    """A rate of torch's OneCycleLR by the largest that it has had."""
+    optim = torch.optim.Adam([torch.zeros(1)], lr=0.02)
+    schedule, rates = torch.optim.lr_scheduler.OneCycleLR(optim, **CYCLE), []
+    for _ in range(step + 1):
+        rates.append(schedule.get_last_lr()[0])
+        schedule.step()
+    return rates[-1] / max(rates)
 
 
 FALLING = {
+    "OneCycleLR": (lambda: pyro.optim.OneCycleLR(ADAM | CYCLE), of_the_largest),
     "ExponentialLR": (exponential, lambda t: 0.9**t),
     "ClippedAdam": (lambda: pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.9}), lambda t: 0.9**t),
     "warm-up": (
-        lambda: pyro.optim.LinearLR(
-            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "start_factor": 0.1, "total_iters": 20}
-        ),
+        lambda: pyro.optim.LinearLR(ADAM | {"start_factor": 0.1, "total_iters": 20}),
         lambda t: min(1.0, 0.1 + 0.045 * t) if t else 1.0,  # a schedule is made in the first step
     ),
     "constant": (lambda: pyro.optim.Adam({"lr": 0.02}), lambda t: 1.0),
 }
 
 
-@pytest.mark.quick("ExponentialLR | constant-fit")
+@pytest.mark.quick("ExponentialLR | constant-fit | OneCycleLR-fit")
 @pytest.mark.parametrize("how", ["fit", "loop"])
 @pytest.mark.parametrize("kind", FALLING)
 def test_natural_steps_follow_a_schedule(kind, how):
@@ -395,6 +409,11 @@ def test_natural_steps_follow_a_schedule(kind, how):
             follow_rates(guide, optim)
             note(None)
     refused("optim is Parameter", follow_rates, guide, guide.gps.f.coefficients.loc)
+    torchs = torch.optim.Adam(guide.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.LambdaLR(torchs, lambda t: 0.5**t)
+    schedule.step()
+    follow_rates(guide, schedule)
+    assert guide.gps.f.coefficients.share == 0.5
     # 0.1 of themselves: the first call has met all rows
     np.testing.assert_allclose(rates, [0.1 * wanted(t) for t in range(30)], rtol=1e-6)
 

@@ -377,7 +377,8 @@ class _Loop:
                 "data, take a smaller learning rate, or work in float64."
             )
         if isinstance(self.optim, PyroLRScheduler):
-            plateau = self.optim.pt_scheduler_constructor is torch.optim.lr_scheduler.ReduceLROnPlateau
+            schedules = self.optim.optim_objs.values()
+            plateau = any(isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau) for one in schedules)
             self.optim.step(*([value] if plateau else []))
         return value
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import pyro
 import torch
@@ -13,6 +13,8 @@ from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
@@ -120,8 +122,8 @@ def update_of(optim: Optional[PyroOptim], params: Sequence[Tensor], like: Tensor
     return Update(like, params, known) if all(moved) else Update(like)
 
 
-def follow_rates(guide: AutoSparseGP, optim: PyroOptim) -> None:
-    """Scale natural steps by the ratio of an optimiser's rate to its first one, 1 at most.
+def follow_rates(guide: AutoSparseGP, optim: Union[PyroOptim, Optimizer, LRScheduler]) -> None:
+    """Scale natural steps by the ratio of an optimiser's rate to the largest that it has had.
 
     A schedule changes the rates of the optimiser's own parameters, and not the rates of natural steps.
     :func:`fit` calls this before each step; call it after each step of your own loop:
@@ -129,16 +131,20 @@ def follow_rates(guide: AutoSparseGP, optim: PyroOptim) -> None:
     >>> svi.step(x, y), scheduler.step(), follow_rates(guide, scheduler)  # doctest: +SKIP
 
     :param guide: the guide, after its first call.
-    :param optim: an optimiser with rates that change, such as a ``PyroLRScheduler`` or ``ClippedAdam`` with ``lrd``.
+    :param optim: an optimiser with rates that change, such as a ``PyroLRScheduler`` or ``ClippedAdam`` with ``lrd``; or
+        one of ``torch.optim``, or a scheduler of it, in a loop of ``loss_and_grads``.
     """
-    if not isinstance(optim, PyroOptim):
-        raise ValueError(f"follow_rates reads a Pyro optimiser's rates: optim is {type(optim).__name__}")
-    optimisers: list[Any] = [getattr(one, "optimizer", one) for one in optim.optim_objs.values()]
-    # a schedule that begins below its rate notes this one in the group
-    pairs = [(group, group.get("initial_lr", one.defaults["lr"])) for one in optimisers for group in one.param_groups]
-    found = [float(group["lr"] / first) for group, first in pairs if first > 0]
+    each: Any = optim.optim_objs.values() if isinstance(optim, PyroOptim) else [optim]
+    optimisers = [getattr(one, "optimizer", one) for one in each]
+    if not all(isinstance(one, Optimizer) for one in optimisers):
+        raise ValueError(f"follow_rates reads rates of an optimiser or a scheduler: optim is {type(optim).__name__}")
+    groups = [(group, one.defaults) for one in optimisers for group in one.param_groups]
+    for group, defaults in groups:  # a schedule that begins below its rate notes this one in the group
+        before = group.get("largest_lr", group.get("initial_lr", defaults["lr"]))
+        group["largest_lr"] = max(float(before), float(group["lr"]))
+    found = [float(group["lr"]) / group["largest_lr"] for group, _ in groups if group["largest_lr"] > 0]
     if found:  # an optimiser that has taken no step knows no parameter
-        share_rates(guide, min(1.0, max(found)))
+        share_rates(guide, max(found))
 
 
 def share_rates(guide: AutoSparseGP, share: float) -> None:
