@@ -38,7 +38,7 @@ class Coupling:
     field: Mapping[str, list[int]] = _field(default_factory=dict)  # members, in order: sizes of blocks of coefficients
     # Of each likelihood of the field, by parameter, the link under which it is affine in it.
     links: Mapping[str, Mapping[str, str]] = _field(default_factory=dict)
-    drawn: tuple[str, ...] = ()  # likelihoods that are affine in it under no link
+    drawn: tuple[str, ...] = ()  # likelihoods that are affine in it under no link: they go by points of the field
     # Of members whose values the program multiplies by exp(bᵀθ): by hyperparameters the slopes b.
     factors: Mapping[str, Mapping[str, list[float]]] = _field(default_factory=dict)
     # Hyperparameters that the field follows, beside its kernels, such as an intercept; of these those that it follows

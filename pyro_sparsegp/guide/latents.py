@@ -219,7 +219,7 @@ class FieldLatent(OfPrior):
 
     @property
     def mean(self) -> Tensor:
-        """loc + Lm."""
+        """loc + Lm, which is the median, too."""
         return standardised(self.prior, torch.cat(self.view.loc, -1))
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:

@@ -42,7 +42,7 @@ class Search:
     hyperparameters, ``hyper``.
 
     :param first: a run that met all sites, with the arguments ``whole``.
-    :param fixed: latents that stay where they are in that run, unless they are normal.
+    :param fixed: latents that are no hyperparameters: they stay as in that run, unless they are normal.
     :param tell: called at each run.
     :param handler: what makes members of x.
     :param as_they_are: whether densities are taken without their linear predictors.
