@@ -800,6 +800,18 @@ def test_non_centred_latents_have_the_posterior_of_centred_ones(name):
     assert found[1][0].joint.factors[name[0]]["t"] == pytest.approx([1.0])
 
 
+def test_a_family_that_does_not_follow_a_factor_says_so():
+    def model(outside, x, y):
+        s = pyro.sample("s", dist.LogNormal(0.0, 0.5))
+        f = pyro.sample("f", GaussianProcess((1.0 if outside else s) ** 2 * kernels.RBF(0.4), x))
+        observed(dist.Normal(s * f if outside else f, NOISE), y)
+
+    x, _, y = _data()
+    AutoSparseGP(model, families.OrthogonalInducing(8, 6))(False, x, y)
+    with pytest.warns(UserWarning, match="which its family does not follow"):
+        AutoSparseGP(model, families.OrthogonalInducing(8, 6))(True, x, y)
+
+
 class _Quantile(dist.TorchDistribution):
     """An asymmetric Laplace density that a user wrote: of slopes 0.3/s on its left and 2.7/s on its right."""
 

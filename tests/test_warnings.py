@@ -14,6 +14,7 @@ WARNINGS = {
     "All further steps are plain ones": "All further steps are plain ones.",
     "inductor's code gives other numbers": "Steps are replayed without it.",
     "changes by": "or take more nodes, TraceQuadrature_ELBO(num_nodes=200).",
+    "by a hyperparameter, which its family does not follow": "or take SVGP(64).",
     "did not settle": "take a family with a free posterior, such as SVGP.",
     "did not converge": "Absorb fewer rows at a time.",
     "dropped sites of negative precision": "lower damping (0.1) and power (0.5) help.",

@@ -192,6 +192,13 @@ class _Mode:
                 )
             self._start_field(field, intercepts)
         else:
+            if {*guide.joint.factors} & {*self.own}:  # such a q(w) follows kernels alone
+                warnings.warn(
+                    f"the program multiplies values of GP site {self.own[0]!r} by a hyperparameter, which its family "
+                    "does not follow: intervals of both are too narrow. Write it into the kernel, s**2 * kernel, or "
+                    "take SVGP(64).",
+                    stacklevel=7,
+                )
             self._start_apart()
         self._set_others([*joint, *guide.joint.field])
         if joint:
