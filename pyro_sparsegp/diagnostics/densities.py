@@ -130,8 +130,7 @@ class DensityReader:
             # All of a sum, of which any may have the wide residual: test_a_sum_is_one_normal.
             plan.quadratic = means_of if program.is_affine(name, means_of) else means_of[:1]
             single = [gp for gp in touching if plan.aligned[gp] and not plan.quadratic]
-            # The one against whose residual the density is the narrowest: others are at fixed nodes
-            # (test_a_narrow_likelihood_beside_another_process).
+            # The one against whose residual the density is the narrowest: others are at fixed nodes.
             changes = {gp: program.moved[gp][TERM, name][1] - program.moved[gp][TERM, name][0] for gp in single}
             plan.inner = max(single, key=lambda gp: float(changes[gp].abs().nan_to_num().sum()), default=None)
             plan.others = [gp for gp in touching if gp not in (*plan.quadratic, plan.inner)]

@@ -129,8 +129,7 @@ class Table:
                 self.counts |= {(group, name) for group in _OF_DATA}
             seen = unmasked_rows(site["fn"], site["value"], site["mask"])
             if seen is not None and not seen.all():
-                # The first such site has the plate's name: another's mask may leave other rows
-                # (test_sites_of_one_plate_keep_rows_of_their_own).
+                # The first such site has the plate's name: another's mask may leave other rows.
                 key, first = ("log_likelihood", name), seen.dim() == 1 and not self.left
                 self.names[key] = self.names[name][:1] if first else [f"{name}_dim_0"]
                 self.left[key] = seen.flatten().nonzero()[:, 0].cpu().numpy()

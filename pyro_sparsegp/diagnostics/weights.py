@@ -76,8 +76,7 @@ def psis(tree: xarray.DataTree) -> PSIS:
     refuse(faults)
     target, bad = stats.attrs.get("target", "vfe"), ~np.isfinite(stats["lp"].values)
     ratio = stats["lp"] - stats["log_q"]  # of θ and w, both in float64
-    # Of a likelihood with bounded support E[log p] is −∞, its integrated density is not
-    # (test_an_expected_density_that_is_infinite_is_told_of).
+    # Of a likelihood with bounded support E[log p] is −∞, its integrated density is not.
     remedy = "E[log p(y | f)] is then infinite: train by expectation propagation. " if target == "vfe" else ""
     faults = {
         f"lp, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "

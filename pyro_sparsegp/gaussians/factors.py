@@ -139,8 +139,7 @@ class DenseFactor(Factor):
     def __init__(self, loc: Tensor, root: Tensor, upper: bool = False) -> None:
         super().__init__(loc)
         self.root, self.upper = root, upper
-        # Known from the start: rows whose features are made again on the way back take the same way,
-        # test_deep_basis.py::test_blocks_change_nothing.
+        # Known from the start: rows whose features are made again on the way back take the same way.
         self.is_recording = is_recording()
 
     @staticmethod

@@ -68,16 +68,14 @@ def update(
     centre, variance = away.detach(), variance.clamp(min=torch.finfo(variance.dtype).tiny)
     # A datum without pull or curvature is masked, and dropped at once: test_a_mask_that_changes_drops_what_was_seen.
     gone = (gradient == 0) & (curvature == 0)
-    # Where ℓ is not concave a full step jumps to and fro, and with rates of their own small ones may lower the bound:
-    # test_cut_sites_reach_their_fixed_point, test_small_steps_raise_the_bound_where_some_curvature_is_cut.
+    # Where ℓ is not concave a full step jumps to and fro, and with rates of their own small ones may lower the bound.
     careful = rate.clamp(max=_CAREFUL) if isinstance(rate, Tensor) else min(rate, _CAREFUL)
     step = rate + (careful - rate) * (curvature == 0).to(curvature)
     # λ ← (1 − ρ)λ + ρh
     precision = torch.where(gone, 0.0, (1 - step) * sites.precision + step * curvature)
     # λ(z − m), the sites' own pull at the mean
     pull = sites.linear - sites.precision * centre
-    # Counts far from the prior would throw means to where expectations overflow (tilted moments do not):
-    # test_counts_far_from_the_prior_do_not_overflow.
+    # Counts far from the prior would throw means to where expectations overflow (tilted moments do not).
     size = torch.maximum(precision, precision.mean(-1, keepdim=True)) + 0.01 / variance
     limit = farthest * variance.sqrt() * size.detach()
     change = (step * (gradient - pull)).nan_to_num(0.0).clamp(-limit, limit)

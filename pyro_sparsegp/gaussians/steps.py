@@ -274,8 +274,7 @@ class Natural(Coefficients):
 
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """ρ of a step by these passes."""
-        # One draw shows a curvature with all its noise, which has to be averaged out:
-        # test_single_draws_of_an_inner_layer_do_not_throw_it_away
+        # One draw shows a curvature with all its noise, which has to be averaged out.
         of_draws = max(0.02, 1 / (10 + self.steps / 8))
         # A posterior's points show more: test_undamped_updates_of_classes_do_not_explode
         of_points = max(0.25, 1 / (1 + self.steps))
@@ -383,8 +382,7 @@ def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor
         moved = (phi @ shift[..., None])[..., 0].abs_()
         by = torch.linalg.vector_norm(getattr(phi, "compact", phi), dim=-1).clamp_(min=torch.finfo(shift.dtype).tiny)
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
-    # Along them, such as a mean and its log-noise, a slope meets the prior's precision alone:
-    # test_a_mean_and_its_noise_do_not_diverge.
+    # Along them, such as a mean and its log-noise, a slope meets the prior's precision alone.
     if cut is not None and taken.groups:
         most = torch.where(cut[..., None], _CLOSER * most, most)
     return shift * (_FARTHEST / largest(most.clamp(min=_FARTHEST)))

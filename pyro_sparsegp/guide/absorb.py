@@ -121,7 +121,6 @@ def settle(guide: KnownGuide) -> None:
 
 def _require_sums(guide: KnownGuide) -> None:
     """Raise where what the guide learned is no sum over rows."""
-    # test_what_is_no_sum_over_rows_is_refused, test_expectation_propagation_and_a_joint_q_are_refused
     facts, field = guide.facts, guide.joint.field
     beside = [name for name in facts.latents if name in [*field, *facts.local_latents]]
     why = [f"latent site {name!r} has a value for each row, or one posterior with f" for name in beside]

@@ -344,8 +344,7 @@ def share_of_rows(run: Run) -> float:
     scales = [sites[name]["scale"] for name in facts.gps if name in sites]  # of all that is scored, if that is scaled
     for name, site in [(name, site) for name, site in run.data.items() if shares[name] == 1]:
         num, before, told = site["value"].numel(), guide.core.sizes[name], ("rows", name)
-        # A handler's number may scale a batch up to the first call's rows: others are weights
-        # (test_data.py::test_a_weight_of_the_data_is_no_size).
+        # A handler's number may scale a batch up to the first call's rows: others are weights.
         fewer = num < before and not _equal(site["scale"] * num, before)
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up. Expectation
         # propagation refuses others itself (test_data.py::test_batches_without_a_size_are_told_of).

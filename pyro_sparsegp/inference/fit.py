@@ -354,8 +354,7 @@ class _Loop:
             loss.compares = len(self.losses) + 1 == self.total
         if isinstance(self.optim, FallingAdam):
             self.optim.at(len(self.losses), self.total)
-            # At a rate ρ, q's mean is √(N/B · ρ/2) of its deviations beside the optimum
-            # (test_mini_batches_leave_the_mean_where_all_rows_have_it).
+            # At a rate ρ, q's mean is √(N/B · ρ/2) of its deviations beside the optimum.
             if not self.batches.whole:
                 share_rates(self.guide, falling(len(self.losses), self.total))
         else:

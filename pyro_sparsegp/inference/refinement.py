@@ -185,8 +185,7 @@ class SiteRun:
         linear = (slope + cavity.mean * beta) / left / power
         usable = cavity.valid & precision.isfinite() & linear.isfinite()
         old = Sites(self.phi.detach(), self.sites.precision, self.sites.linear)
-        # A site with whose neighbours there is no cavity goes, if it is negative; else it stays:
-        # test_cavities_without_variance_are_skipped.
+        # A site with whose neighbours there is no cavity goes, if it is negative; else it stays.
         precision = torch.where(usable, precision, old.precision.clamp(min=0))
         linear = torch.where(usable, linear, torch.where(old.precision < 0, 0.0, old.linear))
         # Eq. 25, but for sites of a Gaussian likelihood, which are exact whatever the cavity: test_two_sweeps.

@@ -79,8 +79,7 @@ def warm_up_again(guide: AutoSparseGP, evaluate: Callable[[], Evaluated], found:
     than the ``most`` that a step may.
     """
     # Optimisers move inducing inputs and kernels under a q that was right for those of before. Under little noise that
-    # loses orders, and the gradients there would train the kernel to make up for q:
-    # test_what_moves_under_a_precise_posterior
+    # loses orders, and the gradients there would train the kernel to make up for q.
     modules = {module: module.steps for module in steppers(guide) if isinstance(module, NaturalGaussian)}
     if not modules:
         return found

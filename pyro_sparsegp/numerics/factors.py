@@ -134,8 +134,7 @@ class Factor(Function):
         matrix, shift = (part[None] if dim is None else part.movedim(dim, 0) for part, dim in pairs)
         matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
         found = Factor.apply(matrix, shift, inputs[2])
-        # A draw that needs more jitter gets it, as alone: to draw its block anew would leave out such draws, in
-        # test_a_failed_factor_under_vmap_is_finite.
+        # A draw that needs more jitter gets it, as alone: to draw its block anew would leave out such draws.
         for _ in range(ESCALATIONS if MAPPED.get() else 0):
             if not (failed := found[2] != 0).any():
                 break

@@ -82,8 +82,7 @@ def residual_cholesky(
     mean of k's diagonal, unless a scale is given; by default it covers what the difference loses of k.
     """
     if jitter is None:
-        # Rounding adds up along rows of the factor and columns of Φ:
-        # test_float32.py::test_draws_at_many_inputs_need_no_warning
+        # Rounding adds up along rows of the factor and columns of Φ.
         terms = max(prior.shape[-1], sum(phi.shape[-1] for phi in features))
         jitter = max(default_jitter(prior.dtype), terms * torch.finfo(prior.dtype).eps)
     options = {"scale": prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)} | options

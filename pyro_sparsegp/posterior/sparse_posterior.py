@@ -196,8 +196,7 @@ class SparsePosterior(TorchDistribution):
         prior, what = self.process.kernel(self.process.x), f"the residual covariance of site {self.name!r}"
         made_of = partial(hyperparameters, self.process.kernel)
         root = residual_cholesky(prior, self.features, self.process.jitter, what, made_of=made_of)
-        # Jitter may be far more than what is left of a value, as under Exact in float32: each value keeps its variance
-        # (test_joint_draws_are_as_wide_as_their_marginals).
+        # Jitter may be far more than what is left of a value, as under Exact in float32: each value keeps its variance.
         left = prior.diagonal(dim1=-2, dim2=-1) - sum(phi.square().sum(-1) for phi in self.features)
         return root * (left.clamp(min=torch.finfo(root.dtype).tiny) / row_squares(root)).sqrt()[..., None]
 

@@ -279,8 +279,7 @@ class Values(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
             given: list[Any] = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
-            # A function of the values alone is the same for each element, too, as torch.where(z == 1, ...):
-            # test_rows_that_share_a_class.
+            # A function of the values alone is the same for each element, too, as torch.where(z == 1, ...).
             is_alone = len(set(map(id, given))) == 1 and isinstance(given[0], Values)
             if is_alone and type(found) is Tensor and found.shape == given[0].shape:
                 return _noting(found, given[0].picked)
