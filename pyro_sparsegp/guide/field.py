@@ -74,8 +74,8 @@ class Layout:
         self.dense = self.num - self.numbers.get(eliminated, 0)
 
     def directions(self, like: Tensor) -> Tensor:
-        """Directions of x by which J is found, ``(K, extended)``: each common entry; of an eliminated latent two, with
-        1 and k as k-th entries: the ratio of both slopes says which value a datum has.
+        """Directions of x, ``(K, extended)``, along which J is found: each common entry; of an eliminated latent two,
+        with 1 and k as k-th entries: the ratio of both slopes says which value a datum has.
         """
         # A datum has one value of it, so that a direction of all its entries serves for each.
         num = self.num - self.dense

@@ -324,8 +324,8 @@ class _Mode:
         moves = f"inputs of {', '.join(facts.gps)} move, or plates take a part of the rows. Take SVGP(64)."
         meet = len(field) > len(modules) or facts.meeting or self.guide.together_by_name or facts.has_outputs_that_meet
         # an intercept of another prior, which f follows by itself on sites
-        moved = intercepts or self.guide.joint.factors or self.weights.any()
-        moved = moved or (self.nested.drawn and self.guide.joint.hyper)
+        drawn = self.nested.drawn and self.guide.joint.hyper
+        moved = intercepts or self.guide.joint.factors or self.weights.any() or drawn
         follows = moved and all(type(module) is SparseGP for module in modules) and not self.own
         # Values at all rows are a basis if all are here, and stay where they are.
         parts = [search.is_part, *(as_process(self.handler.priors[name])[0].x.requires_grad for name in facts.gps)]  # type: ignore[union-attr]

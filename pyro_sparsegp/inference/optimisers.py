@@ -134,7 +134,7 @@ def follow_rates(guide: AutoSparseGP, optim: Union[PyroOptim, Optimizer, LRSched
     :param optim: an optimiser with rates that change, such as a ``PyroLRScheduler`` or ``ClippedAdam`` with ``lrd``; or
         one of ``torch.optim``, or a scheduler of it, in a loop of ``loss_and_grads``.
     """
-    each: Any = optim.optim_objs.values() if isinstance(optim, PyroOptim) else [optim]
+    each: Any = getattr(optim, "optim_objs", {"": optim}).values()  # of Pyro's one for each parameter
     optimisers = [getattr(one, "optimizer", one) for one in each]
     if not all(isinstance(one, Optimizer) for one in optimisers):
         raise ValueError(f"follow_rates reads rates of an optimiser or a scheduler: optim is {type(optim).__name__}")
