@@ -14,6 +14,7 @@ from ..approximations.on_sites import ExpectationGP, OptimalGP
 from ..bases import Basis, InducingVariables
 from ..bases.additive import rebuilt
 from ..gaussians import Coefficients, NaturalGaussian, Rate
+from ..gaussians.factors import DenseFactor, IdentityFactor
 from ..numerics.arguments import Documented, refuse, require_choice, require_count, require_share
 from ..numerics.functions import if_known
 from ..process import GaussianProcess
@@ -125,6 +126,8 @@ class FreeFormFamily(BasisFamily):
             f"{kind}'s natural must be True, False or None, got {self.natural!r}": self.natural
             not in (None, True, False),
             f"{kind}'s rate is that of natural steps, which it does not take; leave rate out": is_idle,
+            f"{kind}'s natural steps are of posteriors whose blocks each have a full covariance or the prior's, which "
+            "its coefficients have not: leave natural out": self.natural is True and not self.can_step,
         }
         refuse(faults)
         if not callable(self.rate):
@@ -133,8 +136,9 @@ class FreeFormFamily(BasisFamily):
 
     @property
     def can_step(self) -> bool:
-        """Whether it can learn q(w) by natural steps."""
-        return NaturalGaussian.takes(self.new_coefficients())
+        """Whether it can learn q(w) by natural steps: of factors with a full covariance or the prior's."""
+        layout = getattr(self.new_coefficients(), "layout", None)
+        return layout is not None and all(factor in (DenseFactor, IdentityFactor) for factor, _ in layout(1))
 
     @property
     def is_natural(self) -> bool:

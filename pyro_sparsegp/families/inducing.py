@@ -156,7 +156,6 @@ class OrthogonallyDecoupled(OrthogonalInducing):
     num_columns: Optional[int] = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         num, sets = self.num_columns, len(self.sets()) - 1
         if_known(require_count, num, "OrthogonallyDecoupled's num_columns")
         if num is not None and (self.natural or sets != 1):
@@ -164,6 +163,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
                 f"OrthogonallyDecoupled with num_columns takes one set, got {sets}: join them; and no natural steps, "
                 f"got natural={self.natural}: gradients train its mean, so leave natural or num_columns out."
             )
+        super().__post_init__()
 
     @property
     def can_step(self) -> bool:

@@ -83,11 +83,6 @@ class NaturalGaussian(Natural):
         rate: Optional[Rate] = None,
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
-        if not self.takes(kind):
-            raise ValueError(
-                "natural steps are of posteriors whose blocks each have a full covariance or the prior's; got "
-                f"{getattr(kind, '__name__', kind)!r}: give the family natural=False"
-            )
         self.layout = [(factor, tuple(group)) for factor, group in kind.layout(len(self.sizes))]
         self.slices = slices(self.sizes, [group for _, group in self.layout])  # the coefficients of each factor
         num = sum(self.sizes)
@@ -97,12 +92,6 @@ class NaturalGaussian(Natural):
         self.register_buffer("anchor", like.new_zeros(0, 0))  # L + ηsI that the sums belong to
         self.register_buffer("inputs", like.new_zeros(0))  # and Z, flat, where it is learned
         self.register_buffer("level", like.new_zeros(0))  # μ that the sums belong to, (..., M), where it moves
-
-    @staticmethod
-    def takes(kind: object) -> bool:
-        """Whether the posteriors of that kind are products of factors with a full covariance or the prior's."""
-        layout = getattr(kind, "layout", None)
-        return layout is not None and all(factor in (DenseFactor, IdentityFactor) for factor, _ in layout(1))
 
     def start(self, anchor: object, features: Sequence[Tensor]) -> None:
         phi, own = side_by_side(features), self._anchored(anchor)
