@@ -532,11 +532,6 @@ class Configuration(SimpleNamespace):
         return ("f", "g") if self.likelihood in TWO else ("f",)
 
     @property
-    def one_input(self):
-        """Whether all rows have one input, or few."""
-        return self.constant_column and self.columns - self.codes == 1
-
-    @property
     def is_plain(self):
         """Whether scales are ordinary, so that tolerances can be tight."""
         return all(scale == 1 for scale in self.scales.values())

@@ -822,9 +822,6 @@ class _Quantile(dist.TorchDistribution):
         self.f, self.s = torch.broadcast_tensors(f, torch.as_tensor(s))
         super().__init__(self.f.shape, validate_args=validate_args)
 
-    def expand(self, shape, _instance=None):
-        return _Quantile(self.f.expand(shape), self.s.expand(shape), validate_args=False)
-
     def log_prob(self, value):
         return dist.AsymmetricLaplace(self.f, self.s, 3.0 * torch.ones_like(self.s)).log_prob(value)
 

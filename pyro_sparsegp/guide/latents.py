@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Union
 
 import torch
 from pyro.distributions import TorchDistribution
-from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
@@ -130,10 +129,6 @@ class _Part(OfPrior):
         z = self.drawn.value[self.rows].reshape(self.sizes)
         self.draw = z, self.transform(z)
         return self.draw[1]  # type: ignore[no-any-return]
-
-    def expand(self, batch_shape: torch.Size, _instance: object = None) -> Any:
-        """As any distribution; GP sites refuse plates over samples: test_guide.py, test_vectorised_samples."""
-        return ExpandedDistribution(self, batch_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         # log q(v) = log q(z) − log |dv/dz|; of its own draw ε is known

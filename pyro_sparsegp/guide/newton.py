@@ -30,9 +30,9 @@ def root_of(found: Predictors, here: Local) -> tuple[Arrow, bool]:
 
 
 def grads(value: Tensor, by: Mapping[Any, Tensor]) -> Slopes:
-    """The gradients of a number, with their graph."""
-    # without predictors, of sites that have none, there is nothing to ask for
-    return dict(zip(by, torch.autograd.grad(value, [*by.values()], create_graph=True))) if by else {}
+    """The gradients of a number by predictors, if there are any, with their graph; 0 by those it does not have."""
+    options: Any = {"create_graph": True, "materialize_grads": True}
+    return dict(zip(by, torch.autograd.grad(value, [*by.values()], **options))) if by else {}
 
 
 def by_derivatives(found: Predictors, eta: Mapping[Place, Tensor]) -> tuple[Tensor, Slopes, Slopes]:

@@ -74,7 +74,9 @@ def find_links(run: Callable[..., poutine.Trace], layout: Layout, like: Tensor) 
         its.sure[name] = its.sure[name] & _are_sure(start, name, of_site)  # slopes are of here
         its.sites, its.again = start, lambda given: run(base, given).nodes
         its.eta = {place: eta.to(x) for place, eta in predictors_of(start, its.links).items()}
-        tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
+        tells = [False] * len(ends)
+        with attempt():  # a distribution may refuse parameters that these links give
+            tells = [its.tells(name, sites, its.moved(place - base)) for place, sites in zip(places, ends)]
         off = [member for member, is_told in zip(members, tells) if not is_told]
         # all of them, if only the last move, of all at once, is not told
         return list(dict.fromkeys(off if tells[-1] else off or members)), of_site
@@ -162,9 +164,19 @@ def _options(fn: Any, moving: list[str], value: Tensor, x: Tensor) -> list[dict[
     numbers = sum(shape[len(shape) - dim :].numel() for shape, dim in shapes)
     is_single, is_made_of = are_rows and 0 < numbers <= _MOST and not depends(value, x), False
     with attempt(), asks_program():
-        is_made_of = is_single and torch.allclose(traces.rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
+        is_made_of = is_single and torch.allclose(rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
     links = product(*(traces.candidates(fn, key) for key in moving))
     return [dict(zip(moving, each)) for each in links] if is_made_of else []
+
+
+def rebuilt(fn: Any, changed: Mapping[str, Tensor]) -> Any:
+    """The distribution with other values of some parameters."""
+    kind: Any = type(fn)
+    # beside tensors, such as a Multinomial's total_count
+    given = {**vars(fn), "validate_args": False}
+    names = [name for name in traces.arguments_of(kind) if isinstance(given.get(name), (int, float, str))]
+    with asks_program():  # a subclass may be made of other arguments
+        return kind(**{name: given[name] for name in names}, **{**traces.parameters(fn), **changed})
 
 
 def design(num: int, like: Tensor) -> Tensor:
@@ -230,7 +242,7 @@ class Likelihoods:
             value = LINKS[link][1](torch.stack(each, -1))
             event = value.shape[-1:] * traces.event_dim_of(fn, key)
             changed[key] = value.reshape(value.shape[:-2] + fn.batch_shape + event)
-        return traces.rebuilt(fn, changed)
+        return rebuilt(fn, changed)
 
     def log_prob(self, name: str, eta: Mapping[Place, Tensor]) -> Tensor:
         """A site's log densities of single data at predictors ``(..., N)``."""

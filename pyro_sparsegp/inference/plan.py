@@ -158,7 +158,7 @@ def _gram(found: Predictors, expected: Tensor, covariance: Mapping[Pair, Tensor]
     total = found.x.new_zeros(len(of), found.layout.num)
     for place, rows in found.rows.items():
         # E ∇²ℓ = 2 ∂E[ℓ]/∂C
-        (slope,) = torch.autograd.grad(expected, covariance[place, place], retain_graph=True)
+        (slope,) = torch.autograd.grad(expected, covariance[place, place], retain_graph=True, materialize_grads=True)
         total = total + rows.detach()[:, of].mT @ ((-2 * slope).clamp(min=0)[:, None] * rows.detach())
     return total
 
