@@ -461,7 +461,7 @@ def test_a_check_names_the_latents_that_have_not_converged():
     assert guide.check(x, 50 + y) == []
     guide.together.loc.data += 1.5 * guide.together.root[0, 0]
     guide.together.root *= 0.6
-    told = r"'s': the mean is [12].* off, and the interval is 1\.[4-9] times too narrow, .*Train longer.* If this line"
+    told = r"'s': the mean is [12].* off, and the interval is 1\.[4-9] times too narrow, .*Train longer"
     assert re.match(told, guide.check()[0])
     apart, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 40, independent=True)
     lines = apart.check(x, 50 + y)
@@ -1029,18 +1029,6 @@ def test_a_mask_beside_an_enumerated_latent():
         joint = torch.tensor([Trace_ELBO().loss(model, guide, x, one, two) for _ in range(100)])
     assert guide.joint.field
     assert abs(loss - joint.mean()) < 5 * joint.std() / 10
-
-
-def test_check_tells_of_few_inducing_points_where_there_are_no_latents():
-    x = torch.linspace(0, 1, 30)[:, None]
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernels.Matern12(0.1), x))
-        return observed(dist.Normal(f, 0.1), y)
-
-    guide = AutoSparseGP(model, families.SVGP(4))
-    guide(x, torch.sin(6 * x[:, 0]))
-    assert any("4 inducing points are too few" in line for line in guide.check())
 
 
 BENT = {

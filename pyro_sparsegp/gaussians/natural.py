@@ -390,5 +390,5 @@ class NaturalGaussian(Natural):
 
 
 def is_full(coefficients: Any) -> bool:
-    """Whether q(w) has one full covariance, by natural steps."""
-    return type(coefficients) is NaturalGaussian and [kind for kind, _ in coefficients.layout] == [DenseFactor]
+    """Whether q(w) has one full covariance."""
+    return [isinstance(factor, DenseFactor) for factor in getattr(coefficients(), "factors", ())] == [True]

@@ -7,25 +7,29 @@ normal,
     E_q[Rᵀ∇F] = 0  and  −E_q[Rᵀ∇F εᵀ] = I.
 
 A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and its slopes, so a Newton step from them, as far
-as it raises the bound, says how far q's mean and width are from the best.
+as it raises F, says how far q's mean and width are from the best, and that training is not over if it raises the bound.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, Optional
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
 
+from ..approximations.free import SparseGP
+from ..approximations.on_sites import ExactGP, ExactWeightSpaceGP, ExpectationGP, OptimalGP
+from ..gaussians.natural import is_full
+from ..gaussians.steps import Natural
 from ..numerics.functions import jacobian
 from ..program.asking import Unsupported, attempt
 from ..program.data import map_tensors
 from ..program.draws import Draw, all_draws, late_bar
-from ..program.traces import bare, is_observation, repeatable, whole_plates
+from ..program.handlers import Held
+from ..program.traces import bare, repeatable, whole_plates
 from .adaptive import WIDER, drawn, weighted
 from .bounds import of_bound
 from .draws import items_of_draws, of_draw
@@ -49,21 +53,19 @@ _LEAST = 8.0  # draws that weights must be worth
 _ROWS = 200  # of f that are compared
 _FEATURES = 128  # a value, in a run
 _APART = 3.0  # standard deviations between two modes
-_FEW = 50  # of a latent's values whose covariance is asked for
 _EXACT = 150  # rows at which GP sites' values have no basis
 _ROUNDED = 0.3  # of an entry of P⁻¹ that rounding may move
 _LONGER = "Train longer, at a learning rate that falls: fit(..., steps=2000) does not stop where the bound stands."
-_ELSE = "call guide.integrate, or compare with NUTS."
-_FULL = "SVGP", "SGPR", "Exact", "OrthogonalInducing", "CoupledCovariance"  # families of a full Gaussian
+_FULL = OptimalGP, ExactGP, ExactWeightSpaceGP, ExpectationGP  # of the best Gaussian given sites
 
 
 class Compared:
     """q beside the approximation, by weighted draws, and searches from several starts."""
 
-    of_bound: Any = staticmethod(of_bound)
     num_draws = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
     num_starts = 1  # of one search for another mode
     higher = 0.1  # nats between two modes, beyond which a higher one is told
+    is_late = False  # whether training would still move hyperparameters
     beyond = 0.77  # of the variance about a mode that another adds, 1.33² − 1, beyond which a lower one is told
 
     def __init__(self, guide: Any, search: Search, exact: Optional[Callable[[], Optional[Nested]]] = None) -> None:
@@ -128,8 +130,9 @@ class Compared:
         if len(self.found) <= self.hyper.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         self.small = self.of_inducing_points()
-        self.late = self.of_newton() if self.guide.core.points is None else {}  # a step does not move points
-        return [*self.late.values(), *self.of_values(), *self.of_a_second_start(), *self.small.values()]
+        self.moved = self.of_newton() if self.guide.core.points is None else {}  # a step does not move points
+        moved = [self._line(name, words) for name, words in self.moved.items()]
+        return [*moved, *self.of_values(), *self.of_a_second_start(), *self.small.values()]
 
     def moments(self, at: Optimum) -> Moments:
         """Means and variances of what is normal a priori at a θ."""
@@ -160,8 +163,12 @@ class Compared:
         def one(item: Draw) -> Draw:
             with of_draw(item):
                 run = guide.run_at(*self.call, draws_data=False, joint_up_to=0, marginal=True)
-            own = {name: run.values[name].reshape(-1)[:_ROWS] for name in others}
-            return {n: (value, 0 * value) for n, value in own.items()} | self._given(run) | self.of_gps(run)
+            values = {n: run.values[n].reshape(-1)[:_ROWS] for n in others}
+            fns = {n: fn for n in others if isinstance(fn := run.sites[n]["fn"], FieldLatent)}
+            # A draw says less than q's mean given θ, which is not known where the prior's mean is another latent.
+            known = [n for n, fn in fns.items() if torch.equal(bare(fn.prior).loc, bare(others[n]).loc)]
+            means = values | {n: fns[n].mean.reshape(-1)[:_ROWS] for n in known}
+            return {n: (means[n], (values[n] - means[n]).square()) for n in others} | self.of_gps(run)
 
         items = items_of_draws(guide, _OWN)
         every = all_draws(one, items, lambda draw: _FEATURES * sum(len(mean) for mean, _ in draw.values()))
@@ -170,20 +177,6 @@ class Compared:
         if points is not None:
             ends = percentiles(points.theta, points.weight)
         return moments_of(each, self.loc.new_full((_OWN,), 1 / _OWN)) | self.hyper.intervals(ends)
-
-    def _given(self, run: Any) -> Moments:
-        """Means and variances given the hyperparameters, of a few normal latents whose prior mean is no other latent:
-        a draw says less of them.
-        """
-        found = {}
-        for name, prior in self.search.normal.items():
-            if not isinstance(q := run.sites[name]["fn"], FieldLatent) or prior.shape().numel() > _FEW:
-                continue
-            fn = bare(q.prior)
-            if type(fn) is dist.Normal and torch.equal(fn.loc, bare(prior).loc):
-                wide = fn.scale.expand(prior.shape()).reshape(-1).square() * q.view.covariance_matrix.diagonal()
-                found[name] = q.mean.detach().reshape(-1), wide.detach()
-        return found
 
     def of_values(self) -> list[str]:
         """Lines for latents and GP sites whose means or widths differ from weighted draws'."""
@@ -199,7 +192,7 @@ class Compared:
     def differing(self, right: Widths, own: Widths) -> list[str]:
         """Lines for what has other means or widths in q, its ``own``."""
         lines = []
-        for name, (mean, sd, *ends) in without(right, self.late).items():
+        for name, (mean, sd, *ends) in without(right, self.moved).items():
             at, wide, *own_ends = own[name]
             if self.guide.core.points is not None:
                 own_ends = ends  # more points know tails better than some hundred draws
@@ -209,45 +202,43 @@ class Compared:
                 wide, own_ends = sd, []
             away, *tails = (beside(((q - p) / sd)[moves], sd)[0] for q, p in ((at, mean), *zip(own_ends, ends)))
             if words := said(away, beside(sd, (wide / sd)[moves])[1], tails):
-                lines.append(f"{name!r}: {words}, {self._cause(name, self.late)}")
+                lines.append(self._line(name, words))
         return lines
 
-    def _cause(self, name: str, late: Collection[str]) -> str:
-        """Why a posterior is off, and what to do: the first cause that there is."""
+    def _line(self, name: str, words: str) -> str:
+        """How a posterior is off, why, and what to do: the first cause that there is."""
         facts, search, guide = self.guide.facts, self.search, self.guide
-        normal = [*search.normal, *facts.gps]
-        met = [n for n in normal if n not in {*guide.joint.hyper, *guide.joint.field}]
-        apart = met if name in met and len(met) > 1 else [*search.priors, *facts.gps]
-        are_apart = len(apart) > 1 and (not (self.nested.links or guide.joint.field) or (met and len(normal) > 1))
-        families = {site: module.family["name"] for site, module in guide.modules_by_site().items()}
-        narrow = [site for site, family in families.items() if family not in _FULL]
-        is_normal = self._is_gaussian()  # each posterior is
+        apart = [n for n in (*search.normal, *facts.gps) if n not in {*guide.joint.hyper, *guide.joint.field}]
+        separate = {*facts.gps} - {*guide.joint.field} | {*guide.joint.followed}  # a latent's q depends on them all
+        modules = {n: guide.module_of(n) for n in facts.gps if n in separate and name in (n, *search.priors)}
+        own = {site: module.coefficients for site, module in modules.items() if type(module) is SparseGP}
+        narrow = [n for n, module in modules.items() if not (is_full(own[n]) if n in own else type(module) in _FULL)]
+        still = [site for site, q in own.items() if self.hyper.size and not isinstance(q, Natural)]
+        is_normal = not (self.hyper.size or self.nested.drawn) and all(gp.is_quadratic for gp in facts.gps.values())
         is_exact = is_normal and guide.kind.is_of_rows  # and found in one step
-        is_integrated = guide.core.points is not None
         alone = [n for n in without(search.priors, self.apart) if guide.is_independent(n)]
         its = alone if name in facts.gps and guide.independent is not True else [name]
         beside_points = self.apart and name in {*facts.gps, *guide.joint.field, *self.apart}
         beside_alone = alone and name in {*facts.gps, *alone}
-        of_small, of_apart, of_late = (", ".join(map(repr, names)) for names in (self.small, apart, late))
+        of_small, of_apart, of_moved, of_narrow, of_still, of_hyper = (
+            ", ".join(map(repr, names)) for names in (self.small, apart, self.moved, narrow, still, self.hyper.rows)
+        )
+        # First what the guide was given, which training does not change; then what was measured, nats that bases leave
+        # out and a step of the bound; then what q has no parameters for. What is left is that q is normal.
         causes = [
             (of_argument("point_estimates", guide.point_estimates, self.apart, "known"), beside_points),
             (of_argument("independent", guide.independent, its, "independent"), beside_alone),
             (f"the basis of {of_small} is too small. Give its family more inducing points.", self.small),
-            (f"the guide treats {of_apart}, which meet in densities, as independent. Compare with NUTS.", are_apart),
-            (f"training may not have brought {of_late} to the optimum. {_LONGER} If this line stays, {_ELSE}", late),
-            (f"{families.get(name)} restricts the covariance of f. Take SVGP(64).", name in narrow),
+            (f"training has not brought {of_moved} to the optimum. {_LONGER}", self.is_late),
+            (f"the guide treats {of_apart}, which meet in densities, as independent. Compare with NUTS.", apart[1:]),
+            (f"the family of {of_narrow} restricts its covariance. Take SVGP(64).", narrow),
+            (f"without natural steps {of_still} does not follow {of_hyper}. Take SVGP(64).", still),
             ("the noise is not far above the jitter. Take GaussianProcess(..., jitter=1e-12) in float64.", is_exact),
             (f"training has not brought {name!r} to the optimum. {_LONGER}", is_normal),
-            ("weighted points miss a part of it. Give integrate more, or compare with NUTS.", is_integrated),
-            (f"the posterior is far from normal: {_ELSE}", True),
+            ("weighted points miss a part of it. Give integrate more, or compare with NUTS.", guide.core.points),
+            ("the posterior is far from normal: call guide.integrate, or compare with NUTS.", True),
         ]
-        return "because " + next(cause for cause, applies in causes if applies)
-
-    def _is_gaussian(self) -> bool:
-        """Whether data are normal around linear predictors, and there are no hyperparameters."""
-        data = {name for name, site in self.search.sites.items() if is_observation(site)}
-        kinds = all(type(bare(self.search.sites[name]["fn"])) is dist.Normal for name in data)
-        return kinds and not self.hyper.size and self.nested.links == {name: {"loc": "identity"} for name in data}
+        return f"{name!r}: {words}, because " + next(cause for cause, applies in causes if applies)
 
     def _regressed(self, values: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The constant and the slopes, by ε, of values at each draw."""
@@ -280,7 +271,7 @@ class Compared:
         return [(name, *beside(step[rows], wide[rows])) for name, rows in self.hyper.rows.items()]
 
     def of_newton(self) -> dict[str, str]:
-        """Of hyperparameters whose mean or width the bound would still move."""
+        """How far the bound would still move hyperparameters' means and widths, of the best q(x | θ)."""
         # Rᵀ∇F ≈ g − Hε: its best step is H⁻¹g, its best width H^(−½)
         first, slopes = self._regressed([self.root.mT @ found.slope for found in self.found])
         values, axes = torch.linalg.eigh(-0.5 * (slopes + slopes.mT))
@@ -288,9 +279,10 @@ class Compared:
         whole = axes @ (axes.mT @ first / values)
         whole = whole * (self.noise.norm(dim=-1).max() / whole.norm()).clamp(max=1.0)  # what Q is a model of
 
-        def left(at: Tensor) -> Tensor:  # F − Q
-            density = torch.stack([self.nested.tried(self.loc + self.root @ eps).value for eps in at])
-            return density - at @ first + 0.5 * (at @ axes).square() @ values
+        def gains(of: Callable) -> bool:  # half of what Q promises, by what a bound is beside Q before and after
+            at = torch.cat([draws, moved + draws @ widths.mT])
+            left = torch.stack([of(eps) for eps in at]) - at @ first + 0.5 * (at @ axes).square() @ values
+            return bool(left.unflatten(0, (2, -1)).diff(dim=0).mean() > -0.5 * gain)
 
         # A part of Newton's step counts if it gains half of what Q, the quadratic model of F, promises: where one draw
         # has a slope out of proportion none does (test_a_step_that_gains_nothing_is_not_told).
@@ -300,10 +292,19 @@ class Compared:
             gain = moved @ first - 0.5 * (moved @ axes).square() @ values
             # T = AΛ^(−p/2): the entropy gains −½p log Λ, the trace ½(Λ − Λ^(1−p))
             gain = gain + 0.5 * (values - values ** (1 - part) - part * values.log()).sum()
-            if not off or (left(moved + draws @ widths.mT) - left(draws)).mean() > -0.5 * gain:
-                told = {name: said(away, 1 / ratio) for name, away, ratio, _ in off}
-                return {name: f"{name!r}: {words}, {self._cause(name, [name])}" for name, words in told.items()}
+            if not off or gains(lambda eps: self.nested.tried(self.loc + self.root @ eps).value):
+                self.is_late = bool(off) and gains(self.bound)
+                return {name: said(away, 1 / ratio) for name, away, ratio, _ in off}
         return {}
+
+    def bound(self, eps: Tensor) -> Tensor:
+        """The guide's own bound given θ = a + Rε, as F but for a constant."""
+        guide, theta, (args, kwargs) = self.guide, self.loc + self.root @ eps, self.call
+        scale = self.search.sites[next(iter(self.nested.layout.field))]["scale"]
+        with attempt(), torch.no_grad(), repeatable(guide.like), Held(without(self.hyper.values(theta), self.apart)):
+            loss = guide.objective(guide.core.num_nodes).differentiable_loss(guide.model, guide, *args, **kwargs)
+            return -loss / scale - 0.5 * eps.square().sum()  # without log q(θ)
+        return self.nested.none.value
 
     def of_a_second_start(self) -> list[str]:
         """Whether searches from draws of the prior end at another mode."""
@@ -348,12 +349,11 @@ class Glance(Compared):
     higher = 3.0
     beyond = math.inf
     most = 12  # hyperparameters, beyond which draws and searches take longer than training may
-    of_bound = staticmethod(lambda guide, args, kwargs: [])
 
     def lines(self, call: Any) -> list[str]:
         if self.hyper.size <= self.most:
             return super().lines(call)
-        self.call, self.late, self.small = call, {}, {}
+        self.call, self.moved, self.small = call, {}, {}
         more = (
             f"fit compared GP sites alone: {self.hyper.size} hyperparameters are many. Call guide.check for the rest."
         )
@@ -385,7 +385,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], kind: type[Compared] 
         if not all(site["value"].isfinite().all() for site in run.data.values()):
             return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
         with late_bar("checking latents") as bar:
-            bound = kind.of_bound(guide, args, kwargs)
+            bound = [] if kind is Glance else of_bound(guide, args, kwargs)
             with attempt() as asked:
                 search = partial(Search, guide, run, (args, kwargs), [], bar.update)
                 first = search(AtValues) if obstacle(guide) else search()  # a family may have no basis

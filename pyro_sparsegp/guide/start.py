@@ -240,7 +240,7 @@ class _Mode:
         gps = {name: guide.module_of(name) for name in field if name in facts.gps}
         free = {n: m.coefficients for n, m in without(gps, asked).items() if isinstance(m, SparseGP)}
         # whose families have another posterior than a full Gaussian by natural steps
-        self.own = [name for name, q in free.items() if not is_full(q)]
+        self.own = [name for name, q in free.items() if not (isinstance(q, NaturalGaussian) and is_full(q))]
         # It is kept by one GP site of one function, which latents alone follow.
         others = self.layout.eliminated, self.nested.drawn, *(facts.gps[name].outputs for name in gps)
         guide.join(followed=tuple(self.own) if len(gps) == 1 < len(field) and not any(others) else ())
