@@ -274,7 +274,7 @@ def test_a_model_that_vmap_refuses(where):
     pyro.set_rng_seed(5)
     assert abs(first - TraceQuadrature_ELBO(4).loss(guide.model, guide, x, y)) < 1e-9
     assert torch.tensor(train(model, slow, x, y, steps=3, loss=elbo)).isfinite().all()
-    assert elbo.plan(slow).refused == 2
+    assert elbo.plan(slow).refused
 
 
 def test_deterministic_without_other_latents_and_keeps_no_graph():

@@ -39,7 +39,8 @@ def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], is_due: bool) 
         )
     # Densities that were normal around f at the first call may not stay so.
     core.facts = core.facts.bent(seen)
-    if core.forms is not None and not core.forms.fit(forms):
+    # A prediction draws data, whose density has no expectation.
+    if core.forms is not None and {*core.facts.data}.isdisjoint(seen.latents) and not core.forms.fit(forms):
         core.forms = core.forms.opened(core.facts)
     # A prediction by a loaded state shows no data, as training does: test_a_latent_that_a_state_does_not_have.
     if seen.data == guide.facts.data or not core.loaded:

@@ -19,9 +19,10 @@ from ..numerics.linalg import above_rounding
 from ..program import traces
 from ..program.asking import asks_program, attempt
 from ..program.draws import mapped
+from ..program.links import LINKS, candidates, event_dim_of, is_made_of_parameters, rebuilt
 from ..program.owners import Values
 from ..program.reader import normal_nodes
-from ..program.traces import LINKS, bare, repeatable
+from ..program.traces import bare, repeatable
 from .field import Layout
 from .known import without
 
@@ -145,7 +146,7 @@ def _made_of(sites: Any, name: str, key: str, link: str) -> tuple[Tensor, Callab
     if link == VALUE:
         return sites[key]["value"].reshape(-1, 1), LINKS["identity"][0]
     part = traces.parameters(fn)[key]
-    event = part.shape[part.dim() - traces.event_dim_of(fn, key) :]
+    event = part.shape[part.dim() - event_dim_of(fn, key) :]
     return part.expand(fn.batch_shape + event).reshape(-1, event.numel()), LINKS[link][0]
 
 
@@ -157,26 +158,15 @@ def _density_of(site: Any) -> Tensor:
 
 def _options(fn: Any, moving: list[str], value: Tensor, x: Tensor) -> list[dict[str, str]]:
     """The links of parameters that move, if densities of single data can be made anew of all parameters."""
-    # What is observed may move, as in obs=y - a. Numbers tell whether a subclass is more.
+    # What is observed may move, as in obs=y - a.
     made_of, num = traces.parameters(fn), len(fn.batch_shape)
-    shapes = [(made_of[key].shape, traces.event_dim_of(fn, key)) for key in moving]
+    shapes = [(made_of[key].shape, event_dim_of(fn, key)) for key in moving]
     are_rows = all(len(shape) <= num + dim < num + 2 for shape, dim in shapes)
     numbers = sum(shape[len(shape) - dim :].numel() for shape, dim in shapes)
-    is_single, is_made_of = are_rows and 0 < numbers <= _MOST and not depends(value, x), False
-    with attempt(), asks_program():
-        is_made_of = is_single and torch.allclose(rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
-    links = product(*(traces.candidates(fn, key) for key in moving))
+    is_single = are_rows and 0 < numbers <= _MOST and not depends(value, x)
+    links = product(*(candidates(fn, key) for key in moving))
+    is_made_of = is_single and is_made_of_parameters(fn, value)
     return [dict(zip(moving, each)) for each in links] if is_made_of else []
-
-
-def rebuilt(fn: Any, changed: Mapping[str, Tensor]) -> Any:
-    """The distribution with other values of some parameters."""
-    kind: Any = type(fn)
-    # beside tensors, such as a Multinomial's total_count
-    given = {**vars(fn), "validate_args": False}
-    names = [name for name in traces.arguments_of(kind) if isinstance(given.get(name), (int, float, str))]
-    with asks_program():  # a subclass may be made of other arguments
-        return kind(**{name: given[name] for name in names}, **{**traces.parameters(fn), **changed})
 
 
 def design(num: int, like: Tensor) -> Tensor:
@@ -240,7 +230,7 @@ class Likelihoods:
         for key, link in self.links[name].items():
             each = [part for place, part in eta.items() if place[:2] == (name, key)]
             value = LINKS[link][1](torch.stack(each, -1))
-            event = value.shape[-1:] * traces.event_dim_of(fn, key)
+            event = value.shape[-1:] * event_dim_of(fn, key)
             changed[key] = value.reshape(value.shape[:-2] + fn.batch_shape + event)
         return rebuilt(fn, changed)
 

@@ -9,7 +9,7 @@ about each density. It is made where these are new, and a step runs it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import combinations_with_replacement
 from typing import Any, Union
@@ -34,7 +34,7 @@ from ..program.explore import ClosedForms
 from ..program.structure import MAX_AXES
 from ..program.traces import RandomState, free_values, is_observation, repeatable
 from ..warned import warn_once
-from .terms import Grid, Inputs, Ran, log_density_minus_kl, require_shown, weighted_sum
+from .terms import Grid, Inputs, Ran, log_density_minus_kl, weighted_sum
 
 _LOOKS = {4**k for k in range(1, 16)}  # steps at which it is asked whether predictors are still affine where q is
 
@@ -45,7 +45,7 @@ class Plan(ABC):
     :param forms: which densities have their expectation in closed form.
     """
 
-    refused: int = 0  # how many of OfMarginals.ways the program refused
+    refused: bool = False  # whether torch.func.vmap refuses the guide's run or the program's
 
     def __init__(self, guide: AutoSparseGP, forms: ClosedForms) -> None:
         self.forms, self.joint = forms, guide.joint
@@ -68,9 +68,15 @@ def plan_of(guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Plan:
     core = guide.core
     if core.plan is None or core.plan.forms is not core.forms or core.plan.joint is not guide.joint:
         forms = core.forms or closed_forms_of(guide, args, kwargs)
-        apart = InClosedForm if forms.rows + forms.functions else OfMarginals
+        apart = InClosedForm if forms.kinds else OfMarginals
         core.plan = (apart if guide.kind.is_marginal else OfPredictors)(guide, forms)
     return core.plan
+
+
+def _over_predictors(links: Mapping[str, str]) -> str:
+    """That expectations are over predictors, in words."""
+    parts = [key if link == "identity" else f"{link} of {key}" for key, link in links.items()]
+    return f"over a normal linear predictor, {' and '.join(parts)}"
 
 
 class OfPredictors(Plan):
@@ -86,8 +92,7 @@ class OfPredictors(Plan):
         links = self.joint.links.get(name)
         if links is None:
             return "the mean over points of the joint posterior"
-        parts = [key if link == "identity" else f"{link} of {key}" for key, link in links.items()]
-        return f"over a normal linear predictor, {' and '.join(parts)}"
+        return _over_predictors(links)
 
     def bound(self, inputs: Inputs) -> Tensor:
         guide, args, kwargs = inputs.guide, inputs.args, inputs.kwargs
@@ -190,36 +195,8 @@ def _moments(
     return eta, covariance
 
 
-AtMeans = Callable[[], Ran]  # a run with GP sites at their means
-
-
-def _shown(grid: Grid, run: AtMeans) -> Tensor:
-    """A step's graph may show all."""
-    require_shown(torch.is_grad_enabled())
-    with dist.validation_enabled(False):
-        return grid.direct(*run()[:2])
-
-
-def _mapped(grid: Grid, run: AtMeans) -> Tensor:
-    """The guide's run and the program's, mapped once."""
-    with pyro.validation_enabled(False):
-        return grid.mean(vmapped(grid.once, *grid.nodes[0].T, randomness="same"))
-
-
-def _held(grid: Grid, run: AtMeans) -> Tensor:
-    """The program's run alone, with all that does not depend on nodes held, mapped or once for each node."""
-    terms, state = grid.held(*run()), RandomState(grid.guide.like)
-    (values,) = mapped(lambda node: (terms(*node),), grid.nodes[0])
-    if state.has_moved:
-        raise Unsupported("with all values held, the model drew random numbers by itself, others than before")
-    return grid.mean(values)
-
-
 class OfMarginals(Plan):
     """The bound over marginals of GP sites, at the nodes of a product grid."""
-
-    # What finds the mean over nodes, each where those before do not: torch.func.vmap refuses some programs.
-    ways: tuple[Callable[[Grid, AtMeans], Tensor], ...] = (_shown, _mapped, _held)
 
     def _way(self, name: str) -> str:
         gps, axes = self.forms.rest.densities[name].gps, self.forms.axes
@@ -241,25 +218,28 @@ class OfMarginals(Plan):
         return self._bound(Grid(inputs, self.forms))
 
     def _bound(self, grid: Grid) -> Tensor:
-        return self._at_nodes(grid, grid.run) if self.forms.num_axes else grid.once()
+        """The guide's run and the program's, mapped once; where torch.func.vmap refuses these, as :meth:`_held`."""
+        if not self.forms.num_axes:
+            return grid.once()
+        state = RandomState(grid.guide.like)
+        with attempt(), pyro.validation_enabled(False):
+            if not self.refused:
+                return grid.mean(vmapped(grid.once, *grid.nodes[0].T, randomness="same"))
+        self.refused = True
+        state.restore()
+        return self._held(grid, grid.run())
 
-    def _at_nodes(self, grid: Grid, run: AtMeans) -> Tensor:
-        """Terms summed over nodes."""
-        *ways, last = self.ways[self.refused :]
-        for way in ways:
-            state = RandomState(grid.guide.like)
-            with attempt():
-                return way(grid, run)
-            state.restore()
-            if torch.is_grad_enabled():  # else a graph shows nothing, and a step's may
-                self.refused += 1
-        return last(grid, run)
+    def _held(self, grid: Grid, ran: Ran) -> Tensor:
+        """The program's run alone, with all that does not depend on nodes held, mapped or once for each node."""
+        terms, state = grid.held(*ran), RandomState(grid.guide.like)
+        (values,) = mapped(lambda node: (terms(*node),), grid.nodes[0])
+        if state.has_moved:
+            raise Unsupported("with all values held, the model drew random numbers by itself, others than before")
+        return grid.mean(values)
 
 
 class InClosedForm(OfMarginals):
-    """The bound over marginals of GP sites: closed forms where there are, and nodes for the rest."""
-
-    ways = (_shown, _held)
+    """The bound over marginals of GP sites: what is known of single data, and nodes for the rest."""
 
     def __init__(self, guide: AutoSparseGP, forms: ClosedForms) -> None:
         super().__init__(guide, forms)
@@ -267,6 +247,8 @@ class InClosedForm(OfMarginals):
         self.checks = any(hasattr(kind, "normal_parameter") for kind in forms.kinds.values())
 
     def _way(self, name: str) -> str:
+        if own := self.forms.values.get(name):
+            return _over_predictors({key: link for key, (_, link) in own.items()})
         return "in closed form" if name in self.forms.sites else super()._way(name)
 
     def _bound(self, grid: Grid) -> Tensor:
@@ -288,4 +270,4 @@ class InClosedForm(OfMarginals):
         if not self.forms.rest.gps:
             return log_density_minus_kl(*ran[:2], self.forms.sites)
         # Without nodes there are draws of function values.
-        return self._at_nodes(grid, lambda: ran) if self.forms.num_axes else grid.held(*ran)()
+        return self._held(grid, ran) if self.forms.num_axes else grid.held(*ran)()

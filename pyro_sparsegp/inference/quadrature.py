@@ -133,7 +133,7 @@ class TraceQuadrature_ELBO(ELBO):
         # A batch that a mask leaves out has no loss that a later one could be more than.
         known.most = largest_loss(guide, value) if known.is_warm and is_whole(guide) else math.inf
         known.steps += 1
-        if known.steps in _LOOKS and closed is not None and closed.rest.gps:
+        if known.steps in _LOOKS and closed is not None and (closed.rest.gps or closed.values):
             self._warn_of_few_nodes(before - value, guide, wrapped, (args, kwargs))
 
     def _warn_of_few_nodes(self, gain: float, guide: AutoSparseGP, wrapped: Any, call: tuple[tuple, Any]) -> None:

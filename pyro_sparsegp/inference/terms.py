@@ -29,8 +29,7 @@ from ..guide.runs import AtNodes
 from ..numerics.linalg import MAPPED, above_rounding
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import traces
-from ..program.asking import Unsupported, asks_program, attempt
-from ..program.checks import graph_of
+from ..program.asking import asks_program, attempt
 from ..program.draws import mapped
 from ..program.explore import ClosedForms
 from ..program.handlers import Rerun, held_runs
@@ -177,8 +176,6 @@ def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Te
 
 
 Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
-# What a program may do with function values, one by one, by the names of autograd's nodes: the link that it inverts.
-_INVERTED = {"ExpBackward0": "log", "SigmoidBackward0": "logit", "SoftplusBackward0": "softplus", "ExpandBackward0": ""}
 
 
 @dataclass(frozen=True)
@@ -223,10 +220,24 @@ class Grid:
         return self.guide.at_nodes(AtNodes(self.guide, nodes=places), *self.call, self.given)
 
     def expectations(self, *ran: poutine.Trace) -> Tensor:
-        """The sum of those in closed form, whatever the node."""
+        """The sum of those in closed form and over single function values, whatever the node."""
         variances = _variances_of(self.closed, self.again(ran[2]), *ran[:2])
         self.variances = {name: variances.pop(name) for name in self.closed.given if name in variances}
-        return _sum_of_expectations(variances, *ran[:2])
+        sites: Any = ran[0].nodes
+        links, moments = dict[str, dict[str, str]](), dict[Place, tuple[Tensor, Tensor]]()
+        for name in [name for name in self.closed.values if name in sites and name not in ran[1].nodes]:
+            fn, own = sites[name]["fn"], self.closed.values[name]
+            links[name] = {key: link for key, (_, link) in own.items()}
+            if name in variances:
+                mean = traces.parameter_of(fn).expand(fn.batch_shape)
+                moments[name, traces.normal_parameter(fn), 0] = mean, variances.pop(name)
+            marginals = {key: posterior_at(ran[1], gp) for key, (gp, _) in own.items() if gp}
+            moments |= {(name, key, 0): (q.mean, q.variance) for key, q in marginals.items()}
+        eta = {place: mean for place, (mean, _) in moments.items()}
+        covariance = {pair: torch.zeros_like(eta[pair[0]]) for pair in combinations(eta, 2)}
+        covariance |= {(place, place): variance for place, (_, variance) in moments.items()}
+        over_values = Likelihoods(sites, links, lambda _: sites).expected(eta, covariance, self.inputs.num_nodes)
+        return _sum_of_expectations(variances, *ran[:2]) + over_values
 
     def once(self, *node: Tensor) -> Tensor:
         """The bound's terms of one run at a node."""
@@ -259,71 +270,6 @@ class Grid:
             return known + log_density_minus_kl(trace, guide_trace, {*self.closed.sites, *self.variances})
 
         return at
-
-    def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
-        """The bound's terms, off the graph of a run with GP sites at their means; raise where it does not show what
-        densities make of single function values.
-        """
-        sites: Any = model_trace.nodes
-        names = [name for name in self.closed.rest.downstream if name not in self.closed.sites]
-        is_plain = all(len(used) == 1 and sites[gp]["value"].dim() == 1 for gp, used in self.closed.axes.items())
-        made = {sites[gp]["value"].grad_fn: gp for gp in self.closed.axes}
-        are_data = {*names} <= sites.keys() - guide_trace.nodes.keys()
-        require_shown(
-            is_plain and are_data and None not in made and self.closed.axes.keys() == self.closed.rest.gps.keys()
-        )
-        links: dict[str, dict[str, str]] = {}
-        moments: dict[Place, tuple[Tensor, Tensor]] = {}
-        for name in names:
-            fn = sites[name]["fn"]
-            known = {traces.normal_parameter(fn): self.variances[name]} if name in self.variances else {}
-            moving = {*self.closed.moving.get(name, ())} - known.keys()
-            found = _functions(sites[name], made, moving)
-            links[name] = dict.fromkeys(known, "identity") | {key: link for key, (_, link) in found.items()}
-            moments |= {(name, key, 0): (traces.parameter_of(fn).expand(fn.batch_shape), v) for key, v in known.items()}
-            marginals = {key: posterior_at(guide_trace, gp) for key, (gp, _) in found.items()}
-            moments |= {(name, key, 0): (q.mean, q.variance) for key, q in marginals.items()}
-        # Replicates in a plate beside the rows' would be taken for nodes: test_replicates_are_no_nodes.
-        require_shown(all(mean.shape == sites[name]["fn"].batch_shape for (name, *_), (mean, _) in moments.items()))
-        eta = {place: mean for place, (mean, _) in moments.items()}
-        covariance = {pair: torch.zeros_like(eta[pair[0]]) for pair in combinations(eta, 2)}
-        covariance |= {(place, place): variance for place, (_, variance) in moments.items()}
-        expected = Likelihoods(sites, links, lambda _: sites).expected(eta, covariance, self.inputs.num_nodes)
-        return expected + log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
-
-
-def require_shown(shown: bool) -> None:
-    """Raise where a run's graph does not show what densities make of function values."""
-    if not shown:
-        raise Unsupported("the graph does not show what densities make of function values")
-
-
-def _functions(site: dict[str, Any], made: Mapping[Any, str], moving: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Of the parameters of a distribution of single numbers, those that are a GP site's values under a link, each of
-    another; raise if others depend on any, as ``moving`` says. ``made``: GP sites by their values' nodes of the graph.
-    """
-    fn = site["fn"]
-    found: dict[str, tuple[str, str]] = {}
-    # A wrapper may mask, a subclass be more than its parameters: test_a_mask_of_the_distribution_is_kept
-    require_shown(not fn.event_shape and fn is traces.bare(fn) and type(fn).__module__.startswith("pyro.distributions"))
-    rest = [part for part in (site["value"], site["scale"], site["mask"]) if isinstance(part, Tensor)]
-    for key, part in traces.parameters(fn).items():
-        node, link = part.grad_fn, ""
-        while node not in made and node is not None and node.name() in _INVERTED:
-            # softplus as it is without arguments
-            require_shown((getattr(node, "_saved_beta", 1), getattr(node, "_saved_threshold", 20)) == (1, 20))
-            link += _INVERTED[node.name()]
-            node = node.next_functions[0][0]
-        if node in made:
-            found[key] = made[node], link or "identity"
-        else:
-            rest.append(part)
-    # Of two links, one after the other, none is known.
-    of_gps = {gp for gp, link in found.values() if link in traces.LINKS}
-    require_shown(bool(found) and len(of_gps) == len(found))
-    # What .detach() or a comparison hides from the graph moves all the same: test_what_the_graph_hides_is_mapped.
-    require_shown(not made.keys() & graph_of(rest) and found.keys() >= {*moving})
-    return found
 
 
 def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace, skip: Collection[str] = ()) -> Tensor:

@@ -18,6 +18,7 @@ from ..process import GaussianProcess
 from .asking import asks_program, attempt
 from .enumeration import Enumeration
 from .handlers import Rerun
+from .links import Beside, Parts, values_of
 from .owners import combined, find_group, find_owners, kept_buffers
 from .structure import Density, Depends, GPSite, Latent, Pair, Structure
 from .traces import (
@@ -64,16 +65,16 @@ class ClosedForms:
     rows: tuple[str, ...]  # sites that know E log p over a parameter: an affine function of the values of one row
     functions: tuple[str, ...]  # those whose parameter is one of values at several inputs
     given: tuple[str, ...]  # of these, those that know it at each value of other GP sites, as Laplace(f, exp(g)) does
+    values: dict[str, Parts]  # by site, parameters that are a GP site's values under a link; of "", a closed form's
     of_rows: Structure  # how the parameters of ``rows`` depend on GP sites' values
     gps: tuple[str, ...]  # the GP sites that these sites' densities depend on
     rest: Structure  # how all other densities do
-    kinds: dict[str, type]  # of the distributions of sites in closed form
-    moving: dict[str, list[str]]  # by site, which of its parameters, value, scale and mask depend on function values
+    kinds: dict[str, type]  # of the distributions of these sites
 
     @cached_property
     def sites(self) -> tuple[str, ...]:
-        """All whose expectation is in closed form."""
-        return tuple(name for name in self.rows + self.functions if name not in self.given)
+        """All whose expectation needs no nodes of a grid."""
+        return tuple({n: n for n in (*self.rows, *self.functions, *self.values) if n not in self.given})
 
     @cached_property
     def axes(self) -> dict[str, tuple[int, ...]]:
@@ -96,15 +97,19 @@ class ClosedForms:
         met = {*seen.rest.downstream}
         pairs = (self.sites, seen.sites), (self.given, seen.given + seen.sites), (self.rows, seen.rows)
         lost = [name for own, its in pairs for name in met & ({*own} - {*its})] + [*({*seen.gps} - {*self.gps})]
+        lost += [name for name in met if self.values.get(name) != seen.values.get(name)]
         return not [*lost, *self.of_rows.lacks(seen.of_rows), *self.rest.lacks(seen.rest)]
 
     def opened(self, facts: Structure) -> "ClosedForms":
         """None: all densities of these facts are at nodes, which serve any."""
-        return replace(self, rows=(), functions=(), given=(), gps=(), rest=facts)
+        return replace(self, rows=(), functions=(), given=(), values={}, gps=(), kinds={}, rest=facts)
 
     def hold(self, nodes: Mapping[str, Any]) -> bool:
-        """Whether a run's sites have distributions of the kinds that were found."""
-        return all(type(bare(nodes[name]["fn"])) is kind for name, kind in self.kinds.items() if name in nodes)
+        """Whether a run's sites have distributions of the kinds that were found, and of f's shape where made of f."""
+        sites = {name: bare(nodes[name]["fn"]) for name in self.kinds if name in nodes}
+        pairs = [(fn, gp) for name, fn in sites.items() for gp, _ in self.values.get(name, {}).values() if gp]
+        are_rows = [fn.batch_shape == nodes[gp]["value"].shape for fn, gp in pairs]
+        return all([type(fn) is self.kinds[name] for name, fn in sites.items()] + are_rows)
 
 
 def _met(run: Met, shapes: Mapping[str, Sequence[int]]) -> Structure:
@@ -132,7 +137,7 @@ def explore(run: Met, rerun: Rerun, shapes: Mapping[str, Sequence[int]] = {}) ->
     :param rerun: the program with values given, all else as in the run.
     :param shapes: of latents with parameters of their own, in unconstrained space.
     """
-    processes, met = run.processes, _met(run, shapes)
+    processes, met, nodes = run.processes, _met(run, shapes), sample_sites(run.trace)
     program = Program(rerun, {name: (process.mean, process.variance) for name, process in processes.items()}, processes)
     names, owners = list(processes), program.owners
     terms, layers = ([key for key in program.first if key[0] == kind] for kind in (TERM, _LAYER))
@@ -151,12 +156,15 @@ def explore(run: Met, rerun: Rerun, shapes: Mapping[str, Sequence[int]] = {}) ->
     known = [site for site in program.kinds if program.is_closed(site, through[site], outer)]
     closed = [site for site in known if program.touching(site, outer) == through[site]]
     # Single numbers are known at each value of what their other parameters are made of, with f itself at no node.
-    given = [site for site in known if site not in closed and not program.kinds[site].event_shape]
-    open_to = [(_REST if site in given else TERM, site) for _, site in terms if site not in closed]
+    apart = [site for site in met.data if site not in closed and {*program.touching(site, names)} <= {*outer}]
+    values = program.values(apart, {s: {normal_parameter(program.kinds[s]): through[s]} for s in known})
+    given = [site for site in known if site not in [*closed, *values] and not program.kinds[site].event_shape]
+    left_open = [site for _, site in terms if site not in [*closed, *values]]
+    open_to = [(_REST if site in given else TERM, site) for site in left_open]
     at_nodes = {name for kind, site in open_to for name in program.touching(site, outer, kind)}
     if any(name in at_nodes for site in given for name in through[site]):
-        given, open_to = [], [key for key in terms if key[1] not in closed]
-    known = closed + given
+        given, open_to = [], [(TERM, site) for site in left_open]
+    known = closed + given + [site for site in known if site in values]
     flat = {site: fn for site, fn in program.kinds.items() if getattr(fn, "piecewise_constant", False)}
     for site, fn in [(site, flat[site]) for site in flat.keys() - known if program.touching(site, outer)]:
         raise ValueError(
@@ -199,11 +207,11 @@ def explore(run: Met, rerun: Rerun, shapes: Mapping[str, Sequence[int]] = {}) ->
         tuple(by_rows),
         tuple(site for site in known if site not in by_rows),
         tuple(given),
+        values,
         left([made_of[site] for site in by_rows]),
-        tuple(name for name in outer if any(name in through[site] for site in known)),
+        tuple(left([*made_of.values(), *((TERM, site) for site in values)]).gps),
         left(open_to),
-        {site: type(program.kinds[site]) for site in known},
-        program.moving,
+        {site: type(bare(nodes[site]["fn"])) for site in values} | {s: type(program.kinds[s]) for s in known},
     )
 
 
@@ -278,6 +286,18 @@ class Program:
                 f"site {site!r}: {part} depends on function values, as poutine.mask(mask=f > 0) does. Let masks and "
                 "scales depend on data alone, or write the density in full, with pyro.factor and torch.where."
             )
+
+    def values(self, sites: list[str], beside: Mapping[str, Beside]) -> dict[str, Parts]:
+        """By site :func:`values_of`, where there are."""
+        found, moving = dict[str, Parts](), self.moving
+        leaves = {name: (value + self.steps[name]).requires_grad_() for name, value in self.base.items()}
+        moves = {n: torch.stack([v + move * self.steps[n] for move in (0.0, *MOVES)]) for n, v in self.base.items()}
+        with attempt(), torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
+            nodes: Any = self.rerun(leaves).nodes if sites else {}
+            for site, keys in [(site, moving[site]) for site in sites if site in moving]:
+                moved = {(key, gp): (moves[gp], self.moved[gp][_PART + key, site]) for key in keys for gp in leaves}
+                found[site] = values_of(nodes[site], keys, beside.get(site, {}), leaves, moved)
+        return {site: own for site, own in found.items() if own}
 
     # Declared densities.
 

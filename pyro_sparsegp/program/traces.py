@@ -15,13 +15,12 @@ from typing import Any, Optional
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, MaskedDistribution, TorchDistribution, constraints
+from pyro.distributions import Delta, MaskedDistribution, TorchDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..distributions import ExpectedLogProb
 from ..numerics.functions import broadcast_shapes, if_known
@@ -318,7 +317,7 @@ def closed_form(fn: TorchDistribution, key: str, link: str = "identity") -> Opti
     known = _CLOSED.get((type(inner), key, link))
     if known is None and isinstance(inner, ExpectedLogProb) and (inner.normal_parameter, "identity") == (key, link):
         # Else nothing shows what its density is made of: test_quadrature.py, Renamed.
-        kept = {*vars(inner), *_constraints_of(inner), "validate_args"}  # type: ignore[arg-type]
+        kept = {*vars(inner), *constraints_of(inner), "validate_args"}  # type: ignore[arg-type]
         is_shown = kept >= {key, *arguments_of(type(inner))}
         return (lambda made, value, mean, variance: made().expected_log_prob(value, variance)) if is_shown else None
     return known
@@ -330,44 +329,11 @@ def expectation(fn: TorchDistribution, value: Tensor, variance: Tensor) -> Tenso
     return rewrapped(fn, form(lambda: bare(fn), value, parameter_of(fn), variance))
 
 
-# Linear predictors: links under which parameters are affine functions of a program's normal values.
-
-# By name the link η(θ) and its inverse θ(η). A parameter that is a vector has its numbers last; those of classes are
-# known by what each one's logit has over the first one's.
-LINKS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "identity": (lambda t: t, lambda t: t),
-    "log": (torch.log, torch.exp),
-    "softplus": (lambda t: t + (-torch.expm1(-t)).log(), torch.nn.functional.softplus),
-    "logit": (torch.logit, torch.sigmoid),
-    "probit": (torch.special.ndtri, torch.special.ndtr),
-    "contrast": (lambda t: t[..., 1:] - t[..., :1], lambda t: pad(t, (1, 0))),
-    "log odds": (lambda t: (t[..., 1:] / t[..., :1]).log(), lambda t: pad(t, (1, 0)).softmax(-1)),
-}
-
-
-def event_dim_of(fn: TorchDistribution, parameter: str) -> int:
-    """The number of a parameter's dimensions within a datum."""
-    support = _constraints_of(fn).get(parameter, constraints.real)
-    return 0 if constraints.is_dependent(support) else support.event_dim  # which may not be known
-
-
-def candidates(fn: TorchDistribution, parameter: str) -> list[str]:
-    """The links of a parameter's range, the most common first."""
-    support = _constraints_of(fn).get(parameter, constraints.real)
-    known = {
-        constraints.real: ["identity"] if event_dim_of(fn, parameter) == 0 else ["contrast", "identity"],
-        constraints.unit_interval: ["logit", "probit"],
-        constraints.simplex: ["log odds"],
-        constraints.ordered_vector: ["identity"],
-    }
-    return known.get(getattr(support, "base_constraint", support), ["log", "softplus"])
-
-
 # Names of one parameter: a distribution is made of one of these, and makes others of it where they are asked for.
 _ALIKE = ("probs", "logits"), ("gate", "gate_logits"), ("covariance_matrix", "precision_matrix", "scale_tril")
 
 
-def _constraints_of(fn: TorchDistribution) -> dict[str, Any]:
+def constraints_of(fn: TorchDistribution) -> dict[str, Any]:
     """The ranges of a distribution's parameters; Pyro takes one that does not say them."""
     with suppress(NotImplementedError):
         return getattr(bare(fn), "arg_constraints", {})
@@ -380,7 +346,7 @@ arguments_of = functools.lru_cache(lambda kind: inspect.signature(kind).paramete
 def parameters(fn: TorchDistribution) -> dict[str, Tensor]:
     """The tensors that a distribution is made of, by the names that it, or its constructor, has for them."""
     fn = bare(fn)
-    names = dict.fromkeys([*_constraints_of(fn), *filter(arguments_of(type(fn)).__contains__, vars(fn))]).keys()
+    names = dict.fromkeys([*constraints_of(fn), *filter(arguments_of(type(fn)).__contains__, vars(fn))]).keys()
     given = {group: next(filter(vars(fn).__contains__, group), group[-1]) for group in _ALIKE if {*group} <= names}
     made = {name for group in given for name in group} - {*given.values()}
     found = ((name, getattr(fn, name, None)) for name in names if name not in made)

@@ -140,7 +140,7 @@ def _closed_forms(run: Priors, held: handlers.Rerun) -> Collection[str]:
     core = run.guide.core
     # A state has no closed forms; sites that are read at nodes instead would be others.
     forms = core.forms = core.forms or explore(run, held)[1]
-    left = {*forms.functions, *forms.rest.gps}
+    left = {*forms.functions, *forms.values, *forms.rest.gps}
     return forms.rows if len(core.facts.gps) == 1 and not left and forms.hold(run.trace.nodes) else ()
 
 
