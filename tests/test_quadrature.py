@@ -627,6 +627,23 @@ def test_closed_form_is_quadrature(model):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+def test_an_expectation_of_all_data_is_refused():
+    class Sum(Own):
+        def expected_log_prob(self, value, variance):
+            return super().expected_log_prob(value, variance).sum()
+
+    def model(x, y):
+        observed(Sum(pyro.sample("f", GaussianProcess(RBF, x)), 0.3), y)
+
+    refused(
+        r"'y': Sum's expected_log_prob has the shape \(\), its log_prob \(25,\)",
+        prepared,
+        model,
+        SVGP(6),
+        *data(num=25),
+    )
+
+
 def test_an_expectation_that_no_variance_moves():
     class Affine(Own):
         def log_prob(self, value, variance=0.0):

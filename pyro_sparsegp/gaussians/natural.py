@@ -382,8 +382,7 @@ class NaturalGaussian(Natural):
         loc = torch.cholesky_solve(pull[..., None], cholesky(whole, 0.0, what))[..., 0]
         factors: list[Factor] = []
         for (kind, _), own in zip(self.layout, self.slices):
-            # The root of a known q in a step: at a seed all calls draw alike,
-            # test_draws_are_the_same_with_gradients_and_without.
+            # The root of a known q in a step: at a seed all calls draw alike.
             root = [root_of_inverse(whole[..., own, own], what)] if kind is DenseFactor else []
             factors.append(kind(loc[..., own], *root))
         return Product(self.sizes, factors, [group for _, group in self.layout])

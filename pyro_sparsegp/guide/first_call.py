@@ -169,10 +169,15 @@ def _require_sites(run: Run) -> None:
         try:
             site["log_prob"] = site["fn"].log_prob(site["value"])
         except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"site {name!r} has no density at its value: {checks.why_without_density(site, error)}"
-            ) from error
+            why = checks.why_without_density(site, error)
+            raise ValueError(f"site {name!r} has no density at its value: {why}") from error
         check_site_shape(site, float("inf"))  # type: ignore[arg-type]
+        fn: Any = traces.bare(site["fn"])
+        if hasattr(fn, "expected_log_prob") and traces.is_declared(fn):
+            own = torch.as_tensor(fn.expected_log_prob(site["value"], torch.ones_like(traces.parameter_of(fn)))).shape
+            if own != (its := fn.log_prob(site["value"]).shape):
+                what = f"site {name!r}: {type(fn).__name__}'s expected_log_prob has the shape"
+                raise ValueError(f"{what} {tuple(own)}, its log_prob {tuple(its)}: give a number for each datum")
 
 
 def _warn_of_other_rows(run: Run, args: tuple, kwargs: dict[str, Any]) -> None:

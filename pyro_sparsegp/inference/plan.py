@@ -120,8 +120,7 @@ class OfPredictors(Plan):
             guide.core.looks += torch.is_grad_enabled()
             if torch.is_grad_enabled() and guide.core.looks in _LOOKS:
                 with repeatable(x):
-                    # A draw that no step is told of. Features keep their graph, which points of q are to have, too:
-                    # test_record.py::test_a_joint_posterior_over_points_is_recorded.
+                    # A draw that no step is told of. Features keep their graph, which points of q are to have, too.
                     away = torch.cat([whole.q.draw(), torch.randn_like(x[layout.num :])], -1).detach()
                     _warn_of_bends(guide, found, run({}, away), found.moved(away - x))
             eta, covariance = _moments(whole.q, layout, found)  # type: ignore[arg-type]

@@ -99,8 +99,7 @@ class Enumeration(Messenger):
         values = support.reshape(len(support), *[1] * (dim - 1), *fn.event_shape)
         self.latents[dim] = Latent(name, plates, support, msg["scale"])
         self.terms.append(SummedOut(msg | {"value": values}, latents | {dim}, plates, self))
-        # No other handler is to see it: it is no latent of this run.
-        # Values that know by which numbers rows pick them: test_group_classes.py::test_groups.
+        # No other handler is to see it: it is no latent of this run. Its values know by which numbers rows pick them.
         if len(plates) == 1 and not fn.event_shape:
             ((key, frame),) = plates.items()
             values = values.expand(*values.shape[:-PLATES], *sizes(plates))

@@ -121,8 +121,7 @@ def find_owners(
     for key, part in stacked_runs(show, points).items():
         first, *others = part.split(sizes)
         # An entry that is NaN at the start shows nothing, and one that moves without NaN hides what moves it.
-        # A datum without a density, which a mask leaves out, tells nothing where others of its site do:
-        # test_diagnostics_tree.py::test_densities_that_are_not_finite_are_named.
+        # A datum without a density, which a mask leaves out, tells nothing where others of its site do.
         known = ~first[0].isnan()
         hidden = ~known & ~known.any()
         nans = [there.isnan() & known for there in others[: len(masks)]]
