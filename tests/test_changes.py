@@ -184,3 +184,44 @@ def test_a_latent_that_a_switch_leaves_out_is_named():
     guide(x, y)
     with pytest.raises(ValueError, match="no latent site 'b'"):
         guide.posterior(x, None, False)
+
+
+def test_another_distribution_beside_an_intercept_is_refused_at_any_step():
+    """Its links are those of the first one; between looks at the program this was a KeyError."""
+    now = dist.Normal
+
+    def model(x, y):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("d", len(x)):
+            pyro.sample("y", dist.Normal(f + b, 0.3) if now is dist.Normal else dist.Poisson((f + b).exp()), obs=y)
+
+    svi, (x, y) = svi_of(model, families.SVGP(6)), data()
+    for _ in range(3):
+        svi.step(x, y)
+    now = dist.Poisson
+    for way in (svi.step, svi.evaluate_loss):
+        with pytest.raises(ValueError, match="site 'y' has a Poisson, and had a Normal"):
+            way(x, y.exp().round())
+
+
+def test_a_state_without_the_models_own_parameters_is_refused():
+    def model(x, y=None):
+        a = pyro.param("a", torch.tensor(0.0))
+        s = pyro.param("s", torch.tensor(0.1), constraint=dist.constraints.positive)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("d", len(x)):
+            return pyro.sample("y", dist.Normal(f + a, s), obs=y)
+
+    svi, (x, y) = svi_of(model, families.SVGP(6)), data()
+    for _ in range(3):
+        svi.step(x, y)
+    saved, store = svi.guide.state_dict(), pyro.get_param_store().get_state()
+    mean = svi.guide.posterior(x)["f"].mean
+    pyro.clear_param_store()
+    guide = AutoSparseGP(model, families.SVGP(6))
+    guide.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"the model's own parameters \['a', 's'\]"):
+        guide.posterior(x)
+    pyro.get_param_store().set_state(store)
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, mean)

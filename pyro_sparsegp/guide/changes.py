@@ -13,6 +13,7 @@ from ..program.traces import RandomState
 from .calls import Call
 from .known import KnownGuide
 from .runs import Posteriors
+from .state import require_parameters
 
 STEPS = {2**k for k in range(1, 40)}  # at which it is asked, whatever its arguments
 _MOST = 16  # combinations of arguments that are no tensors, at which it is, beside
@@ -31,6 +32,8 @@ def watch(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], is_due: bool) 
         run = Posteriors(guide, call=Call(inputs=inputs), at_medians=True).perform(args, kwargs)
         seen, forms = explore(run, held_runs(guide.model, run.trace, args, kwargs))
     state.restore()
+    if core.loaded:
+        require_parameters(core.own)
     if told := "; ".join(guide.kind.lacks(guide, seen)):
         given = ", ".join(f"{'.'.join(map(str, path))}={value!r}" for path, value in switches)
         raise ValueError(

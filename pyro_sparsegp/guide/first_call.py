@@ -238,6 +238,8 @@ def check_parameters(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> 
         )
     _warn_of_widths(probe, held_runs(guide.model, probe.trace, args, kwargs))
     core.registered = checks.require_registered(outputs, probe.trace, (args, kwargs))
+    names = [n for n, site in traces.all_sites(probe.trace) if site["type"] == "param"]
+    core.own = dict.fromkeys((n for n in names if not n.startswith(f"{guide._pyro_name}.")), 0.0)
     core.moving = moved_by(guide, probe)
     # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
     learned = [guide.module_of(name) for name, q in probe.posteriors.items() if q.process.x.requires_grad]

@@ -65,6 +65,7 @@ class Core:
     data: Optional[TrainingData] = None  # of the last step of training on the rows that it is about
     checked: bool = False  # whether all parameters were seen to train
     registered: list[Tensor] = _field(default_factory=list)  # the model's parameters
+    own: dict[str, float] = _field(default_factory=dict)  # those in Pyro's store, with their sums in a state
     moving: dict[str, list[Tensor]] = _field(default_factory=dict)  # those that inputs of GP sites are made of
     versions: list[int] = _field(default_factory=list)  # of these at the last call
     loaded: bool = False  # whether it is from a state, and was not called since

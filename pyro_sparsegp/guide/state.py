@@ -1,10 +1,12 @@
 """What a state holds beside tensors: the structure of the program, and what the guide has learnt of it."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import pyro
 import torch
 from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
@@ -33,11 +35,28 @@ def saved_of(guide: KnownGuide) -> dict[str, Any]:
         "modules": {name: module.spec() for name, module in guide.modules_by_site().items()},
         "sizes": core.sizes,
         "num_nodes": core.num_nodes,
+        "parameters": sums_of(core.own),
     }
     if core.data is not None and guide.is_about_rows and is_plain([core.data.args, core.data.kwargs]):
         shown = {what: value for what, (value, _) in core.data.shown.items()}  # of the same memory as arguments
         state["data"] = {"args": core.data.args, "kwargs": core.data.kwargs, "shown": shown}
     return state if core.points is None else {**state, "points": vars(core.points)}
+
+
+def sums_of(names: Iterable[str]) -> dict[str, float]:
+    """The sums of parameters in Pyro's store: a state tells others of the same names from its own."""
+    store = pyro.get_param_store()
+    return {name: float(store[name].detach().double().sum()) for name in names if name in store}
+
+
+def require_parameters(own: Mapping[str, float]) -> None:
+    """Raise if the sums of the model's own parameters are not those that a state was saved with."""
+    found = sums_of(own)
+    if others := [n for n, total in own.items() if not math.isclose(found.get(n, math.nan), total, rel_tol=1e-6)]:
+        raise ValueError(
+            f"the guide's state was saved beside other values of the model's own parameters {others}, and does not "
+            "hold them. Load them before the guide is called, by model.load_state_dict or pyro.get_param_store().load."
+        )
 
 
 def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -46,7 +65,7 @@ def resume(guide: KnownGuide, saved: Mapping[str, Any], tensors: Mapping[str, Te
     now, modules = guide.core, {name: module.spec() for name, module in guide.modules_by_site().items()}
     joint = Coupling(**{key: part for key, part in saved["joint"].items() if key in Coupling.__dataclass_fields__})
     found = Core(Structure.from_json(saved["structure"]), joint, dict(saved["sizes"]), loaded=True)
-    found.num_nodes = saved["num_nodes"]
+    found.num_nodes, found.own = saved["num_nodes"], saved.get("parameters", {})
     # A guide that was called keeps its parameters, which an optimiser may have.
     before, after = ((core.facts.latents, core.joint.hyper, core.joint.field) for core in (now, found))
     if modules != saved["modules"] or before != after:

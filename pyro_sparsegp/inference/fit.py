@@ -260,6 +260,7 @@ class _Loop:
         # The guide's parameters first, which a call then gives to Pyro's store under the names that the optimiser asks
         # for; by its first call the model registers what is to be loaded.
         guide.load_state_dict(state["guide"])
+        guide.core.own = {}  # which are loaded below
         args, kwargs = self.call(self._first())
         with poutine.block(), torch.no_grad():
             guide.prepare(*args, **kwargs)

@@ -23,6 +23,7 @@ from ..gaussians.following import Followed
 from ..gaussians.product import Product
 from ..gaussians.steps import recorded
 from ..guide import AutoSparseGP
+from ..guide.changes import watch
 from ..guide.field import Layout, Standardised, require_rows_of_effects, run_standardised
 from ..guide.first_call import closed_forms_of
 from ..guide.predictors import Densities, Pair, Place, Predictors, design
@@ -32,7 +33,7 @@ from ..program.asking import Unsupported, attempt
 from ..program.draws import mapped, vmapped
 from ..program.explore import ClosedForms
 from ..program.structure import MAX_AXES
-from ..program.traces import RandomState, free_values, is_observation, repeatable
+from ..program.traces import RandomState, bare, free_values, is_observation, repeatable
 from ..warned import warn_once
 from .terms import Grid, Inputs, Ran, log_density_minus_kl, weighted_sum
 
@@ -115,6 +116,10 @@ class OfPredictors(Plan):
             sites = run()
             data = [name for name in (*joint.links, *joint.drawn) if name in sites and is_observation(sites[name])]
             seen = [name for name in data if sites[name]["mask"] is not False]
+            kinds = {name: type(bare(sites[name]["fn"])).__name__ for name in seen}
+            others = [name for name, kind in kinds.items() if facts.densities[name].distribution not in ("", kind)]
+            if others:
+                watch(guide, args, kwargs, is_due=True)  # which refuses them
             links = {name: joint.links[name] for name in seen if name in joint.links}
             found = Predictors(sites, links, x, layout, run)
             guide.core.looks += torch.is_grad_enabled()

@@ -233,6 +233,7 @@ class TraceQuadrature_ELBO(ELBO):
 
         :param guide: after its first call; of one that was loaded ``args`` are the model's arguments.
         """
+        _ = guide.facts  # raises before the guide's first call
         return plan_of(guide, args, kwargs)
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
