@@ -186,22 +186,34 @@ def test_a_latent_that_a_switch_leaves_out_is_named():
         guide.posterior(x, None, False)
 
 
-def test_another_distribution_beside_an_intercept_is_refused_at_any_step():
+def binomial(f):
+    return dist.Binomial(9, logits=f)
+
+
+@pytest.mark.parametrize(
+    ("density", "why"),
+    [
+        (lambda f: dist.Poisson(f.exp()), r"a Poisson of \['rate'\], and had \['logits'\]"),
+        (lambda f: dist.Binomial(9, torch.special.ndtr(f)), r"a Binomial of .*'probs'\], and had \['logits'\]"),
+    ],
+    ids=["distribution", "parameter"],
+)
+def test_another_density_beside_an_intercept_is_refused_at_any_step(density, why):
     """Its links are those of the first one; between looks at the program this was a KeyError."""
-    now = dist.Normal
+    now = binomial
 
     def model(x, y):
         b = pyro.sample("b", dist.Normal(0.0, 1.0))
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
         with pyro.plate("d", len(x)):
-            pyro.sample("y", dist.Normal(f + b, 0.3) if now is dist.Normal else dist.Poisson((f + b).exp()), obs=y)
+            pyro.sample("y", now(f + b), obs=y)
 
     svi, (x, y) = svi_of(model, families.SVGP(6)), data()
     for _ in range(3):
-        svi.step(x, y)
-    now = dist.Poisson
+        svi.step(x, y.exp().round())
+    now = density
     for way in (svi.step, svi.evaluate_loss):
-        with pytest.raises(ValueError, match="site 'y' has a Poisson, and had a Normal"):
+        with pytest.raises(ValueError, match=why):
             way(x, y.exp().round())
 
 

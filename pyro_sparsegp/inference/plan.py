@@ -23,7 +23,6 @@ from ..gaussians.following import Followed
 from ..gaussians.product import Product
 from ..gaussians.steps import recorded
 from ..guide import AutoSparseGP
-from ..guide.changes import watch
 from ..guide.field import Layout, Standardised, require_rows_of_effects, run_standardised
 from ..guide.first_call import closed_forms_of
 from ..guide.predictors import Densities, Pair, Place, Predictors, design
@@ -32,8 +31,9 @@ from ..numerics.linalg import above_rounding
 from ..program.asking import Unsupported, attempt
 from ..program.draws import mapped, vmapped
 from ..program.explore import ClosedForms
+from ..program.links import LINKS
 from ..program.structure import MAX_AXES
-from ..program.traces import RandomState, bare, free_values, is_observation, repeatable
+from ..program.traces import RandomState, bare, free_values, is_observation, parameters, repeatable
 from ..warned import warn_once
 from .terms import Grid, Inputs, Ran, log_density_minus_kl, weighted_sum
 
@@ -116,10 +116,7 @@ class OfPredictors(Plan):
             sites = run()
             data = [name for name in (*joint.links, *joint.drawn) if name in sites and is_observation(sites[name])]
             seen = [name for name in data if sites[name]["mask"] is not False]
-            kinds = {name: type(bare(sites[name]["fn"])).__name__ for name in seen}
-            others = [name for name, kind in kinds.items() if facts.densities[name].distribution not in ("", kind)]
-            if others:
-                watch(guide, args, kwargs, is_due=True)  # which refuses them
+            _require_linked(guide, {name: sites[name]["fn"] for name in seen})
             links = {name: joint.links[name] for name in seen if name in joint.links}
             found = Predictors(sites, links, x, layout, run)
             guide.core.looks += torch.is_grad_enabled()
@@ -146,6 +143,17 @@ class OfPredictors(Plan):
             weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below
         )
         return total + log_density_minus_kl(model_trace, guide_trace, {*joint.field, *data} - {*below})
+
+
+def _require_linked(guide: AutoSparseGP, kinds: Mapping[str, Any]) -> None:
+    """Raise where a density has no longer the parameters that are linked."""
+    for name, fn in kinds.items():
+        now, linked = parameters(fn), [n for n, link in guide.joint.links.get(name, {}).items() if link in LINKS]
+        if not {*linked} <= now.keys():
+            raise ValueError(
+                f"site {name!r} has a {type(bare(fn)).__name__} of {[*now]}, and had {linked} at the first call. "
+                "Make a new guide, and call it first with arguments that show this model."
+            )
 
 
 def _warn_of_bends(guide: AutoSparseGP, found: Predictors, sites: Any, eta: Mapping[Place, Tensor]) -> None:
