@@ -40,7 +40,7 @@ def alone(x, y=None):
         (Nested, "at", plain),
         (Predictors, "back", plain),
         (Predictors, "distribution", plain),
-        (Grid, "direct", alone),
+        (Grid, "expectations", alone),
         (Program, "touching", alone),
     ],
     ids=lambda value: getattr(value, "__name__", value),
