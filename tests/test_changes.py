@@ -9,6 +9,7 @@ import torch
 from pyro.infer import SVI
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
+from pyro_sparsegp.guide.state import sums_of
 
 N = 20
 
@@ -237,3 +238,13 @@ def test_a_state_without_the_models_own_parameters_is_refused():
         guide.posterior(x)
     pyro.get_param_store().set_state(store)
     torch.testing.assert_close(guide.posterior(x)["f"].mean, mean)
+
+
+def test_a_state_knows_parameters_again_in_another_dtype():
+    """Numbers whose sum is far smaller than they are: that of rounded ones is another."""
+    wide, found = torch.randn(99, dtype=torch.float64), []
+    for value in (wide - wide.mean(), (wide - wide.mean()).float()):
+        pyro.clear_param_store()
+        pyro.param("w", value)
+        found.append(sums_of(["w"]))
+    assert found[0] == found[1]

@@ -107,14 +107,14 @@ def test_the_root_is_small():
 
 
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
-ALL_LINES = 25104
+ALL_LINES = 25100
 # Branches per 1,000 statements, at most: a wide line is not a simple one. 150 are aimed at, and 180 in these rooms.
 ALL_BRANCHES = 146
 ROOM_BRANCHES = {"guide": 160, "inference": 166.5, "program": 166.3, "bases": 142, "gaussians": 104, "diagnostics": 160}
 ANY = 190  # arguments without a type
 FILE_LINES = 408
 FUNCTION_BRANCHES = 14
-TEST_LINES = 28140
+TEST_LINES = 28151
 
 
 @functools.cache

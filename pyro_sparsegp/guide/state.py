@@ -46,7 +46,8 @@ def saved_of(guide: KnownGuide) -> dict[str, Any]:
 def sums_of(names: Iterable[str]) -> dict[str, float]:
     """The sums of parameters in Pyro's store: a state tells others of the same names from its own."""
     store = pyro.get_param_store()
-    return {name: float(store[name].detach().double().sum()) for name in names if name in store}
+    # as float32 has each number, which a model in float64 has, too
+    return {name: float(store[name].detach().float().double().sum()) for name in names if name in store}
 
 
 def require_parameters(own: Mapping[str, float]) -> None:
