@@ -62,6 +62,7 @@ _FULL = OptimalGP, ExactGP, ExactWeightSpaceGP, ExpectationGP  # of the best Gau
 class Compared:
     """q beside the approximation, by weighted draws, and searches from several starts."""
 
+    of_bound: Any = staticmethod(of_bound)
     num_draws = 48, 16, 128  # of the approximation: so many, and so many a hyperparameter, up to as many
     num_starts = 1  # of one search for another mode
     higher = 0.1  # nats between two modes, beyond which a higher one is told
@@ -349,6 +350,7 @@ class Glance(Compared):
     higher = 3.0
     beyond = math.inf
     most = 12  # hyperparameters, beyond which draws and searches take longer than training may
+    of_bound = staticmethod(lambda guide, args, kwargs: [])
 
     def lines(self, call: Any) -> list[str]:
         if self.hyper.size <= self.most:
@@ -385,7 +387,7 @@ def check(guide: Any, args: tuple, kwargs: dict[str, Any], kind: type[Compared] 
         if not all(site["value"].isfinite().all() for site in run.data.values()):
             return [f"check has no data: {explain_nan(guide, args, kwargs)}."]
         with late_bar("checking latents") as bar:
-            bound = [] if kind is Glance else of_bound(guide, args, kwargs)
+            bound = kind.of_bound(guide, args, kwargs)
             with attempt() as asked:
                 search = partial(Search, guide, run, (args, kwargs), [], bar.update)
                 first = search(AtValues) if obstacle(guide) else search()  # a family may have no basis

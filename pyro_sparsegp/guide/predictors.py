@@ -145,7 +145,13 @@ def _made_of(sites: Any, name: str, key: str, link: str) -> tuple[Tensor, Callab
     fn = bare(sites[name]["fn"])
     if link == VALUE:
         return sites[key]["value"].reshape(-1, 1), LINKS["identity"][0]
-    part = traces.parameters(fn)[key]
+    known = traces.parameters(fn)
+    if key not in known:
+        raise ValueError(
+            f"site {name!r} has a {type(fn).__name__} of {[*known]}, and had {[key]} at the first call. Make a new "
+            "guide, and call it first with arguments that show this model."
+        )
+    part = known[key]
     event = part.shape[part.dim() - event_dim_of(fn, key) :]
     return part.expand(fn.batch_shape + event).reshape(-1, event.numel()), LINKS[link][0]
 

@@ -31,9 +31,8 @@ from ..numerics.linalg import above_rounding
 from ..program.asking import Unsupported, attempt
 from ..program.draws import mapped, vmapped
 from ..program.explore import ClosedForms
-from ..program.links import LINKS
 from ..program.structure import MAX_AXES
-from ..program.traces import RandomState, bare, free_values, is_observation, parameters, repeatable
+from ..program.traces import RandomState, free_values, is_observation, repeatable
 from ..warned import warn_once
 from .terms import Grid, Inputs, Ran, log_density_minus_kl, weighted_sum
 
@@ -116,7 +115,6 @@ class OfPredictors(Plan):
             sites = run()
             data = [name for name in (*joint.links, *joint.drawn) if name in sites and is_observation(sites[name])]
             seen = [name for name in data if sites[name]["mask"] is not False]
-            _require_linked(guide, {name: sites[name]["fn"] for name in seen})
             links = {name: joint.links[name] for name in seen if name in joint.links}
             found = Predictors(sites, links, x, layout, run)
             guide.core.looks += torch.is_grad_enabled()
@@ -143,17 +141,6 @@ class OfPredictors(Plan):
             weighted_sum(nodes[name]["fn"].log_prob(nodes[name]["value"]), nodes[name]) for name in below
         )
         return total + log_density_minus_kl(model_trace, guide_trace, {*joint.field, *data} - {*below})
-
-
-def _require_linked(guide: AutoSparseGP, kinds: Mapping[str, Any]) -> None:
-    """Raise where a density has no longer the parameters that are linked."""
-    for name, fn in kinds.items():
-        now, linked = parameters(fn), [n for n, link in guide.joint.links.get(name, {}).items() if link in LINKS]
-        if not {*linked} <= now.keys():
-            raise ValueError(
-                f"site {name!r} has a {type(bare(fn)).__name__} of {[*now]}, and had {linked} at the first call. "
-                "Make a new guide, and call it first with arguments that show this model."
-            )
 
 
 def _warn_of_bends(guide: AutoSparseGP, found: Predictors, sites: Any, eta: Mapping[Place, Tensor]) -> None:
